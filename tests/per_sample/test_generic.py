@@ -92,12 +92,6 @@ def test_a_recurrent_network_may_have_another_order_of_dimensions(count):
     assert_matches_loop(model, torch.randn(count, 5, 3), modes=("auto", "low"))
 
 
-def test_packed_sequences_are_refused_where_the_generic_rule_runs():
-    model = nn.LSTM(3, 2, proj_size=1)
-    with clip(model, batch_first=False), pytest.raises(ValueError, match="PackedSequence"):
-        model(nn.utils.rnn.pack_sequence([torch.randn(4, 3), torch.randn(2, 3)]))
-
-
 def test_nested_tensors_are_refused_by_name():
     parts = [torch.randn(2, 3), torch.randn(4, 3)]
     for layer in (nn.Linear(3, 2), nn.LayerNorm(3)):

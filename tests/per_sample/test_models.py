@@ -17,6 +17,7 @@ from per_sample.harness import (
     by_two_passes,
     clip,
     losses_of,
+    norms_by_loop,
     norms_in_batch,
     norms_of,
     total_of,
@@ -105,10 +106,11 @@ def distances(m, x):
 
 
 @pytest.mark.parametrize(("count", "length"), [(4, 4), (4, 6)])
-def test_biases_of_distances_are_refused_whatever_the_size_of_the_batch(count, length):
-    model = Net(distances, bias=nn.Embedding(9, 1), head=nn.Linear(3, 3))
-    with clip(model) as clipper, pytest.raises(ValueError, match=r"'bias' \(Embedding\)"):
-        clipper.backward(model(torch.randn(count, length, 3)))
+def test_biases_of_distances_are_right_whatever_the_size_of_the_batch(count, length):
+    model, x = Net(distances, bias=nn.Embedding(9, 1), head=nn.Linear(3, 3)).double(), torch.randn(count, length, 3)
+    expected = norms_by_loop(model, x.double(), losses=lambda losses, dim: losses)
+    with clip(model) as clipper:
+        assert_close(clipper.backward(model(x.double())).norms, expected)
 
 
 # published models

@@ -119,7 +119,7 @@ USES = {
         words,
     ),
 }
-BY_SAMPLE = {"a parameter by the generic rule", "a cell", "a registered rule"}
+BY_SAMPLE = {"a registered rule"}
 
 
 def twice(kind):

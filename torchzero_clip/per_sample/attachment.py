@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from torchzero_clip.compat import fully_sharded, is_distributed
 from torchzero_clip.per_sample.captured_gradients import in_backward
-from torchzero_clip.per_sample.captured_layer import CapturedForward, CapturedLayer, trainable
+from torchzero_clip.per_sample.captured_layer import CapturedLayer, trainable
 from torchzero_clip.per_sample.hooks import Hook
 from torchzero_clip.per_sample.processes import Processes
 from torchzero_clip.per_sample.rules.registry import (
@@ -44,7 +44,7 @@ class Attachment:
         self._engine = engine
         self._given_whole = whole
         self._force_generic = force_generic
-        self._layers: list[CapturedLayer] = []
+        self._captured: list[tuple[nn.Module, CapturedLayer]] = []
         self._handles: list[RemovableHandle] = []
         self._unwatched: list[tuple[str, dict[str, Any], str]] = []
         self._attach()
@@ -67,6 +67,8 @@ class Attachment:
     def is_outdated(self) -> bool:
         """True if the model has changed since it was captured."""
         held = _held(self.model)
+        if [(id(x), trains) for x, trains in held] == self._ids and self._rules == RULES:
+            return False
         if any(isinstance(x, Tensor) and not isinstance(x, nn.Parameter) for x, _ in held):
             return False  # functional_call replaces the parameters by other tensors, for this forward only
         if len(held) != len(self._held) or self._rules != RULES:
@@ -104,10 +106,11 @@ class Attachment:
         self._remove()
         self.whole = whole
         """The modules that are run whole, by name, with the reason."""
-        self._layers, self.params = layers, trainable(model)
+        self._captured, self.params = [(layer.module, layer) for layer in layers], trainable(model)
         """The trainable parameters, by name."""
         self.captures_model = any(layer.module is model for layer in layers)
         self._held, self._rules = _held(model), dict(RULES)
+        self._ids = [(id(x), trains) for x, trains in self._held]
         self.modules = list(model.modules())
         self._with_fast_path = [module for module in self.modules if isinstance(module, FAST_PATHS)]
         self._batch_norms = [(name, module) for name, module in model.named_modules() if isinstance(module, BatchNorm)]
@@ -116,7 +119,7 @@ class Attachment:
         for name, param in self.params.items():
             self._handles.append(param.register_hook(Hook(partial(self._engine.refuse_outside, name))))
         for layer in layers:
-            layer.module.__dict__["forward"] = CapturedForward(layer)
+            layer.module.__dict__["forward"] = layer
         if self._engine.processes.sharded:
             self._follow_shards()
 
@@ -141,11 +144,10 @@ class Attachment:
     def _remove(self) -> None:
         for handle in self._handles:
             handle.remove()
-        for layer in self._layers:
-            own = layer.module.__dict__.get("forward")
-            if isinstance(own, CapturedForward) and own.layer is layer:
-                del layer.module.__dict__["forward"]
-        self._handles, self._layers = [], []
+        for module, layer in self._captured:
+            if module.__dict__.get("forward") is layer:
+                del module.__dict__["forward"]
+        self._handles, self._captured = [], []
 
     def _found_layers(self, whole: Mapping[str, str]) -> Iterator[CapturedLayer]:
         """The layers to capture: those with a rule, and other modules with parameters of their own."""
@@ -165,7 +167,7 @@ class Attachment:
                 params = {key: param for key, param in params.items() if id(param) in own}
             layer = CapturedLayer(self._engine, name, module, rule, params)
             if _is_replaced(layer):
-                if isinstance(vars(module)["forward"], CapturedForward):
+                if isinstance(vars(module)["forward"], CapturedLayer):
                     raise ValueError(
                         "another clipper is attached to the module: call detach() of that clipper first, or use it "
                         "as 'with PerSampleGradientClipper(...) as clipper:'"
@@ -204,7 +206,7 @@ def _refuse(name: str, module: nn.Module, reason: str | None) -> None:
 def _is_replaced(layer: CapturedLayer) -> bool:
     """True if the instance has another forward than its class. Copies of models have that of their class."""
     own = layer.module.__dict__.get("forward")
-    if isinstance(own, CapturedForward) and own.layer.engine is layer.engine:
+    if isinstance(own, CapturedLayer) and own.engine is layer.engine:
         return False
     return own is not None and getattr(own, "__func__", None) is not type(layer.module).forward
 

@@ -1,37 +1,37 @@
 """Values that all samples share, such as embeddings of positions, class tokens and layer scales."""
 
-import math
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from torchzero_clip.compat import DisableTorchFunctionSubclass
 from torchzero_clip.per_sample.arguments import Rebuild, flattened, tensors_in
-from torchzero_clip.per_sample.labels import depth_of
+from torchzero_clip.per_sample.comparison import differ
+from torchzero_clip.per_sample.labels import LOST, Known, depth_of
 
-ARITHMETIC = {f"{side}{name}" for name in ("add", "sub", "mul", "div", "truediv") for side in ("", "r", "i")}
+ARITHMETIC = {"add", "sub", "mul", "div", "truediv"}
+IN_PLACE = {"iadd", "isub", "imul", "idiv", "itruediv"}
+OF_DTYPE = {"to", "type_as"}
 EXPANSIONS = {"expand", "expand_as", "broadcast_to", "repeat"}
-TRANSPOSED = {"T", "mT", "H", "mH"}
+TRANSPOSED = {"T", "mT", "H", "mH", "real", "imag"}
 EXPANDED = "expanded"  # a key of `CapturedLayer.known`: what was expanded to another size than that of the batch
 HOOKS = {"register_hook", "retain_grad", "register_post_accumulate_grad_hook"}
-
-
-class NotARowError(BaseException):  # so that the code of a module does not catch it
-    """An operation with a value that all samples share has a result that is not of that kind.
-
-    It is raised only while a layer runs that catches it.
-    """
 
 
 class BroadcastRow(Tensor):
     """A value that all samples share, with a copy for each sample behind it.
 
-    Arithmetic with a tensor of the batch takes the copies, so that the gradient has a row for each sample. Operations
-    on such values alone are done on the copies too. Any other use would sum the gradient over samples, and raises.
+    A function with a tensor of the batch runs sample by sample, with the copies, so that the gradient has a row for
+    each sample. Functions of such values alone run on the copies too. Where neither is possible, the gradient would be
+    summed over samples, and raises.
     """
 
     _each: Tensor  # (B, *shape): the copies
@@ -52,19 +52,6 @@ class BroadcastRow(Tensor):
             shape = (1,) * (ndim - self.ndim) + tuple(self.shape)
             return self._each.reshape(len(self._each), *shape[:dim], *shape[dim + 1 :]).movedim(0, dim)
 
-    def of_rows(self, samples: Tensor, ndim: int) -> Tensor | None:
-        """The copies for rows of several samples in a tensor with some dimensions; None if the value has their places.
-
-        ``samples`` has the sample of each entry of that tensor, as in `labels`.
-        """
-        depth = max(depth_of(samples), 1)
-        with DisableTorchFunctionSubclass():
-            if self.ndim > ndim - depth or bool((samples < 0).any()):
-                return None
-            shape = (1,) * (ndim - depth - self.ndim) + tuple(self.shape)
-            rows = samples.reshape(samples.shape[:depth]).to(self._each.device)
-            return self._each.reshape(len(self._each), *shape)[rows]
-
     def fits(self, ndim: int, dim: int) -> bool:
         """True if the value can be added to a tensor of the batch with some dimensions."""
         with DisableTorchFunctionSubclass():
@@ -74,10 +61,6 @@ class BroadcastRow(Tensor):
     @override
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        if func is F.layer_norm and not isinstance(args[0], BroadcastRow):
-            return _normalized(*args, **kwargs)
-        if func is F.linear and (output := _linear(*args, **kwargs)) is not None:
-            return output
         with DisableTorchFunctionSubclass():
             if name == "__get__" and func.__self__.__name__ not in TRANSPOSED:
                 return func(*args)
@@ -102,69 +85,18 @@ class BroadcastRow(Tensor):
 
 
 def _refuse_param(rows: list[BroadcastRow], operation: str) -> NoReturn:
-    """Raise for an operation that is not for rows, with a parameter or with what was made of one."""
+    """Raise for an operation that cannot run for each sample, with a parameter or with what was made of one."""
     layer = next(row._layer for row in rows if row._is_param)
-    if layer.engine.tries:
-        raise NotARowError(operation)
+    if layer.engine.running is layer:
+        raise RuntimeError(
+            f"{layer} uses a parameter in {operation!r}, which cannot run for each sample alone. Name it in "
+            f"{layer.own_line}"
+        )
     raise RuntimeError(
         f"{layer} returned a value that it made of its parameters alone, and {operation!r} used it in a way that does "
         "not tell samples apart: let the module return a copy for each sample, with x.expand(batch_size, ...)"
         f"{layer.way_out}"
     )
-
-
-def _normalized(
-    input: Tensor, shape: Any, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
-) -> Tensor:
-    """A layer norm whose weight and bias may be rows: arithmetic takes their copies."""
-    result = F.layer_norm(input, shape, None, None, eps)
-    result = result if weight is None else result * weight
-    return result if bias is None else result + bias
-
-
-def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
-    """A linear layer of the batch with the copies of a weight and a bias, as in routers; None for other uses."""
-    params: list[Any] = [weight] if bias is None else [weight, bias]
-    if isinstance(input, BroadcastRow) or input.ndim < 2 or not all(map(is_row, params)):
-        return None
-    layer = params[0]._layer
-    found = layer.samples(input, input.ndim - 1)
-    with DisableTorchFunctionSubclass():
-        if found.lost:
-            raise layer.unknown_rows()
-        if found.kept is not None or weight.ndim != 2:
-            return None
-        copies = [param._each for param in params]
-        if found.rows is None:
-            rows = input.movedim(found.dim, 0)
-            output = _products(rows.reshape(len(rows), math.prod(rows.shape[1:-1]), rows.shape[-1]), *copies)
-            output = output.view(*rows.shape[:-1], output.shape[-1]).movedim(0, found.dim)
-        else:
-            sample = found.rows.flatten().to(input.device)
-            sample = sample.repeat_interleave(input.shape[:-1].numel() // len(sample))
-            order, lengths = sample.argsort(stable=True), sample.bincount(minlength=len(copies[0])).tolist()
-            rows = input.reshape(len(sample), input.shape[-1])[order]
-            if len(set(lengths)) == 1:
-                output = _products(rows.view(len(lengths), lengths[0], rows.shape[-1]), *copies).flatten(0, 1)
-            else:
-                own = [[copy[i, None] for copy in copies] for i in range(len(lengths))]
-                output = torch.cat(
-                    [_products(x[None], *each)[0] for x, each in zip(rows.split(lengths), own, strict=True)]
-                )
-            output = output[order.argsort()].view(*input.shape[:-1], output.shape[-1])
-        layer.mark(
-            output,
-            found.dim
-            if found.rows is None
-            else found.rows.view(*found.rows.shape, *[1] * (output.ndim - found.rows.ndim)),
-        )
-        return output
-
-
-def _products(rows: Tensor, weights: Tensor, biases: Tensor | None = None) -> Tensor:
-    """The outputs of the linear layer of each sample for its rows, (B, L, width)."""
-    output = torch.bmm(rows, weights.mT)
-    return output if biases is None else output + biases[:, None]
 
 
 def is_row(value: Any) -> bool:
@@ -207,38 +139,34 @@ def _as_row(row: Any, each: Tensor, layer: Any, *, is_param: bool) -> BroadcastR
 
 
 def _with_copies(func: Any, args: Any, kwargs: Any, leaves: list[Any], rebuilt: Rebuild) -> Any:
-    """The result with the copies in place of the rows; NotImplemented if the operation is not for rows."""
-    rows = [x for x in leaves if isinstance(x, BroadcastRow)]
-    others = [x for x in leaves if isinstance(x, Tensor) and not isinstance(x, BroadcastRow)]
-    name, first = getattr(func, "__name__", ""), rows[0]
-    layer, count = first._layer, len(first._each)
-    kind, dim = name.strip("_"), layer.engine.batch_dim
-
-    def call(*copies: Tensor) -> Any:
-        rest = iter(copies)
-        args, kwargs = rebuilt([next(rest) if isinstance(x, BroadcastRow) else x for x in leaves])
-        return func(*args, **kwargs)
-
-    in_place = (name.endswith("_") and not name.startswith("__")) or (kind in ARITHMETIC and kind[0] == "i")
-    if in_place and (kind not in ARITHMETIC or isinstance(args[0], BroadcastRow)):
+    """The result with the copies in place of the rows; NotImplemented if the function cannot run so."""
+    name, first = getattr(func, "__name__", ""), next(x for x in leaves if isinstance(x, BroadcastRow))
+    layer, count, kind = first._layer, len(first._each), name.strip("_")
+    changes = name == "__setitem__" or (name.endswith("_") and not name.startswith("__")) or kind in IN_PLACE
+    if "out" in kwargs:
         return NotImplemented
-    others = [x for x in others if x.ndim <= dim or x.requires_grad or not layer.is_constant(x)]
-    if kind in ARITHMETIC and (batch := [x for x in others if x.ndim]):
-        copies = _beside(batch, rows)
-        return NotImplemented if copies is None else call(*copies)
-    if any(x.requires_grad or _is_of_batch(x, dim, count) for x in others) or "out" in kwargs:
+    if func is F.embedding:
+        func, args, kwargs = _without_padding(*args, **kwargs)
+        leaves, rebuilt = flattened(args, kwargs)
+    tensors = {i: x for i, x in enumerate(leaves) if isinstance(x, Tensor)}
+    others = {i: x for i, x in tensors.items() if not isinstance(x, BroadcastRow) and name not in OF_DTYPE}
+    places = _places(layer, others, count)
+    if any(place is LOST for place in places.values()) or (changes and 0 not in tensors):
         return NotImplemented
-    if kwargs.get("padding_idx") is not None:  # embeddings under vmap give the padding row a gradient
-        return NotImplemented
+    call = _Call(func, leaves, rebuilt, places, changes)
+    if call.places:
+        return NotImplemented if changes and 0 not in call.places else call.of_batch(name)
+    if changes:
+        return _changed(call, args[0], first, lambda: func(*args, **kwargs))
     output = func(*args, **kwargs)
-    if not any(x.requires_grad for x in tensors_in(output)) or any(output is row for row in rows):
+    if not any(x.requires_grad for x in tensors_in(output)) or output is first:
         return output
-    if kind in EXPANSIONS and first.fits(output.ndim, dim):
+    if kind in EXPANSIONS and first.fits(output.ndim, dim := layer.engine.batch_dim):
         expansion = kind, tuple(first.shape), output.ndim
         if _is_to_batch(layer, expansion, output.shape[dim], count):
             return _expanded(kind, first.aligned(output.ndim, dim), output)
     try:
-        each = torch.vmap(call)(*[row._each for row in rows])
+        each = torch.vmap(call)(*call.copies)
     except (RuntimeError, ValueError):  # it cannot run under vmap
         return NotImplemented
 
@@ -248,22 +176,158 @@ def _with_copies(func: Any, args: Any, kwargs: Any, leaves: list[Any], rebuilt: 
     return pytree.tree_map(row, output, each)
 
 
-def _beside(batch: list[Tensor], rows: list[BroadcastRow]) -> list[Tensor] | None:
-    """The copies that arithmetic with tensors of the batch takes in place of rows; None if it is not for rows."""
-    layer, count, ndim = rows[0]._layer, len(rows[0]._each), max(x.ndim for x in batch)
-    dim, samples = layer.engine.batch_dim, layer.labels(batch[0])
-    if isinstance(samples, Tensor) and count > 1:  # rows of several samples
-        copies = [x for row in rows if (x := row.of_rows(samples, ndim)) is not None]
-        return copies if len(copies) == len(rows) and len(batch) == 1 else None
-    of_batch = all(x.ndim == ndim > dim and x.shape[dim] == count for x in batch)
-    if not of_batch or not all(row.fits(ndim, dim) for row in rows):
-        return None
-    if any(not x.requires_grad and layer.is_constant(x, of_batch=False) for x in batch):
-        return None  # equal values, for samples or for positions
-    for x in batch:
-        layer.check_rows(x, dim)
-    layer.note("arithmetic", ndim)
-    return [row.aligned(ndim, dim) for row in rows]
+def _changed(call: "_Call", target: Any, first: BroadcastRow, change: Callable[[], Any]) -> Any:
+    """Change a tensor of no sample in place with rows, so that it becomes a row. Return the output."""
+    if not isinstance(target, BroadcastRow):
+        call.places = {0: 0}
+        call.copies.append(target.expand(len(first._each), *target.shape))
+    each, output = torch.vmap(call)(*call.copies), change()
+    target.__class__ = BroadcastRow
+    target._each, target._layer, target._is_param = each, first._layer, first._is_param
+    target._version_then = target._version
+    return output
+
+
+def _places(layer: Any, tensors: dict[int, Tensor], count: int) -> dict[int, Known]:
+    """Where the samples of tensors are: a dimension, or the sample of each entry. All samples share other tensors."""
+    dim, places = layer.engine.batch_dim, {i: layer.labels(x) for i, x in tensors.items()}
+    beside = [i for i, place in places.items() if place is not None and place is not LOST]
+    first = places[beside[0]] if beside else None
+    for i, x in tensors.items():
+        if places[i] is None and x.ndim > dim:
+            if isinstance(first, Tensor) and len(x) == len(tensors[beside[0]]) and not layer.is_constant(x):
+                places[i] = first  # such as zeros for all rows
+            elif x.shape[dim] == count:
+                layer.refuse_outside(x)
+                places[i] = None if layer.is_constant(x, of_batch=bool(beside)) else dim
+    return {i: place for i, place in places.items() if place is not None}
+
+
+class _Call:
+    """A function of rows, and of tensors of the batch in some places among the leaves of its arguments."""
+
+    def __init__(self, func: Any, leaves: list[Any], rebuilt: Rebuild, places: dict[int, Any], changes: bool) -> None:
+        self._func, self._leaves, self._rebuilt, self.places, self._changes = func, leaves, rebuilt, places, changes
+        self._rows = [i for i, x in enumerate(leaves) if isinstance(x, BroadcastRow)]
+        self._layer: Any = leaves[self._rows[0]]._layer
+        self.copies: list[Tensor] = [leaves[i]._each for i in self._rows]
+
+    def __call__(self, *tensors: Tensor) -> Any:
+        """The output for other tensors in the places of rows and of tensors of the batch."""
+        leaves = list(self._leaves)
+        for i, x in zip((*self._rows, *self.places), tensors, strict=True):
+            leaves[i] = x.clone() if self._changes and i == 0 else x
+        args, kwargs = self._rebuilt(leaves)
+        output = self._func(*args, **kwargs)
+        return leaves[0] if self._changes else output
+
+    def of_batch(self, name: str) -> Any:
+        """The output of the batch, from those of its samples; NotImplemented if it is none."""
+        layer, of_batch = self._layer, {i: self._leaves[i] for i in self.places}
+        places = [*self.places.values()]
+        if any(isinstance(place, Tensor) for place in places):
+            return self._of_rows([*of_batch.values()], places)
+        rows, ndims, dim = [self._leaves[i] for i in self._rows], {x.ndim for x in of_batch.values()}, places[0]
+        plain = name.strip("_").removeprefix("r") in ARITHMETIC and not self._changes
+        if plain and len(ndims) == 1 and all(d == dim for d in places):
+            ndim = ndims.pop()
+            if all(row.fits(ndim, dim) for row in rows):  # without vmap, which takes longer
+                output = self(*(row.aligned(ndim, dim) for row in rows), *of_batch.values())
+                layer.note("arithmetic", ndim, dim)
+                layer.mark(output, dim)
+                return output
+        kinds = [x if isinstance(x, int | str | None) else x.ndim if isinstance(x, Tensor) else 0 for x in self._leaves]
+        inputs = [x.movedim(d, 0).unsqueeze(d + 1) for x, d in zip(of_batch.values(), places, strict=True)]
+        own, dims = self._own_parts(places[0]), None
+        found, structure = list[Any](), pytree.tree_structure(None)
+        for copies in filter(None, (self.copies, own)):
+            self.copies, key = copies, (name, *kinds, *places, own is not None, copies is own, len(self.copies[0]) == 1)
+            found, structure = pytree.tree_flatten(self._by_sample(inputs))
+            if key not in layer.known:
+                layer.known[key] = self._dims(found, [*of_batch.values()], places)
+            layer.note(*key)
+            if (dims := layer.known[key]) is not None:
+                break
+        if dims is None or any(x.shape[d + 1] != 1 for x, d in zip(found, dims, strict=True)):
+            return NotImplemented
+        found = [x.squeeze(d + 1).movedim(0, d) for x, d in zip(found, dims, strict=True)]
+        for x, d in zip(found, dims, strict=True):
+            layer.mark(x, d)
+        output = pytree.tree_unflatten(found, structure)
+        return self._leaves[0].copy_(output) if self._changes else output
+
+    def _own_parts(self, dim: int) -> list[Tensor] | None:
+        """The copies with the part of their sample alone, where rows have the size of the batch; None if none has."""
+        count = len(self.copies[0])
+        sized = [x.ndim > dim + 1 and x.shape[dim + 1] == count for x in self.copies]
+        pairs = zip(self.copies, sized, strict=True)
+        parts = [x.diagonal(0, 0, dim + 1).movedim(-1, 0).unsqueeze(dim + 1) if own else x for x, own in pairs]
+        return parts if any(sized) else None
+
+    def _by_sample(self, of_batch: Sequence[Tensor]) -> Any:
+        try:
+            # vmap runs the other backends in a loop
+            backend = sdpa_kernel(SDPBackend.MATH) if self._func is F.scaled_dot_product_attention else nullcontext()
+            with warnings.catch_warnings(), backend:
+                warnings.filterwarnings("ignore", "There is a performance drop")
+                return torch.vmap(self)(*self.copies, *of_batch)
+        except (RuntimeError, ValueError):
+            each = [self(*one) for one in zip(*self.copies, *of_batch, strict=True)]
+            return pytree.tree_map(lambda *parts: torch.stack(parts), *each)
+
+    def _dims(self, found: Sequence[Any], of_batch: Sequence[Tensor], places: Sequence[int]) -> list[int] | None:
+        """The dimensions of the samples in outputs, by those of the function on the batch; None if they are others."""
+        with torch.no_grad():
+            rows = [self._leaves[i].as_subclass(Tensor) for i in self._rows]
+            together, count = pytree.tree_leaves(self(*rows, *of_batch)), len(self.copies[0])
+        dims: list[int] = []
+        for one, whole in zip(found, together, strict=True):
+            if count == 1:
+                dims.append(places[0])
+                continue
+            shapes = tuple(one.shape[1:]), tuple(whole.shape)
+            apart = [i for i, (a, b) in enumerate(zip(*shapes, strict=False)) if a != b]
+            if one.ndim != whole.ndim + 1 or [(shapes[0][i], shapes[1][i]) for i in apart] != [(1, count)]:
+                return None
+            dims.append(apart[0])
+            tolerance = torch.finfo(whole.dtype).eps ** 0.5 if whole.is_floating_point() else 0
+            if differ(whole.double(), one.detach().squeeze(apart[0] + 1).movedim(0, apart[0]).double(), tolerance):
+                return None
+        return dims
+
+    def _of_rows(self, of_batch: list[Tensor], places: list[Any]) -> Any:
+        """The output for rows of several samples: the function gets those of one sample at a time."""
+        x, labels, count = of_batch[0], places[0], len(self.copies[0])
+        if not all(isinstance(place, Tensor) and torch.equal(place, labels) for place in places):
+            return NotImplemented
+        depth = max(depth_of(labels), 1)
+        sample = labels.reshape(labels.shape[:depth]).expand(x.shape[:depth]).flatten().to(x.device)
+        if bool((sample < 0).any()) or any(y.shape[:depth] != x.shape[:depth] for y in of_batch):
+            return NotImplemented
+        order, lengths = sample.argsort(stable=True), sample.bincount(minlength=count).tolist()
+        rows = [y.flatten(0, depth - 1)[order] for y in of_batch]
+        if len(set(lengths)) == 1:
+            output = self._by_sample([y.view(count, lengths[0], *y.shape[1:]) for y in rows])
+            output = output.flatten(0, 1) if isinstance(output, Tensor) and output.ndim > 1 else output
+        else:
+            each = zip(*self.copies, *(y.split(lengths) for y in rows), strict=True)
+            output = torch.cat([self(*one) for one in each])
+        if not isinstance(output, Tensor) or len(output) != len(sample):
+            return NotImplemented
+        output = output[order.argsort()].view(*x.shape[:depth], *output.shape[1:])
+        self._layer.mark(output, labels.reshape(*labels.shape[:depth], *[1] * (output.ndim - depth)))
+        return self._leaves[0].copy_(output) if self._changes else output
+
+
+def _without_padding(
+    input: Tensor, weight: Any, padding_idx: int | None = None, *args: Any, **kwargs: Any
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """The call of an embedding whose padding row gets no gradient, which embeddings under vmap fail to do."""
+    if padding_idx is not None and isinstance(weight, BroadcastRow):
+        row = (torch.arange(len(weight), device=weight.device) == padding_idx % len(weight))[:, None]
+        each = torch.where(row, weight._each.detach(), weight._each)
+        weight = _as_row(weight.as_subclass(Tensor).clone(), each, weight._layer, is_param=weight._is_param)
+    return F.embedding, (input, weight, None, *args), kwargs
 
 
 def _expanded(kind: str, copies: Tensor, output: Tensor) -> Tensor:
@@ -280,7 +344,3 @@ def _is_to_batch(layer: Any, expansion: Any, size: int, count: int) -> bool:
         others.add(expansion)
     layer.note(*expansion, expansion in others)
     return size == count and expansion not in others
-
-
-def _is_of_batch(tensor: Tensor, dim: int, count: int) -> bool:
-    return tensor.ndim > dim and (tensor.is_floating_point() or tensor.shape[dim] == count)

@@ -61,13 +61,18 @@ class Samples(NamedTuple):
     """The number of first dimensions that have rows of samples which are not known yet."""
 
     @property
+    def is_plain(self) -> bool:
+        """True if the samples are in order in a dimension of their own."""
+        return self.kept is None and self.rows is None and not self.lost
+
+    @property
     def depth(self) -> int:
         """The number of dimensions that tell rows apart."""
         return self.lost or (1 if self.rows is None else self.rows.ndim)
 
 
 class CapturedLayer:
-    """A layer in a model, with its trainable parameters by their names in the layer."""
+    """A layer in a model, with its trainable parameters by their names in the layer. It replaces the forward."""
 
     def __init__(self, engine: Any, name: str, module: nn.Module, rule: Rule, params: dict[str, nn.Parameter]) -> None:
         self.engine = engine
@@ -79,6 +84,35 @@ class CapturedLayer:
         self._owners = [(module.get_submodule(path[0]), path[2], param) for path, param in paths]
         self.known: dict[Hashable, Any] = {}
         """What rules have learnt about the layer in earlier calls."""
+
+    @never_compiled
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward of the module while it is captured."""
+        module, engine = self.module, self.engine
+        if not torch.is_grad_enabled() or not engine.captures or self.lent or get_interpreter_stack():
+            return type(module).forward(module, *args, **kwargs)
+        engine.enter(self)
+        now = module.__dict__.get("forward")
+        if isinstance(now, CapturedLayer) and now is not self:  # this call of the model has attached the layer anew
+            return now(*args, **kwargs)
+        if (reason := self.rule.refusal(module)) is not None:
+            raise ValueError(f"{self} cannot be clipped per sample: {reason}")
+        if any(isinstance(x, Tensor) and x.is_nested for x in (*args, *kwargs.values())):
+            raise ValueError(f"{self} got a nested tensor: pad it, with x.to_padded_tensor(0.0), and mask the loss")
+        around, engine.running = engine.running, self
+        try:
+            with nullcontext() if self.rule.runs_layers else WithoutOwnModes():
+                output = self.rule.run(self, *args, **kwargs)
+            if type(output) is Tensor:
+                engine.outputs.append(weakref.ref(output))
+            return output
+        finally:
+            engine.running = around
+
+    @override
+    def __reduce__(self) -> tuple[Any, ...]:
+        # copies of an attached model are ordinary models
+        return _class_forward, (self.module,)
 
     @override
     def __str__(self) -> str:
@@ -102,7 +136,11 @@ class CapturedLayer:
     @property
     def lent(self) -> bool:
         """True while `torch.func.functional_call` replaces the parameters by other tensors."""
-        return any(not stands_for(owner._parameters.get(key), param) for owner, key, param in self._owners)
+        for owner, key, param in self._owners:
+            now = owner._parameters.get(key)
+            if now is not param and not stands_for(now, param):
+                return True
+        return False
 
     @property
     def values(self) -> list[tuple[nn.Parameter, Tensor]]:
@@ -283,12 +321,12 @@ class CapturedLayer:
         self,
         output: Tensor,
         inputs: Sequence[Tensor],
-        contribute: Callable[..., Sequence[Contribution]],
+        contribute: Callable[..., Iterable[Contribution]],
         samples: Samples | None = None,
     ) -> Tensor:
         """Return the output. Its gradient and the inputs will be passed to ``contribute``, which returns contributions.
 
-        ``samples`` is the input of the layer, if that may be one row for all samples.
+        ``samples`` is the input of the layer. Without it, the output is a step of the layer, whose rows are its own.
         """
         before = output if output.requires_grad else None
         rows = None if samples is None else samples.rows
@@ -301,8 +339,8 @@ class CapturedLayer:
         watched: Any = _Watched.apply(self.engine.anchor, before, [output.detach()], kept, self, contribute, where)
         if rows is not None:
             self.mark(watched, rows.view(*rows.shape, *[1] * (watched.ndim - rows.ndim)))
-        else:
-            self.mark(watched, 0 if samples is None else LOST if samples.lost else samples.dim)
+        elif samples is not None:
+            self.mark(watched, LOST if samples.lost else samples.dim)
         if samples is None or samples.kept is None:
             return watched
         each = watched.movedim(samples.dim, 0)
@@ -332,41 +370,6 @@ class CapturedLayer:
         )
 
 
-class CapturedForward:
-    """Replaces the forward of one layer while it is captured."""
-
-    def __init__(self, layer: CapturedLayer) -> None:
-        self.layer = layer
-
-    @never_compiled
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        layer, engine = self.layer, self.layer.engine
-        if not torch.is_grad_enabled() or not engine.captures or layer.lent or get_interpreter_stack():
-            return type(layer.module).forward(layer.module, *args, **kwargs)
-        engine.enter(layer)
-        now = layer.module.__dict__.get("forward")
-        if isinstance(now, CapturedForward) and now is not self:  # this call of the model has attached the layer anew
-            return now(*args, **kwargs)
-        if (reason := layer.rule.refusal(layer.module)) is not None:
-            raise ValueError(f"{layer} cannot be clipped per sample: {reason}")
-        if any(isinstance(x, Tensor) and x.is_nested for x in (*args, *kwargs.values())):
-            raise ValueError(f"{layer} got a nested tensor: pad it, with x.to_padded_tensor(0.0), and mask the loss")
-        around, engine.running = engine.running, layer
-        try:
-            with nullcontext() if layer.rule.runs_layers else WithoutOwnModes():
-                output = layer.rule.run(layer, *args, **kwargs)
-            if type(output) is Tensor:
-                engine.outputs.append(weakref.ref(output))
-            return output
-        finally:
-            engine.running = around
-
-    @override
-    def __reduce__(self) -> tuple[Any, ...]:
-        # copies of an attached model are ordinary models
-        return _class_forward, (self.layer.module,)
-
-
 def _class_forward(module: nn.Module) -> Callable[..., Any]:
     return MethodType(type(module).forward, module)
 
@@ -384,8 +387,8 @@ def is_same(tensor: Tensor, dim: int, count: int, *, of_batch: bool = True) -> b
 
 
 def _regrouping(
-    contribute: Callable[..., Sequence[Contribution]], rows: Tensor, count: int
-) -> Callable[..., Sequence[Contribution]]:
+    contribute: Callable[..., Iterable[Contribution]], rows: Tensor, count: int
+) -> Callable[..., Iterable[Contribution]]:
     return lambda *tensors: [regrouped(part, rows, count) for part in contribute(*tensors)]
 
 
@@ -401,7 +404,7 @@ class _Watched(torch.autograd.Function):
         output: list[Tensor],
         inputs: Sequence[Tensor],
         layer: CapturedLayer,
-        contribute: Callable[..., Sequence[Contribution]],
+        contribute: Callable[..., Iterable[Contribution]],
         where: int | Tensor | None,
     ) -> Tensor:
         ctx.layer, ctx.of, ctx.contribute, ctx.goes_on = layer, layer.engine.forward, contribute, before is not None

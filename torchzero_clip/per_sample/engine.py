@@ -28,7 +28,7 @@ from torchzero_clip.per_sample.processes import Processes
 from torchzero_clip.per_sample.rules.whole import Whole, whole_line
 from torchzero_clip.per_sample.sharding import group_of_shards, reshard
 from torchzero_clip.per_sample.squared_norms import without_autocast
-from torchzero_clip.per_sample.unclipped import refuse_steps
+from torchzero_clip.per_sample.unclipped import refuse_unclipped, watch_steps
 
 NOT_CAPTURED = (
     "The forward may have run before the clipper was attached, or in a paused() block: "
@@ -93,8 +93,6 @@ class Engine:
         """True while further backwards of the same graph follow."""
         self.pauses = 0
         """How many blocks of `paused` are open."""
-        self.tries = 0
-        """How many layers run that catch a `NotARowError`."""
         self.running: CapturedLayer | None = None
         """The layer that runs, the innermost one."""
         self.forward = Forward()
@@ -109,7 +107,7 @@ class Engine:
         self._shown: list[tuple[nn.Parameter, str]] = []
         self.clear()
         self.attachment = Attachment(self, model, whole, force_generic=force_generic)
-        self._allow_steps = refuse_steps(self)
+        self._allow_steps = watch_steps(self, refuse_unclipped)
 
     @property
     def waiting(self) -> dict[int, list[Contribution]]:

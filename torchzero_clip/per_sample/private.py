@@ -23,7 +23,7 @@ from torchzero_clip.per_sample.noise import gaussian
 from torchzero_clip.per_sample.norm_clippers import NormClipper
 from torchzero_clip.per_sample.processes import Agreement
 from torchzero_clip.per_sample.rules.whole import Whole
-from torchzero_clip.per_sample.unreleased import watch_steps
+from torchzero_clip.per_sample.unclipped import refuse_unreleased, watch_steps
 from torchzero_clip.per_sample.weighting import ClippingResult, clipped_sums
 from torchzero_clip.private_losses import declare
 
@@ -114,8 +114,8 @@ class PrivateGradientClipper(PerSampleGradientClipper):
         self._sensitivity: float | None = None  # of the sums that wait
         self._buffers = Buffers(self._engine.attachment.model)
         declare(self)
-        for end in (self._buffers.remove, watch_steps(self)):
-            weakref.finalize(self, end).atexit = False
+        weakref.finalize(self, self._buffers.remove).atexit = False
+        watch_steps(self, refuse_unreleased)
 
     @property
     def noise_multiplier(self) -> float:

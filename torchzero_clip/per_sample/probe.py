@@ -5,7 +5,7 @@ behind a backward that is not linear, has another ratio.
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -75,7 +75,7 @@ class LostRows(Call):
     ``contribute`` makes them with each row as a sample.
     """
 
-    def __init__(self, layer: Any, contribute: Callable[..., Sequence[Contribution]], depth: int) -> None:
+    def __init__(self, layer: Any, contribute: Callable[..., Iterable[Contribution]], depth: int) -> None:
         super().__init__(layer, depth)
         self.seen: int = layer.engine.forward.batch_size
         """The number of samples in the forward."""
@@ -173,7 +173,9 @@ class Probe:
         Raises:
             ValueError: If a part of the graph computes in float16, whose gradients have no room for the powers.
         """
-        nodes = list(nodes_of([losses])) if self.live else []
+        if not self.live:
+            return 0
+        nodes = list(nodes_of([losses]))
         calls = {getattr(node, "contribute", None) for node in nodes}
         self._lost = [call for call in self.live if call in calls]
         if not self._lost:
@@ -197,7 +199,7 @@ class Probe:
     def run(self, losses: Tensor, *, retain_graph: bool) -> None:
         """Run the further backwards."""
         passes = self.passes or 0
-        numbers = self._random.sample(range(BASE**passes), len(losses)) if passes else []
+        numbers = self._random.sample(range(BASE**passes), len(losses))
         self._numbers = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         for place in range(passes):
             weights = losses.new_tensor([FACTORS[number // BASE**place % BASE] for number in numbers])

@@ -15,7 +15,7 @@ PIECE = 1 << 23  # elements that are copied to float64 at a time
 
 def wide(*tensors: Tensor) -> list[Tensor]:
     """The tensors in one dtype, float32 or wider. Under autocast an input and its output gradient have two dtypes."""
-    if all(tensor.dtype == torch.float32 for tensor in tensors):
+    if {tensor.dtype for tensor in tensors} == {torch.float32}:
         return list(tensors)
     dtype = wide_dtype(tensors[0].dtype)
     for tensor in tensors[1:]:

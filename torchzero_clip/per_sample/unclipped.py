@@ -1,4 +1,4 @@
-"""Refuses steps of optimizers whose gradients wait to be clipped."""
+"""Refuses steps of optimizers whose gradients wait to be clipped or released, or were not released."""
 
 import weakref
 from collections.abc import Callable
@@ -9,20 +9,30 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from torchzero_clip.compat import never_compiled
+from torchzero_clip.private_losses import private_ids, refuse_loss
 
 
-def refuse_steps(engine: Any) -> Callable[[], Any]:
-    """Let steps of any optimizer over parameters raise while their gradients wait. Return what ends this if called."""
-    handle = register_optimizer_step_pre_hook(partial(_refuse, weakref.ref(engine)))
-    end = weakref.finalize(engine, handle.remove)  # in copies of the engine, it does nothing
+def watch_steps(owner: Any, check: Callable[[Any, Optimizer, bool], None]) -> Callable[[], Any]:
+    """Call a check before each step of any optimizer, until the owner is deleted, or what this returns is called.
+
+    It gets the owner, the optimizer, and whether the step has a closure.
+    """
+    handle = register_optimizer_step_pre_hook(partial(_step, weakref.ref(owner), check))
+    end = weakref.finalize(owner, handle.remove)  # in copies of the owner, it does nothing
     end.atexit = False
     return end
 
 
 @never_compiled
-def _refuse(reference: "weakref.ref[Any]", optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    engine = reference()
-    if engine is None or not (engine.waiting or engine.accumulated):
+def _step(reference: "weakref.ref[Any]", check: Any, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    owner = reference()
+    if owner is not None:
+        check(owner, optimizer, kwargs.get("closure", args[1] if len(args) > 1 else None) is not None)
+
+
+def refuse_unclipped(engine: Any, optimizer: Optimizer, _: bool) -> None:
+    """Raise a RuntimeError if gradients of the parameters wait."""
+    if not (engine.waiting or engine.accumulated):
         return
     own = {id(param) for group in optimizer.param_groups for param in group["params"]}
     if not own.isdisjoint(engine.waiting):
@@ -37,3 +47,25 @@ def _refuse(reference: "weakref.ref[Any]", optimizer: Optimizer, args: Any, kwar
             "clipped gradients wait for clipper.pre_step(), and .grad does not contain them: call it before the step. "
             "To drop them, call pre_step() and then optimizer.zero_grad()"
         )
+
+
+def refuse_unreleased(clipper: Any, optimizer: Optimizer, has_closure: bool) -> None:
+    """Raise if a step over private parameters has a closure, comes before `pre_step`, or uses other gradients."""
+    if has_closure:
+        refuse_loss(optimizer, "a closure")
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if set(map(id, clipper.released_params())).isdisjoint(map(id, params)):
+        return
+    if clipper.waits:
+        raise RuntimeError(
+            "private gradients wait to be released, and .grad does not contain them: call clipper.pre_step() before "
+            "the step of the optimizer. clipper.discard() drops them"
+        )
+    private = private_ids()
+    for param in params:
+        if param.requires_grad and param.grad is not None and id(param) not in private:
+            raise RuntimeError(
+                f"a parameter of shape {tuple(param.shape)} in the optimizer has a gradient that no "
+                "PrivateGradientClipper has released: train it in the module of the clipper, or freeze it. If the "
+                "gradient comes from public data only, use another optimizer for it"
+            )

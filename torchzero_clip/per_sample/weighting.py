@@ -1,7 +1,7 @@
 """Computes the clipped sums from the norms of the samples."""
 
-from collections.abc import Callable, Iterable, Iterator, Sized
-from contextlib import nullcontext
+from collections.abc import Callable, Generator, Iterable, Iterator, Sized
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -57,7 +57,8 @@ def clipped_backward(
     """
     sums, used, result = clipped_sums(engine, losses, norm_clipper, mean=mean, nonfinite=nonfinite)
     params = engine.attachment.params
-    sums = engine.processes.added_up(sums, params, used)
+    if engine.processes.group is not None:
+        sums = engine.processes.added_up(sums, params, used)
     accumulate([(params[name], value) for name, value in sums.items()])
     return result
 
@@ -72,9 +73,13 @@ def clipped_sums(
         of all processes; the names of the parameters that have a sum on any process; and the result for the user.
     """
     processes, params = engine.processes, engine.attachment.params
+    if processes.group is None:
+        check, passes = _plan(engine, losses)
+        with _backwards(engine, losses, check, passes) as restore:
+            found = weighed(engine, _gathered(engine, losses, restore, check=check), norm_clipper, nonfinite)
+        return dict(found.sums(float(max(len(losses), 1)) if mean else 1.0)), {*params}, found.result
     with processes.start("backward", params, mean) as start:
-        _check_call(engine, losses)
-        check, passes = engine.mixing.is_due(losses), engine.probe.plan(losses)
+        check, passes = _plan(engine, losses)
         start.numbers = len(losses), check, losses.requires_grad, passes
     if processes.sharded:
         check, passes = start.anywhere(1), int(start.largest(3))
@@ -83,11 +88,7 @@ def clipped_sums(
                 "the losses of a process do not require grad: with fully_shard, all processes have to run forward and "
                 "backward, also those without samples, on an empty batch"
             )
-    of_mean, engine.of_mean = engine.of_mean, False
-    engine.probe.passes, engine.repeats = passes, check or passes > 0
-    inside = set(map(id, params.values()))
-    restore = outside_gradients(losses, inside, engine.retained()) if engine.repeats else None
-    try:
+    with _backwards(engine, losses, check, passes) as restore:
         with processes.agreement(params, len(params)) as agreement:
             gathered = _gathered(engine, losses, restore, check=check)
             agreement.numbers = [id(param) in gathered for param in params.values()]
@@ -95,6 +96,19 @@ def clipped_sums(
         used = {name for i, name in enumerate(params) if agreement.anywhere(i)}
         if not used:
             raise RuntimeError("no process has samples")
+    divisor = float(max(start.total(0), 1)) if mean else 1.0
+    return processes.collected(found.sums(divisor), params, used), used, found.result
+
+
+@contextmanager
+def _backwards(engine: Engine, losses: Tensor, check: bool, passes: int) -> Generator[Callable[[], None] | None]:
+    """A block that runs backwards of the losses. It yields a function to restore gradients if there are several."""
+    of_mean, engine.of_mean = engine.of_mean, False
+    engine.probe.passes, engine.repeats = passes, check or passes > 0
+    inside = set(map(id, engine.attachment.params.values()))
+    restore = outside_gradients(losses, inside, engine.retained()) if engine.repeats else None
+    try:
+        yield restore
         engine.mixing.passed(losses)
     except BaseException:
         if restore is not None:
@@ -105,8 +119,12 @@ def clipped_sums(
         engine.repeats = False
         engine.probe.clear()
         engine.clear()
-    divisor = float(max(start.total(0), 1)) if mean else 1.0
-    return processes.collected(found.sums(divisor), params, used), used, found.result
+
+
+def _plan(engine: Engine, losses: Tensor) -> tuple[bool, int]:
+    """Check a call, and return whether the check of samples that mix is due, and the number of backwards of a probe."""
+    _check_call(engine, losses)
+    return engine.mixing.is_due(losses), engine.probe.plan(losses)
 
 
 def _check_call(engine: Engine, losses: Tensor) -> None:
@@ -134,7 +152,8 @@ def _gathered(
     """
     params, probe = engine.attachment.params, engine.probe
     check = losses.requires_grad and _backward(engine, losses, restore) and check
-    probe.run(losses, retain_graph=check)
+    if probe.passes:
+        probe.run(losses, retain_graph=check)
     # before the next backward, all processes have to be right
     with engine.processes.agreement(params, 0) if engine.processes.sharded and check else nullcontext():
         probe.receive(losses)
@@ -240,8 +259,10 @@ def weighed(
 ) -> Weighed:
     """Compute the norms and factors of the samples. Contributions are removed from ``gathered``."""
     params, dtype = engine.attachment.params, engine.norm_dtype()
-    none = torch.zeros(0, dtype=torch.float64, device=engine.processes.device(params))
-    first = next((squares for _, squares in gathered.values()), none)
+    if gathered:
+        first = next(iter(gathered.values()))[1]
+    else:
+        first = torch.zeros(0, dtype=torch.float64, device=engine.processes.device(params))
     squares = [
         gathered[id(param)][1].to(first.device) if id(param) in gathered else torch.zeros_like(first)
         for param in params.values()
@@ -259,7 +280,7 @@ def weighed(
     per_layer = norm_clipper.is_per_layer
     answer = norm_clipper.calc_clipping_factors(list(param_norms.values()) if per_layer else [norms])
     factors = _factors(norm_clipper, answer, len(squares), norms)
-    one_for_all = all(value is factors[0] for value in factors)
+    one_for_all = len({*map(id, factors)}) < 2
     distinct = factors[:1] if one_for_all else factors
     if some_bad:
         distinct = [value.masked_fill(bad, 0) for value in distinct]

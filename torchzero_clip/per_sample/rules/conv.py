@@ -1,6 +1,5 @@
 """Convolutions of one, two and three dimensions."""
 
-import itertools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +16,7 @@ from torchzero_clip.per_sample.products import Products, inner_products
 PATCHES = 2 << 20  # bytes of patches that are copied out at a time
 ADDITION = 4  # the cost of an addition in memory, in multiplications
 LANES = 16  # numbers in a vector register
-TAPS = 9  # elements of a kernel up to which a grouped convolution is faster than sums of shifts
+TAPS = 9  # elements of a kernel up to which a grouped convolution of single channels is faster than patches
 GROUPED = 8  # samples for one call of a grouped convolution, which is faster for at least as many channels
 
 
@@ -103,9 +102,8 @@ class Convolved(Products):
     @override
     def dense(self, start: int, stop: int) -> Tensor:
         options, channels = self._options, self.inputs.shape[1]
-        if options.groups == self.param.shape[0] == channels > 1 and math.prod(options.kernel) > TAPS:
-            return self._by_shifts(start, stop)  # large kernels of single channels make grouped convolutions slow
-        if channels < GROUPED:
+        # single channels with large kernels make grouped convolutions slow
+        if channels < GROUPED or (options.groups == channels and math.prod(options.kernel) > TAPS):
             return self._by_patches(start, stop)
         runs = [self._by_groups(start + a, start + b) for a, b in pieces(stop - start, 1, limit=GROUPED)]
         return runs[0] if len(runs) == 1 else torch.cat([self.outputs.new_empty(0, *self.param.shape), *runs])
@@ -150,18 +148,6 @@ class Convolved(Products):
         """The gradients of a few samples, from one convolution in which every sample is a group."""
         inputs, outputs = (x[start:stop].reshape(1, -1, *x.shape[2:]) for x in (self.inputs, self.outputs))
         return self._weight_grad(inputs, outputs, stop - start).view(stop - start, *self.param.shape)
-
-    def _by_shifts(self, start: int, stop: int) -> Tensor:
-        """The gradients of samples, one tap of the kernel after the other, with the channels last in memory."""
-        x = self._options.padded(self.inputs[start:stop]).movedim(1, -1).contiguous().movedim(-1, 1)
-        grad = self.outputs[start:stop].movedim(1, -1).contiguous().movedim(-1, 1)
-        windows, sizes = self._windows(x), tuple(range(2, grad.ndim))
-        result = grad.new_empty(stop - start, *self._options.kernel, grad.shape[1])
-        for first, last in pieces(stop - start, grad[:1].nbytes):
-            for tap in itertools.product(*map(range, self._options.kernel)):
-                shifted = windows[(slice(first, last), slice(None), *tap)]
-                torch.sum(shifted * grad[first:last], sizes, out=result[(slice(first, last), *tap)])
-        return result.movedim(-1, 1).unsqueeze(2)
 
     def _by_patches(self, start: int, stop: int) -> Tensor:
         """The gradients of samples as products of patches and output gradients."""

@@ -24,11 +24,6 @@ class EmbeddingRule(Rule):
     @override
     def run(self, layer: CapturedLayer, input: Tensor) -> Tensor:
         module: Any = layer.module
-        if _relative(input):
-            raise ValueError(
-                f"the indices of {layer} are the same along every diagonal of a square: distances between positions, "
-                f"it seems, which all samples share. Expand them to the batch, or freeze the weight{layer.way_out}"
-            )
         found = _positions(layer, input) or layer.samples(input, input.ndim)
         dim, padding, depth = found.dim, module.padding_idx, found.depth
 
@@ -86,40 +81,41 @@ class EmbeddingBagRule(Rule):
         return layer.watch(output, [input, samples, scale], contribute, found)
 
 
-def _owners(layer: CapturedLayer, input: Tensor, offsets: Tensor, bags: Tensor) -> Samples | None:
-    """The sample of each bag; None if the bags are the samples."""
+def _owners(layer: CapturedLayer, input: Tensor, offsets: Tensor, bags: Tensor) -> Samples:
+    """The sample of each bag."""
     count, labels = layer.engine.forward.batch_size, layer.labels(input)
     if labels is None or count == 1 or layer.engine.forward.is_argument(offsets):
         layer.check_rows(offsets, 0)
-        return None
+        return Samples(input, 0)
     if labels is LOST:
         raise layer.unknown_rows()
     of_index = wider(labels if isinstance(labels, Tensor) else 1, input.shape, count).to(bags.device).expand(len(input))
     rows = bags.new_full((len(offsets),), -1).index_copy(0, bags, of_index)
     if not torch.equal(rows[bags], of_index) or bool((rows < 0).any()):
         raise layer.unknown_rows()
-    return None if torch.equal(rows, torch.arange(count).to(rows)) else Samples(input, 0, rows=rows)
+    return Samples(input, 0, rows=None if torch.equal(rows, torch.arange(count).to(rows)) else rows)
 
 
 def _positions(layer: CapturedLayer, input: Tensor) -> Samples | None:
-    """Indices in one dimension that all samples share; None if they are samples.
+    """Indices that all samples share, such as positions and their distances; None if they are those of samples.
 
     They are shared if they do not depend on the samples, or are an argument 0, 1, 2, ... beside others.
     """
     forward, dim = layer.engine.forward, layer.engine.batch_dim
-    count, provenance = forward.batch_size, forward.provenance
-    if input.ndim != 1 or len(input) < 2 or count is None or forward.is_only_input(input):
+    count, along = forward.batch_size, min(dim, input.ndim - 1)
+    if count is None or not input.ndim or input.shape[along] == 1 or forward.is_only_input(input):
         return None
-    if provenance is None:
-        shared = not count
+    if forward.provenance is None:
+        shared = input.ndim == 1 and not count
     elif forward.is_argument(input):
         shared = torch.equal(input, torch.arange(len(input)).to(input))
     else:  # as many equal indices as samples may be either
-        shared = layer.labels(input) is None and (len(input) != count or bool((input != input[0]).any()))
+        known = _relative(input) or (input.ndim == 1 and (len(input) != count or bool((input != input[0]).any())))
+        shared = known and layer.labels(input) is None
     if not shared:
         return None
     layer.note("positions", dim)
-    return Samples(input.expand(count, -1).movedim(0, dim), dim, kept=False)
+    return Samples(input.expand(count, *input.shape).movedim(0, dim), dim, kept=False)
 
 
 def _relative(index: Tensor) -> bool:

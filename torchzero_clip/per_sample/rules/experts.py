@@ -79,7 +79,7 @@ class _Sent:
         if torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
             rows, weight, bias = rows.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-        output: Tensor = _Multiplied.apply(rows, weight if turned else weight.mT, bias, self._lengths)
+        output = _multiplied(rows, weight if turned else weight.mT, bias, self._lengths)
 
         def contributions(grad: Tensor, *inputs: Tensor) -> Iterator[Contribution]:
             grad, *wider = wide(grad, *inputs)
@@ -94,28 +94,10 @@ class _Sent:
         return layer.watch(output, [rows] if name in params else [], contribute)
 
 
-class _Multiplied(torch.autograd.Function):
+def _multiplied(rows: Tensor, weights: Tensor, biases: Tensor | None, lengths: list[int]) -> Tensor:
     """The products of rows with the weights (E, d, p) of their experts, plus their biases (E, p), if there are any.
 
-    Expert i has the next ``lengths[i]`` rows. Weights and biases get no gradient.
+    Expert i has the next ``lengths[i]`` rows.
     """
-
-    @staticmethod
-    @override
-    def forward(ctx: Any, rows: Tensor, weights: Tensor, biases: Tensor | None, lengths: list[int]) -> Tensor:
-        ctx.save_for_backward(weights)
-        ctx.lengths = lengths
-        return _multiplied(rows, weights, lengths, biases)
-
-    @staticmethod
-    @override
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (weights,) = ctx.saved_tensors
-        return _multiplied(grads[0], weights.mT, ctx.lengths), None, None, None
-
-
-def _multiplied(rows: Tensor, weights: Tensor, lengths: list[int], biases: Tensor | None = None) -> Tensor:
-    result = rows.new_empty(len(rows), weights.shape[2])
-    for i, (x, weight, y) in enumerate(zip(rows.split(lengths), weights, result.split(lengths), strict=True)):
-        torch.mm(x, weight, out=y) if biases is None else torch.addmm(biases[i], x, weight, out=y)
-    return result
+    pairs = zip(rows.split(lengths), weights, strict=True)
+    return torch.cat([x @ w if biases is None else torch.addmm(biases[i], x, w) for i, (x, w) in enumerate(pairs)])

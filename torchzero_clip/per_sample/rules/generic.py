@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from torchzero_clip.compat import fully_sharded, get_unwrapped, is_batchedtensor
-from torchzero_clip.per_sample.broadcast_row import ARITHMETIC, HOOKS, is_row, row_of
+from torchzero_clip.per_sample.broadcast_row import HOOKS, IN_PLACE, is_row, row_of
 from torchzero_clip.per_sample.captured_gradients import in_backward
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule, Samples
 from torchzero_clip.per_sample.comparison import differ
@@ -322,7 +322,7 @@ def run_detached(layer: CapturedLayer, args: tuple[Any, ...], kwargs: dict[str, 
 
 def _is_in_place(name: str) -> bool:
     if name.startswith("__"):
-        return name == "__setitem__" or (name[2] == "i" and name.strip("_") in ARITHMETIC)
+        return name == "__setitem__" or name.strip("_") in IN_PLACE
     return name.endswith("_") and name != "requires_grad_"
 
 

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import override
 
-from torchzero_clip.per_sample.captured_gradients import Forward
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
 from torchzero_clip.per_sample.contributions import Dense
+from torchzero_clip.per_sample.rules.generic import copy_of
 
 Normalize = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
 """A function of an input, a weight and a bias."""
@@ -49,7 +49,10 @@ class NormalizationRule(Rule):
 
 
 class GroupNormRule(NormalizationRule):
-    """GroupNorm, by one kernel for the gradients of the input and of the parameters where that is possible."""
+    """GroupNorm, where possible with a copy of the parameters for each sample, at the cost of an ordinary backward.
+
+    The kernel gets the batch as one sample with B times the channels.
+    """
 
     def __init__(self) -> None:
         super().__init__(group_norm, channels=True)
@@ -57,14 +60,17 @@ class GroupNormRule(NormalizationRule):
     @override
     def run(self, layer: CapturedLayer, input: Tensor) -> Tensor:
         module: Any = layer.module
-        dtypes = {input.dtype, *(param.dtype for param in module.parameters())}
-        plain = len(dtypes) == 1 and dtypes <= {torch.float32, torch.float64} and module.bias is not None
-        if not plain or not input.numel() or torch.is_autocast_enabled(input.device.type):
+        plain = {x.dtype for x in (input, *module.parameters())} in ({torch.float32}, {torch.float64})
+        found = layer.samples(input, 1) if plain and module.bias is not None and input.numel() else None
+        if found is None or not found.is_plain or torch.is_autocast_enabled(input.device.type):
             return super().run(layer, input)
-        found = layer.samples(input, 1)
-        if found.rows is not None or found.lost:
-            return super().run(layer, input)
-        output: Any = _GroupNorm.apply(layer.engine.anchor, input, layer, layer.engine.forward)
+        x, own = found.tensor, {id(value): param for param, value in layer.values}
+        weight, bias = (
+            copy_of(layer, own[id(value)], value, len(x)) if id(value) in own else value.expand(len(x), -1)
+            for value in list[Tensor](module.parameters())
+        )
+        one = x.reshape(1, weight.numel(), *x.shape[2:])
+        output = F.group_norm(one, len(x) * module.num_groups, weight.flatten(), bias.flatten(), module.eps).view_as(x)
         layer.mark(output, 0)
         return output
 
@@ -97,51 +103,3 @@ def batch_norm(module: Any) -> Normalize:
     """BatchNorm in eval mode, as it is now."""
     mean, variance, eps = module.running_mean, module.running_var, module.eps
     return lambda x, weight, bias: F.batch_norm(x, mean, variance, weight, bias, False, 0.0, eps)
-
-
-class _GroupNorm(torch.autograd.Function):
-    """GroupNorm at the cost of an ordinary backward: the kernel gets the batch as one sample with B times the channels.
-
-    So the gradients of the parameters that the kernel returns are the per-sample gradients.
-    """
-
-    @staticmethod
-    @override
-    def forward(ctx: Any, anchor: Tensor, input: Tensor, layer: CapturedLayer, of: Forward) -> Tensor:
-        module: Any = layer.module
-        x = input.contiguous()
-        count, channels, size = x.shape[0], x.shape[1], x.shape[2:].numel()
-        output, mean, rstd = torch.native_group_norm(
-            x, module.weight, module.bias, count, channels, size, module.num_groups, module.eps
-        )
-        ctx.save_for_backward(x, mean, rstd, module.weight.detach())
-        ctx.layer, ctx.of, ctx.call = layer, of, None
-        return output
-
-    @staticmethod
-    @override
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor | None, None, None]:
-        x, mean, rstd, weight = ctx.saved_tensors
-        layer: CapturedLayer = ctx.layer
-        count, channels, size = x.shape[0], x.shape[1], x.shape[2:].numel()
-        grad_input, *rows = torch.ops.aten.native_group_norm_backward(
-            grads[0].contiguous().view(1, count * channels, size),
-            x.view(1, count * channels, size),
-            mean.view(1, -1),
-            rstd.view(1, -1),
-            weight.repeat(count),
-            1,
-            count * channels,
-            size,
-            mean.numel(),
-            [ctx.needs_input_grad[1], True, True],
-        )
-        if layer.engine.wants(layer):
-            if layer.engine.repeats:
-                ctx.call = layer.engine.probe.known(layer, 0, grads[0].clone())
-            of: dict[str, Tensor] = dict(zip(("weight", "bias"), rows, strict=True))
-            parts = [Dense(param, of[name].view(count, channels)) for name, param in layer.params.items()]
-            layer.engine.add(layer, ctx.of, parts)
-        elif ctx.call is not None and layer.engine.probes:
-            ctx.call.compare(grads[0])
-        return None, None if grad_input is None else grad_input.view_as(x), None, None

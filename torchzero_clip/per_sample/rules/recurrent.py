@@ -1,6 +1,9 @@
-"""LSTM, GRU and RNN: the weights of their gates are those of linear layers on all times."""
+"""LSTM, GRU and RNN: the weights of their gates are those of linear layers on the rows of all times.
 
-from collections.abc import Iterator, Sequence
+Autograd goes through the recurrence, and gives the gradients of these rows.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,81 +13,153 @@ from torch.nn.utils.rnn import PackedSequence
 from typing_extensions import override
 
 from torchzero_clip.per_sample.broadcast_row import BroadcastRow
-from torchzero_clip.per_sample.captured_gradients import Forward
-from torchzero_clip.per_sample.captured_layer import CapturedLayer, saved_tensors
+from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
 from torchzero_clip.per_sample.contributions import Contribution, Dense
 from torchzero_clip.per_sample.products import Products
 from torchzero_clip.per_sample.row_products import regrouped
-from torchzero_clip.per_sample.rules.recurrences import Recurrence, Times, Weights, recurrence_of
-from torchzero_clip.per_sample.rules.sequences import SequenceRule
-from torchzero_clip.per_sample.squared_norms import without_autocast
+from torchzero_clip.per_sample.squared_norms import wide
 
-WEIGHTS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+NAMES = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")
 
 
-class RecurrentRule(SequenceRule):
-    """Runs each layer and direction as one function of rows, which a packed sequence has already.
+class RecurrentRule(Rule):
+    """Runs each layer and direction on rows, which a packed sequence has already."""
 
-    The generic rule takes calls with another dtype than float32 and float64, under autocast, with `proj_size`, with
-    rows that all samples share, and with dropout outside of the CPU, where torch draws other random numbers.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(1)
+    covers_submodules = True
 
     @override
     def run(self, layer: CapturedLayer, /, input: Any, hx: Any = None) -> Any:
         module: Any = layer.module
-        is_lstm = isinstance(module, nn.LSTM)
-        packed = isinstance(input, PackedSequence)
-        given = [] if hx is None else list(hx) if is_lstm and isinstance(hx, tuple) else [hx]
-        if not _fits(module, input.data if packed else input, given, 2 if packed else 3):
-            return super().run(layer, input, hx)
+        packed, is_lstm = isinstance(input, PackedSequence), isinstance(module, nn.LSTM)
         tensor, sizes = (input.data, input.batch_sizes) if packed else (input, None)
+        given: list[Any] = [] if hx is None else list(hx) if is_lstm and isinstance(hx, tuple) else [hx]
+        if tensor.ndim != (2 if packed else 3):
+            raise ValueError(f"{layer} got an input without a batch dimension: per-sample gradients need one")
+        if isinstance(tensor, BroadcastRow):
+            raise layer.unknown_rows(why=", because all samples share them", instead=", or expand them to the batch")
         module.check_input(tensor, sizes)
         if hx is not None:
             module.check_forward_args(tensor, hx, sizes)
-        sequences = _Sequences(input, batch_first=module.batch_first)
-        (rows,) = layer.kept([sequences.rows(layer, tensor)])
-        shape = module.num_layers * (2 if module.bidirectional else 1), sequences.count, module.hidden_size
-        states = [sequences.ordered(x) for x in given] or [rows.new_zeros(shape)] * (2 if is_lstm else 1)
+        sequences = _Sequences(layer, input)
+        rows, count = sequences.rows(tensor), module.num_layers * (2 if module.bidirectional else 1)
+        widths = (module.proj_size or module.hidden_size, module.hidden_size)[: 2 if is_lstm else 1]
+        states = [sequences.ordered(x) for x in given] or [rows.new_zeros(count, sequences.count, w) for w in widths]
         ends: list[Sequence[Tensor]] = []
-        recurrence = recurrence_of(module)
         for depth in range(module.num_layers):
             if depth and module.dropout and module.training:
                 rows = F.dropout(rows, module.dropout)
             outputs: list[Tensor] = []
             for suffix in ("", "_reverse") if module.bidirectional else ("",):
-                names = [f"{name}_l{depth}{suffix}" for name in WEIGHTS]
-                times = Times(sequences.sizes, reverse=suffix == "_reverse")
-                of = layer, layer.engine.forward, recurrence, sequences, times, names
-                first = [state[len(ends)] for state in states]
-                found: Any = _Recurrent.apply(layer.engine.anchor, rows, *of, *first)
-                outputs.append(found[0])
-                ends.append(found[1:])
-            # what is returned may be changed in place, and the backward needs what the function returned
-            rows = torch.cat(outputs, 1) if len(outputs) > 1 or depth == module.num_layers - 1 else outputs[0]
+                direction = _Direction(layer, sequences, f"_l{depth}{suffix}")
+                output, last = direction.run(rows, [state[len(ends)] for state in states], reverse=bool(suffix))
+                outputs.append(output)
+                ends.append(last)
+            rows = torch.cat(outputs, 1) if len(outputs) > 1 else outputs[0]
         last = tuple(sequences.restored(torch.stack(column)) for column in zip(*ends, strict=True))
         output = sequences.output(rows)
-        sequences.mark(layer, output.data if packed else output, last)
+        sequences.mark(output.data if packed else output, last)
         return output, last if is_lstm else last[0]
 
 
-def _fits(module: Any, data: Any, states: list[Any], ndim: int) -> bool:
-    """True if a call needs no generic rule."""
-    tensors = [data, *states]
-    if not all(isinstance(x, Tensor) and not isinstance(x, BroadcastRow) for x in tensors):
-        return False
-    own = [module._parameters.get(name) for name in module._flat_weights_names]
-    as_made = all(a is b is not None for a, b in zip(own, module._flat_weights, strict=True))
-    if not as_made or len(own) != len(module._parameters):
-        return False  # other tensors take the places of parameters, as under torch.nn.utils.weight_norm
-    random = module.dropout and module.training and module.num_layers > 1 and not data.is_cpu
-    dtypes = {x.dtype for x in (*tensors, *own)}
-    plain = len(dtypes) == 1 and dtypes <= {torch.float32, torch.float64}
-    plain = plain and len(states) in (0, 1 + isinstance(module, nn.LSTM))
-    known = plain and not module.proj_size and not random and not torch.is_autocast_enabled(data.device.type)
-    return known and data.ndim == ndim and all(x.ndim == 3 for x in states) and data.numel() > 0
+class _Direction:
+    """One layer in one direction."""
+
+    def __init__(self, layer: CapturedLayer, sequences: "_Sequences", suffix: str) -> None:
+        self._layer = layer
+        self._sequences = sequences
+        own = {id(value): param for param, value in layer.values}
+        found: dict[str, Any] = {name: getattr(layer.module, name + suffix, None) for name in NAMES}
+        self._own = {name: own.get(id(value)) for name, value in found.items()}
+        # others are made in a hook of parameters, which must notice that they get gradients
+        self._values = [value.detach() if id(value) in own else value for value in found.values()]
+
+    def run(self, rows: Tensor, first: Sequence[Tensor], *, reverse: bool) -> tuple[Tensor, Sequence[Tensor]]:
+        """The outputs, as rows, and the last states."""
+        module: Any = self._layer.module
+        of_input, of_state, bias, state_bias, projection = self._values
+        uses: dict[str, list[Tensor]] = {"hh": [], "hr": []}  # what the weights multiply
+        if isinstance(module, nn.GRU):  # a gate multiplies what the state adds
+            none = of_state.new_zeros(()) if state_bias is None else state_bias
+            added = self._watched(none.expand(len(rows), len(of_state)), {"hh": uses["hh"]})
+            sums = self._watched(F.linear(rows, of_input, bias), {}, rows)
+        else:
+            bias = None if bias is None else bias + state_bias
+            sums = added = self._watched(F.linear(rows, of_input, bias), {"hh": uses["hh"]}, rows)
+        split = [x.split(self._sequences.sizes) for x in (sums, added)]
+        if projection is not None:
+            projected = self._watched(sums.new_zeros(()).expand(len(rows), len(projection)), {"hr": uses["hr"]})
+            split.append(projected.split(self._sequences.sizes))
+        cell = CELLS[module.mode]
+
+        def step(state: list[Tensor], new: Tensor, start: Tensor, place: Tensor = rows) -> list[Tensor]:
+            uses["hh"].append(state[0].detach())
+            state = cell(torch.addmm(start, state[0], of_state.t()), new, *state)
+            if projection is not None:
+                uses["hr"].append(state[0].detach())
+                state[0] = torch.addmm(place, state[0], projection.t())
+            return state
+
+        outputs, last = _through_time(step, [*zip(*split, strict=True)], [x.to(sums.dtype) for x in first], reverse)
+        for found in (uses["hh"], uses["hr"]):
+            found[:] = [torch.cat(found[:: -1 if reverse else 1])] if found else []
+        return torch.cat(outputs), last
+
+    def _watched(self, sums: Tensor, uses: dict[str, list[Tensor]], *inputs: Tensor) -> Tensor:
+        """Sums of biases and of products with weights, which get their gradients from that of the sums."""
+        own, sequences = self._own, self._sequences
+
+        def contribute(grad: Tensor, *inputs: Tensor) -> Iterator[Contribution]:
+            outputs = sequences.by_sample(grad)
+            for kind, factors in (uses | {"ih": inputs} if inputs else uses).items():
+                if (param := own[f"weight_{kind}"]) is not None:
+                    yield sequences.regrouped(Products(param, *wide(sequences.by_sample(factors[0]), outputs)))
+                if (param := own.get(f"bias_{kind}")) is not None:
+                    yield sequences.regrouped(Dense(param, wide(outputs)[0].sum(1)))
+
+        return self._layer.watch(sums, inputs, contribute)
+
+
+def _through_time(
+    step: Callable[..., list[Tensor]], times: Sequence[Any], first: list[Tensor], reverse: bool
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The states after each time, in the order of time, and the last states of the sequences."""
+    state, ended, outputs = [x[:0] for x in first], [[x[:0] for x in first]], []
+    for time in times[:: -1 if reverse else 1]:
+        before, now = len(state[0]), len(time[0])
+        if now > before:  # at the first time, or where shorter sequences begin
+            state = [torch.cat([x, start[before:now]]) for x, start in zip(state, first, strict=True)]
+        elif now < before:
+            ended.append([x[now:] for x in state])
+            state = [x[:now] for x in state]
+        state = step(state, *time)
+        outputs.append(state[0])
+    last = [torch.cat(column) for column in zip(state, *ended[::-1], strict=True)]
+    return outputs[:: -1 if reverse else 1], last
+
+
+def _lstm(sums: Tensor, _: Tensor, h: Tensor, c: Tensor) -> list[Tensor]:
+    """The gates are i, f, g and o: c = f c + i g, h = o tanh(c)."""
+    i, f, g, o = sums.chunk(4, 1)
+    c = torch.addcmul(f.sigmoid() * c, i.sigmoid(), g.tanh())
+    return [o.sigmoid() * c.tanh(), c]
+
+
+def _gru(added: Tensor, sums: Tensor, h: Tensor) -> list[Tensor]:
+    """The gates are r, z and n = tanh(sums + r added): h = (1 - z) n + z h."""
+    (r_z, n), (by_state, add) = (x.split([2 * h.shape[1], h.shape[1]], 1) for x in (sums, added))
+    r, z = (r_z + by_state).sigmoid().chunk(2, 1)
+    return [torch.lerp(torch.addcmul(n, r, add).tanh(), h, z)]
+
+
+def _rnn(sums: Tensor, *_: Tensor) -> list[Tensor]:
+    return [sums.tanh()]
+
+
+def _relu(sums: Tensor, *_: Tensor) -> list[Tensor]:
+    return [sums.relu()]
+
+
+CELLS = {"LSTM": _lstm, "GRU": _gru, "RNN_TANH": _rnn, "RNN_RELU": _relu}
 
 
 class _Sequences:
@@ -93,63 +168,59 @@ class _Sequences:
     In a packed sequence, the samples may be in another order than in the batch.
     """
 
-    def __init__(self, input: Any, *, batch_first: bool) -> None:
-        self._batch_first = batch_first
+    def __init__(self, layer: CapturedLayer, input: Any) -> None:
+        module: Any = layer.module
+        self._layer = layer
+        self._dim = 1 - int(module.batch_first)
         self._batch_sizes: Tensor | None = None
         self._order = self._back = None
         if isinstance(input, PackedSequence):
             self._batch_sizes, self._order, self._back = input[1:]
             self.sizes: list[int] = input.batch_sizes.tolist()
+            rows = layer.rows_along(input.data, 0)
+            self._samples = None if rows is None else self._of_packed(rows)
         else:
-            dim = 1 - int(batch_first)
-            self.sizes = [input.shape[dim]] * input.shape[1 - dim]
+            self.sizes = [input.shape[self._dim]] * input.shape[1 - self._dim]
+            self._samples = layer.rows_along(input, self._dim)
         self.count = self.sizes[0]
-        self._samples: Tensor | None = None
+        self._batch_size: int = layer.engine.forward.batch_size
+        layer.note(self._dim, self._batch_sizes is None, self._samples is None)
 
-    def rows(self, layer: CapturedLayer, tensor: Tensor) -> Tensor:
-        """The rows of an input, or those of a packed sequence."""
-        if self._batch_sizes is not None:
-            self._samples = self._of_packed(layer, tensor)
-            layer.note("packed", self._samples is None)
-            return tensor
-        dim = 1 - int(self._batch_first)
-        self._samples = layer.rows_along(tensor, dim)
-        layer.note(dim, self._samples is None)
-        return tensor.movedim(dim, 1).reshape(-1, tensor.shape[2])
-
-    def _of_packed(self, layer: CapturedLayer, data: Tensor) -> Tensor | None:
+    def _of_packed(self, rows: Tensor) -> Tensor | None:
         """The sample of each packed sequence; None if these are the samples in order."""
-        count, rows = layer.engine.forward.batch_size, layer.rows_along(data, 0)
-        if rows is None:
-            return None
-        first = rows[: self.count]
+        first = rows[: self.sizes[0]]
         if not torch.equal(rows, torch.cat([first[:size] for size in self.sizes])):
-            raise layer.unknown_rows()
+            raise self._layer.unknown_rows()
         samples = first if self._back is None else first[self._back.to(first.device)]
-        in_order = torch.equal(samples, torch.arange(count, device=samples.device))
+        in_order = torch.equal(samples, torch.arange(self._layer.engine.forward.batch_size, device=samples.device))
         return None if in_order else samples
 
-    def mark(self, layer: CapturedLayer, output: Tensor, states: Sequence[Tensor]) -> None:
+    def rows(self, tensor: Tensor) -> Tensor:
+        """The rows of an input, or those of a packed sequence."""
+        return tensor if self._batch_sizes is not None else tensor.movedim(self._dim, 1).flatten(0, 1)
+
+    def mark(self, output: Tensor, states: Sequence[Tensor]) -> None:
         """Note the samples of the output and of the last states."""
-        count = layer.engine.forward.batch_size
-        if count is None:
+        if self._layer.engine.forward.batch_size is None:
             return
         samples = torch.arange(self.count, device=output.device) if self._samples is None else self._samples
         for state in states:
-            layer.mark(state, samples.view(1, -1, 1))
+            self._layer.mark(state, samples.view(1, -1, 1))
         if self._batch_sizes is None:
-            shape = (-1, 1, 1) if self._batch_first else (1, -1, 1)
+            shape = (1,) * self._dim + (-1,) + (1,) * (2 - self._dim)
         else:
             samples, shape = samples if self._order is None else samples[self._order], (-1, 1)
             samples = torch.cat([samples[:size] for size in self.sizes])
-        layer.mark(output, samples.view(shape))
+        self._layer.mark(output, samples.view(shape))
 
-    def regrouped(self, part: Contribution, count: int | None) -> Contribution:
+    def regrouped(self, part: Contribution) -> Contribution:
         """A contribution of sequences as one of samples."""
-        return part if self._samples is None or count is None else regrouped(part, self._samples, count)
+        return part if self._samples is None else regrouped(part, self._samples, self._batch_size)
 
     def ordered(self, states: Tensor) -> Tensor:
-        """States in the order of the rows."""
+        """States in the order of the rows. Those that all samples share have a copy for each."""
+        if isinstance(states, BroadcastRow):
+            states = states._each.diagonal(0, 0, 2).movedim(-1, 1)
         return states if self._order is None else states.index_select(1, self._order)
 
     def restored(self, states: Tensor) -> Tensor:
@@ -161,7 +232,7 @@ class _Sequences:
         if self._batch_sizes is not None:
             return PackedSequence(rows, self._batch_sizes, self._order, self._back)
         full = rows.unflatten(0, (len(self.sizes), self.count))
-        return full.transpose(0, 1) if self._batch_first else full
+        return full.movedim(1, self._dim)
 
     def by_sample(self, rows: Tensor) -> Tensor:
         """The rows of each sample, with zeros behind those of shorter sequences: (B, T, width)."""
@@ -172,67 +243,3 @@ class _Sequences:
         places = torch.cat([samples[:size] * length + time for time, size in enumerate(self.sizes)])
         padded = rows.new_zeros(self.count * length, rows.shape[1])
         return padded.index_copy_(0, places, rows).unflatten(0, (self.count, length))
-
-
-class _Recurrent(torch.autograd.Function):
-    """One layer in one direction."""
-
-    @staticmethod
-    @override
-    def forward(
-        ctx: Any,
-        anchor: Tensor,
-        rows: Tensor,
-        layer: CapturedLayer,
-        of: Forward,
-        recurrence: Recurrence,
-        sequences: _Sequences,
-        times: Times,
-        names: list[str],
-        *states: Tensor,
-    ) -> tuple[Tensor, ...]:
-        weights = Weights(*(layer.module._parameters.get(name) for name in names))  # pyright: ignore[reportArgumentType]
-        last = [state.clone() for state in states]
-        outputs, others = recurrence.run(rows, times, weights, last)
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(rows, weights.of_input, weights.of_state, *states, outputs, *others)
-        ctx.layer, ctx.of, ctx.recurrence, ctx.sequences, ctx.times = layer, of, recurrence, sequences, times
-        ctx.names, ctx.kinds = names, len(states)
-        return outputs, *last
-
-    @staticmethod
-    @override
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        layer: CapturedLayer = ctx.layer
-        rows, of_input, of_state, *saved = saved_tensors(ctx, layer, "the input or a parameter")
-        states, weights = saved[: ctx.kinds], Weights(of_input, of_state, None, None)
-        ends = [
-            torch.zeros_like(x) if grad is None else grad.clone() for x, grad in zip(states, grads[1:], strict=True)
-        ]
-        with without_autocast(rows):
-            inputs = [rows, ctx.times.before(states[0], saved[ctx.kinds])]
-            *uses, first = ctx.recurrence.backward(ctx.times, weights, saved, inputs[1], ends, grads[0])
-            grad_rows = uses[0] @ of_input if ctx.needs_input_grad[1] else None
-            if layer.engine.wants(layer):
-                del saved
-                layer.engine.add(layer, ctx.of, _contributions(ctx, inputs, uses))
-        return None, grad_rows, *[None] * 6, *first
-
-
-def _contributions(ctx: Any, inputs: list[Tensor], grads: list[Tensor]) -> Iterator[Contribution]:
-    """The contributions to the parameters of one layer in one direction, some of which may be those of another one.
-
-    The lists are emptied, and contributions come one by one, so that memory can be used again.
-    """
-    params, own = ctx.layer.module._parameters, {id(value): param for param, value in ctx.layer.values}
-    same, outputs = grads[0] is grads[1], None
-    for of_matrix, of_bias in zip(ctx.names[:2], ctx.names[2:], strict=True):
-        rows, grad = inputs.pop(0), grads.pop(0)
-        if outputs is None or not same:
-            outputs = ctx.sequences.by_sample(grad)
-        del grad
-        if (param := own.get(id(params[of_matrix]))) is not None:
-            part: Contribution = Products(param, ctx.sequences.by_sample(rows), outputs)
-            yield ctx.sequences.regrouped(part, ctx.of.batch_size)
-        if (param := own.get(id(params.get(of_bias)))) is not None:
-            yield ctx.sequences.regrouped(Dense(param, outputs.sum(1)), ctx.of.batch_size)

@@ -10,6 +10,7 @@ from torch.nn.utils import parametrize
 
 from torchzero_clip.checks import instance
 from torchzero_clip.per_sample.captured_layer import Rule, trainable
+from torchzero_clip.per_sample.rules.attention import AttentionRule
 from torchzero_clip.per_sample.rules.bare import BareRule
 from torchzero_clip.per_sample.rules.conv import ConvRule
 from torchzero_clip.per_sample.rules.embedding import EmbeddingBagRule, EmbeddingRule
@@ -26,7 +27,6 @@ from torchzero_clip.per_sample.rules.normalization import (
 )
 from torchzero_clip.per_sample.rules.recurrent import RecurrentRule
 from torchzero_clip.per_sample.rules.registered import PerSampleGradients, RegisteredRule
-from torchzero_clip.per_sample.rules.sequences import SequenceRule
 
 WHOLE = GenericRule()
 BARE = BareRule()
@@ -42,7 +42,7 @@ RULES: dict[type[nn.Module], Rule] = {
     BatchNorm: NormalizationRule(batch_norm, channels=True),
     InstanceNorm: NormalizationRule(instance_norm, channels=True),
     **dict.fromkeys((nn.RNN, nn.LSTM, nn.GRU), RecurrentRule()),
-    nn.MultiheadAttention: SequenceRule(0),
+    nn.MultiheadAttention: AttentionRule(),
 }
 
 

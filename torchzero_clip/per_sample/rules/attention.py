@@ -1,0 +1,42 @@
+"""MultiheadAttention: the generic rule, with the batch dimensions that this module defines."""
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from typing_extensions import override
+
+from torchzero_clip.per_sample.captured_layer import CapturedLayer
+from torchzero_clip.per_sample.rules.generic import GenericRule
+
+SIGNATURE = inspect.signature(nn.MultiheadAttention.forward)
+
+
+class AttentionRule(GenericRule):
+    """The `batch_first` of the module decides the batch dimension of sequences. Masks and weights have it first."""
+
+    @override
+    def dims(
+        self, layer: CapturedLayer, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any]
+    ) -> tuple[list[int | None], set[Any]]:
+        indices = pytree.tree_unflatten(list(range(len(leaves))), pytree.tree_structure((args, kwargs)))
+        names = {i: name for name, i in SIGNATURE.bind(None, *indices[0], **indices[1]).arguments.items()}
+        return [self._input_dim(layer, names[i], leaf) for i, leaf in enumerate(leaves)], set()
+
+    @override
+    def output_dim(self, layer: CapturedLayer, index: int) -> int:
+        module: Any = layer.module
+        return 0 if index else 1 - int(module.batch_first)
+
+    def _input_dim(self, layer: CapturedLayer, name: str, value: Any) -> int | None:
+        if not isinstance(value, Tensor):
+            return None
+        if name == "attn_mask" and value.ndim == 3:
+            raise ValueError(f"{layer} got an attn_mask per head: use one for all, and key_padding_mask for samples")
+        if name == "attn_mask":
+            return None
+        if name != "key_padding_mask" and value.ndim != 3:
+            raise ValueError(f"{layer} got a {name} without a batch dimension: per-sample gradients need one")
+        return self.output_dim(layer, int(name == "key_padding_mask"))
