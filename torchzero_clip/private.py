@@ -48,8 +48,13 @@ def epsilon(clipper: PrivateGradientClipper, *, delta: float, sample_rate: float
     instance("clipper", clipper, PrivateGradientClipper)
     _check_delta(delta)
     check_sample_rate(sample_rate)
-    accountant = _accountant()
-    for multiplier, steps in clipper.releases.items():
+    releases = clipper.releases
+    smallest = min(releases, default=0.0)
+    # a loss of a step is about sample_rate / multiplier: coarser numbers would add up over a million steps. Below a
+    # multiplier of 1, losses range so far that finer numbers would need gigabytes
+    interval = 1e-4 if smallest < 1 else min(max(sample_rate / smallest / 10, 1e-5), 1e-4)
+    accountant = _accountant(value_discretization_interval=interval)
+    for multiplier, steps in releases.items():
         accountant.compose(_event(multiplier, steps, sample_rate))
     return float(accountant.get_epsilon(delta))
 

@@ -174,6 +174,7 @@ def in_processes():
     return parts, seeded, errors
 
 
+@pytest.mark.slow
 def test_processes_share_one_draw_and_nobody_splits_it_again():
     (parts, first, errors), (_, second, errors_of_second) = ranks.run(in_processes, 2)
     whole = drawn(poisson_loader(ten(), sample_rate=0.1, steps=2, generator=torch.Generator().manual_seed(0)))
