@@ -116,8 +116,14 @@ def bare_calls(params: Params) -> Timed:
     return Timed(step)
 
 
-def ours(*transforms: Callable[[], Transform]) -> Make:
-    return lambda params: Timed(Modular(params, *(made() for made in transforms)).step)
+def ours(*transforms: Callable[[], Transform], **options: Any) -> Make:
+    return lambda params: Timed(Modular(params, *(made() for made in transforms), **options).step)
+
+
+def recorded(params: Params) -> Timed:
+    optimizer = Modular(params, ClipNorm(1, dim="global"), AdamW())
+    Recorder(optimizer)
+    return Timed(optimizer.step)
 
 
 def two_groups(params: Params) -> Timed:
@@ -183,6 +189,8 @@ def written(made: Callable[[], Transform]) -> str:
 
 def step_cases() -> list[Case]:
     """Whole optimizer steps."""
+    jointly = partial(ClipNorm, 1, dim="global")
+    falling = partial(ClipNorm, lambda step: 1 / (1 + 1e-5 * step), dim="global")
     makes: dict[str, Make] = {
         CLIP_AND_FUSED: by_torch(clip_jointly, fused=True),
         CLIP_EACH_AND_FUSED: by_torch(clip_each, fused=True),
@@ -190,10 +198,15 @@ def step_cases() -> list[Case]:
         "torch AdamW(fused=True), no clip": by_torch(None, fused=True),
         CLIP_AND_FOREACH: by_torch(clip_jointly, fused=False),
         "bare _foreach_norm, _fused_adamw_(grad_scale=...)": bare_calls,
-        GLOBAL_CLIP: ours(partial(ClipNorm, 1, dim="global"), AdamW),
+        GLOBAL_CLIP: ours(jointly, AdamW),
         "  and two param groups": two_groups,
         "  and a scheduler, metrics() every 10 steps": scheduled(10),
         "  and a scheduler, metrics() every step": scheduled(1),
+        '  and nonfinite="skip"': ours(jointly, AdamW, nonfinite="skip"),
+        "  and a recorder": recorded,
+        "  and a limit that is a function of the step": ours(falling, AdamW),
+        "  and keep_grads=True": ours(jointly, AdamW, keep_grads=True),
+        "  and SkipStep(max_norm=1e6)": ours(partial(SkipStep, max_norm=1e6), jointly, AdamW),
     }
     makes |= {f"{written(transform)}, AdamW()": ours(transform, AdamW) for transform in TRANSFORMS}
     makes |= {

@@ -22,6 +22,12 @@ from torchzero_clip import (
 )
 
 
+def test_public_names_are_listed():
+    assert dir(tz) == sorted(tz.__all__)
+    assert {"Recorder", "ClipNorm", "clip_grad_norm_"} < set(dir(tz))
+    assert not [name for name in dir(tz) if name.startswith("_") or name in ("recorder", "clipping", "hints")]
+
+
 def model():
     return nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
 

@@ -62,3 +62,9 @@ if _typing.TYPE_CHECKING:
     from torchzero_clip.late import *  # noqa: F403
 
 __version__ = "0.1.0"
+# without the folders of the package, which are modules
+__all__ = [name for name, value in globals().items() if name[0] != "_" and not hasattr(value, "__spec__")]  # pyright: ignore
+
+
+def __dir__() -> list[str]:
+    return __all__

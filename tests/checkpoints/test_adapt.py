@@ -23,6 +23,8 @@ from torchzero_clip import (
     as_lr,
 )
 
+pytestmark = pytest.mark.filterwarnings("ignore:.* in the checkpoint and .* in the constructor")
+
 
 def moments(optimizer, name="adam"):
     states = [optimizer.state[p] for group in optimizer.param_groups for p in group["params"]]

@@ -66,6 +66,7 @@ def test_another_chain_is_refused_and_nothing_is_changed(saver, loader):
     assert_same_checkpoint(optimizer.state_dict(), before)
 
 
+@pytest.mark.filterwarnings("ignore:.* in the checkpoint and .* in the constructor")
 @pytest.mark.parametrize(
     ("saver", "loader"),
     [

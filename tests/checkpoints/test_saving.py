@@ -25,6 +25,7 @@ from torchzero_clip import (
     Chain,
     ClipNorm,
     ClipNormByEMA,
+    ClipRMS,
     ClipValueByEMA,
     Modular,
     SkipStep,
@@ -202,3 +203,41 @@ def test_a_load_that_failed_leaves_no_hook(damage):
     assert not any(getattr(optimizer, f"_optimizer_{name}_hooks") for name in names)
     optimizer.load_state_dict(saved)
     assert not any(getattr(optimizer, f"_optimizer_{name}_hooks") for name in names)
+
+
+class Name(str):
+    """The name of a parameter, which counts how often it is looked up."""
+
+    hashes = 0
+
+    def __hash__(self):
+        Name.hashes += 1
+        return super().__hash__()
+
+
+def lookups_of_a_load(count):
+    params = [nn.Parameter(torch.zeros(2)) for _ in range(count)]
+    optimizer = Modular(params, AdamW())
+    train(optimizer, params, [[torch.ones_like(param) for param in params]])
+    saved, names = optimizer.state_dict(), [Name(i) for i in range(count)]
+    saved["state"] = {name: saved["state"][i] for i, name in enumerate(names)}
+    saved["param_groups"][0]["params"] = names
+    Name.hashes = 0
+    optimizer.load_state_dict(saved)
+    return Name.hashes
+
+
+def test_the_lookups_of_a_load_grow_with_the_number_of_parameters():
+    assert lookups_of_a_load(80) < 4.2 * lookups_of_a_load(20)
+
+
+def test_a_limit_that_differs_from_the_checkpoint_is_named_once():
+    (param,) = parameters(shapes=[(2,)])
+    chain = [SkipStep(max_ratio=10.0), ClipNorm(1.0), ClipRMS(0.5), SGD(0.1)]
+    saved = Modular([{"params": [param]}, {"params": parameters(shapes=[(3,)])}], *chain).state_dict()
+    chain[1:3] = ClipNorm(2.0), ClipRMS(lambda step: 0.1)
+    optimizer = Modular([{"params": [param]}, {"params": parameters(shapes=[(3,)])}], *chain)
+    with pytest.warns(UserWarning, match=r"^max_norm is 1.0 in the checkpoint and 2.0 in the constructor\. ") as found:
+        optimizer.load_state_dict(saved)
+    assert len(found) == 1
+    assert optimizer.param_groups[0]["max_norm"] == 1.0

@@ -195,6 +195,7 @@ def test_keys_with_the_name_of_a_transform_are_checked_as_before():
         optimizer.load_state_dict(saved)
 
 
+@pytest.mark.filterwarnings("ignore:.* in the checkpoint and .* in the constructor")
 @pytest.mark.parametrize("steps", [0, 2])
 def test_a_chain_with_another_transform_takes_the_state_of_others_along(steps):
     params = parameters()

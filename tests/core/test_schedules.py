@@ -80,6 +80,7 @@ def test_all_settings_can_be_scheduled(chain):
         assert (value[0] if isinstance(value, tuple) else value) == pytest.approx(0.13)
 
 
+@pytest.mark.filterwarnings("ignore:max_norm is 0.1 in the checkpoint and 1.0 in the constructor")
 def test_a_schedule_that_a_checkpoint_does_not_know_begins_at_its_start():
     params = parameters()
     old = Modular(params, ClipNorm(1.0), Adam(0.1))

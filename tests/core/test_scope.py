@@ -308,3 +308,25 @@ def test_only_numbered_parts_of_a_group_count_as_the_group():
     optimizer.step()
     assert torch.equal(q.data, torch.zeros(2))
     assert not torch.equal(p.data, torch.zeros(2))
+
+
+@pytest.mark.parametrize(
+    "clip",
+    [
+        lambda: ClipNorm(1).only("body").only("head"),
+        lambda: ClipNorm(1).only(lambda p: False),
+        lambda: ClipNorm(1).without("*"),
+        lambda: Chain(ClipNorm(1).only("head"), name="outer").only("body"),
+        lambda: Chain(ClipNorm(1), name="outer").without("*"),
+    ],
+)
+def test_a_transform_without_parameters_is_named(clip):
+    with pytest.warns(UserWarning, match=r"^'(outer/clip_norm|clip_norm|outer)' acts on no parameter: ") as found:
+        Modular(model(), clip(), SGD(0.1))
+    assert len(found) == 1
+
+
+def test_a_function_of_a_scope_takes_the_parameter_alone():
+    with pytest.raises(TypeError, match=r"call a function with a parameter alone, and .* takes other arguments"):
+        ClipNorm(1).only(lambda name, p: p.ndim > 1)
+    ClipNorm(1).only(lambda p, least=2: p.ndim >= least, torch.is_floating_point)

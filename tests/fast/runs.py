@@ -26,6 +26,7 @@ from torchzero_clip import (
     Normalize,
     NormalizeByEMA,
     Recorder,
+    SkipStep,
     WeightDecay,
     ZClip,
 )
@@ -49,14 +50,30 @@ CLIPS = {
     "stabilizer": lambda draw: GradientStabilizer(),
     "units": lambda draw: AdaptiveGradientClip(0.1),
     "rms": lambda draw: ClipRMS(0.01),
+    "schedule": lambda draw: ClipNorm(Falling(draw.choice(LIMITS)), dim=draw.choice(["global", None])),
     "none": lambda draw: None,
 }
+
+
+class Falling:
+    """A setting that is a function of the step, and has no value for one step."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def __call__(self, step: int) -> float:
+        if step == 9:
+            raise ValueError("no value of step 9")
+        return self.value / (1 + step)
+
+
 RULES = {
     "adamw": lambda draw: [AdamW(0.01, amsgrad=draw.random() < 0.3)],
     "adam": lambda draw: [Adam(0.01)],
     "l2": lambda draw: [WeightDecay(0.1), Adam(0.01)],
     "momentum": lambda draw: [SGD(0.01, 0.9, nesterov=draw.random() < 0.5)],
     "sgd": lambda draw: [SGD(0.1)],
+    "scheduled": lambda draw: [AdamW(Falling(0.01)), *draw.choice([[], [SkipStep(max_norm=30.0)]])],
 }
 SHAPES = [(), (1,), (5,), (3, 4), (2, 3, 3, 3), (17, 9), (300,), (70_000,), (0,)]
 DTYPES = [torch.float32] * 7 + [torch.float64, torch.bfloat16]
@@ -79,7 +96,9 @@ class Run:
             cut = draw.randint(1, len(shapes) - 1)
             groups = [{"params": self.params[:cut]}, {"params": self.params[cut:], "lr": draw.choice([0.01, 0.003])}]
         chain = [CLIPS[clip](draw), *RULES[rule](draw)]
-        options = draw.choice([{}] * 8 + [{"nonfinite": "skip"}, {"keep_grads": True}, {"maximize": True}])
+        skips = {"nonfinite": "skip", "max_consecutive_skips": 2}
+        kinds = [{}, {}, {}, {"nonfinite": "skip"}, skips, {"nonfinite": "raise"}]
+        options = draw.choice(kinds) | {name: draw.random() < 0.2 for name in ("keep_grads", "maximize")}
         self.take(Modular(groups, *filter(None, chain), **options))
 
     def take(self, optimizer: Modular) -> None:
@@ -108,7 +127,7 @@ class Run:
     def step(self, draw: random.Random, *, closure: bool) -> str | None:
         """The error of the step."""
         if not self.planned:  # a load makes new plans
-            self.optimizer._fast_way.learn = lambda walk, executor: None
+            self.optimizer._fast_way.learn = lambda walk, options: None
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -132,7 +151,22 @@ class Run:
             found |= {f"group {i} {key}": value for key, value in group.items() if key != "params"}
             found[f"group {i}"] = [next((k for k, p in enumerate(self.params) if p is q), -1) for q in group["params"]]
         found |= {f"seen {i}": value for i, value in enumerate(self.seen)}
+        optimizer = self.optimizer
+        found["said"] = optimizer.skipped_by, optimizer.steps_taken, str(optimizer.bad_gradients)
+        found |= recorded(self)
         return found | ({f"metric {key}": value for key, value in self.optimizer.metrics().items()} if metrics else {})
+
+
+def recorded(run: Run) -> dict:
+    """What a recorder has recorded."""
+    listener: Any = run.optimizer.listener
+    if listener is None:
+        return {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        record = listener.record(run.optimizer.param_groups)
+    numbers = {"norm": record.norm, "loss": record.loss, "layers": record.layer_norms, **record.metrics}
+    return {f"recorded {name}": value for name, value in numbers.items()} | {"reasons": record.reasons}
 
 
 def one(run: Run, draw: random.Random) -> nn.Parameter:
@@ -313,6 +347,13 @@ def listened(run: Run, draw: random.Random) -> None:
         Recorder(run.optimizer)
 
 
+def counted(run: Run, draw: random.Random) -> None:
+    """Write a counter of the optimizer, as a loader may."""
+    own, key = group(run, draw), draw.choice(["schedule_step", "skipped_steps", "consecutive_skips"])
+    if key in own:
+        own[key] = draw.randrange(20)
+
+
 def reported(run: Run, draw: random.Random) -> None:
     run.optimizer.report_loss(draw.random())
 
@@ -352,6 +393,7 @@ EVENTS = {
             attribute,
             option,
             listened,
+            counted,
             reported,
         )
     },

@@ -89,7 +89,7 @@ class Whole(Run):
             if not param.requires_grad:  # optimizers of torch step with the gradients of frozen parameters too
                 param.grad = None
         if not self.planned:
-            self.chain._fast_way.learn = lambda walk, executor: None
+            self.chain._fast_way.learn = lambda walk, options: None
         planned, self.planned = self.planned, True
         error = super().step(draw, closure=closure)
         self.planned = planned

@@ -13,6 +13,8 @@ from versions import TORCH
 from torchzero_clip import SGD, Adam, ClipNorm, ClipNormGrowth, ClipValue, Modular, WeightDecay, as_lr, before_step
 
 
+# ReduceLROnPlateau does not store the number that it began with
+@pytest.mark.filterwarnings("ignore:.*max_norm is .* in the checkpoint and 2.0 in the constructor")
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_torchs_schedulers_take_any_setting(name):
     """The limit goes the way that the learning rate of torch's SGD goes; and on from a checkpoint."""

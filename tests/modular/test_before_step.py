@@ -844,6 +844,7 @@ def test_a_group_may_be_empty(order):
     assert [len(group["params"]) for group in handle.param_groups] == [*[1, 0][::order], 0]
 
 
+@pytest.mark.filterwarnings("ignore:.* in the checkpoint and .* in the constructor")
 def test_settings_of_groups_may_be_changed_and_are_saved():
     first, second = one(), one()
     optimizer = sgd([{"params": [first]}, {"params": [second]}])

@@ -1,6 +1,7 @@
 """Param groups: overrides, names, and what checkpoints can hold."""
 
 import copy
+import sys
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from contract.entries import is_matrix
 from contract.training import parameters, train
 from torch import nn
 
-from torchzero_clip import SGD, Adam, AdamW, ClipNorm, ClipValue, Modular, Muon, WeightDecay, from_torch_optim
+from torchzero_clip import SGD, AdaGC, Adam, AdamW, ClipNorm, ClipValue, Modular, Muon, WeightDecay, from_torch_optim
 
 
 def test_overrides_split_a_group_in_the_order_of_first_parameters():
@@ -109,3 +110,33 @@ def test_groups_added_after_a_load_or_a_copy_have_the_keys_of_the_others():
     keys = {"params", "lr", "betas", "eps", "weight_decay", "chain"}
     assert [set(group) for group in twin.param_groups] == [keys] * 3
     assert set(twin.defaults) == set(optimizer.defaults) == keys - {"params", "chain"}
+
+
+def calls_to_make(count, *, named):
+    """How many functions are called, in Python and in C, to make an optimizer of so many groups."""
+    params = [nn.Parameter(torch.zeros(2)) for _ in range(count)]
+    groups = [{"params": [(str(i), param)] if named else [param], "lr": 0.1 + i} for i, param in enumerate(params)]
+    calls = []
+    sys.setprofile(lambda frame, event, _: calls.append(None) if event in ("call", "c_call") else None)
+    try:
+        Modular(groups, AdaGC(), AdamW())
+    finally:
+        sys.setprofile(None)
+    return len(calls)
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_the_work_to_make_an_optimizer_grows_with_the_number_of_groups(named):
+    assert calls_to_make(400, named=named) < 4.2 * calls_to_make(100, named=named)
+
+
+def test_rules_between_many_groups_are_checked_once_they_are_there():
+    first, second, third = (nn.Parameter(torch.zeros(2)) for _ in range(3))
+    with pytest.raises(ValueError, match="max_norm"):
+        Modular([{"params": [first]}, {"params": [second], "max_norm": 0.5}], AdaGC(), AdamW())
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        Modular([{"params": [p]} for p in (first, second, first)], AdaGC(), AdamW())
+    optimizer = Modular([first], AdaGC(), AdamW())
+    with pytest.raises(ValueError, match="max_norm"):
+        optimizer.add_param_group({"params": [second, third], "max_norm": 0.5})
+    assert [group["params"] for group in optimizer.param_groups] == [[first]]

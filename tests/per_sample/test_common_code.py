@@ -212,6 +212,26 @@ MODELS = {
         {},
     ),
     "a tensor of numbers": (lambda m, x: m.last(m.first(x) * x.new_tensor([[1.0, 2.0, 3.0, 4.0]])), sequences, {}),
+    "classes 0, 1, 2, ...": (  # each row is of its sample, though all of them look like positions
+        lambda m, x, y: m.last((m.first(x) + m.table(y)).tanh()),
+        lambda count: (data(count, W), torch.arange(count)),
+        {"table": nn.Embedding(8, W)},
+    ),
+    "classes beside": (
+        lambda m, x, y: m.last((m.first(x) * m.table(y).softmax(-1)).tanh()),
+        lambda count: (data(count, W), torch.arange(count)),
+        {"table": nn.Embedding(8, W)},
+    ),
+    "classes joined": (
+        lambda m, x, y: m.last(torch.cat([m.first(x), m.table(y)], 1)[:, 2:-2]),
+        lambda count: (data(count, W), torch.arange(count)),
+        {"table": nn.Embedding(8, W)},
+    ),
+    "positions as an argument": (
+        lambda m, x, at: m.last((m.first(x) + m.table(at)).tanh()),
+        lambda count: (data(count, T, W), torch.arange(T)),
+        {"table": nn.Embedding(8, W)},
+    ),
     "upsampled": (lambda m, x: m.last(F.interpolate(m.first(x), scale_factor=2)[..., ::2, ::2]), images, {}),
     "cosine": (
         lambda m, x: m.last(F.cosine_similarity(m.first(x)[:, :, None], x[:, None], dim=-1)),

@@ -5,7 +5,7 @@ import torch
 from per_sample.harness import Net, clip, losses_of
 from torch import nn
 
-from torchzero_clip.per_sample.captured_gradients import CapturedGradients
+from torchzero_clip.per_sample.gradients.captured_gradients import CapturedGradients
 
 
 def test_what_one_layer_saves_another_may_spend():

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from torchzero_clip.per_sample.following import Following
-from torchzero_clip.per_sample.labels import LOST, simplest, wider
-from torchzero_clip.per_sample.provenance import Provenance
+from torchzero_clip.per_sample.samples.following import Following
+from torchzero_clip.per_sample.samples.labels import LOST, simplest, wider
+from torchzero_clip.per_sample.samples.provenance import Provenance
 
 NONE = -1.0  # the value of entries of no sample
 
@@ -82,6 +82,7 @@ COPIES = {
     "repeats of each": lambda rng, x: x.repeat_interleave(some(rng, x.shape[0], 3), 0),
     "cat": lambda rng, x: torch.cat([x, x.flip(0)], dim_of(rng, x)),
     "cat of the same": lambda rng, x: torch.cat((x, x), dim=dim_of(rng, x)),
+    "cat with nothing": lambda rng, x: torch.cat([torch.tensor([]), x.narrow(0, 0, 0), x]),
     "cat with none": lambda rng, x: torch.cat([torch.full_like(x, NONE).detach().cpu() + 0, x], dim_of(rng, x)),
     "stack": lambda rng, x: torch.stack([x, x], rng.randint(0, x.ndim)),
     "hstack": lambda rng, x: torch.hstack((x, x)),

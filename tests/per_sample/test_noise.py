@@ -7,7 +7,7 @@ import torch
 from defaults import DEFAULTS
 
 from torchzero_clip.per_sample import noise
-from torchzero_clip.per_sample.noise import CHUNK, gaussian, secure_normal
+from torchzero_clip.per_sample.private.noise import CHUNK, gaussian, secure_normal
 
 
 def test_moments_and_tails_are_those_of_the_normal_distribution():

@@ -11,7 +11,7 @@ from torch import nn
 from versions import needs_grad_dtype
 
 from torchzero_clip import ConstantFlatClipper, ConstantPerLayerClipper, PerSampleGradientClipper, check_per_sample
-from torchzero_clip.per_sample.squared_norms import squared_norms
+from torchzero_clip.per_sample.gradients.squared_norms import squared_norms
 
 
 @pytest.mark.slow

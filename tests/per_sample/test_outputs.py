@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from torchzero_clip import GradSampleModuleFastGradientClipping
-from torchzero_clip.per_sample.contributions import Contribution
+from torchzero_clip.per_sample.gradients.contributions import Contribution
 
 FAST = ("auto", "low", "kept")
 

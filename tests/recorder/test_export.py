@@ -32,6 +32,7 @@ EXPECTED = {
     "loss": [0.5, 2.0, 500.0],
     "share_clipped": [0.0, 1.0, math.nan],
     "skipped": [False, False, True],
+    "reason": ["", "", "skip_step"],
 }
 
 

@@ -10,7 +10,8 @@ from ranks import run_program
 from recorder import records
 from recorder.records import column, made
 
-from torchzero_clip.recorder.binning import Events, Tiles, in_columns, largest, medians, relative
+from torchzero_clip import Recorder, read_record
+from torchzero_clip.recorder.binning import Events, Tiles, in_columns, largest, medians
 from torchzero_clip.recorder.data import Block, Ratios
 from torchzero_clip.recorder.figures import draw_record, draw_series
 from torchzero_clip.recorder.panels import printable
@@ -235,16 +236,23 @@ def test_bars_are_equally_wide_on_a_log_axis():
     assert sum(counts) == 40
 
 
-def test_norms_are_relative_to_the_usual_one():
-    found = relative(column([4.0, -1.0, NAN, INF, 0.0, 0.0, 3.0]), column([2.0, 2.0, 2.0, NAN, 2.0, NAN, NAN]))
-    assert found.nan_to_num(nan=-1.0, posinf=INF).tolist() == [2.0, -1.0, INF, INF, 0.0, -1.0, 1e30]
-
-
 def test_tiles_of_a_file_are_its_blocks_and_gaps_are_left_empty():
     blocks = [Block(0, 99, column([1.0]), column([8.0])), Block(200, 299, column([1.0]), column([2.0]))]
     tiles = Tiles.of(made([1.0], blocks=blocks))
     assert tiles.edges == [-0.5, 99.5, 199.5, 299.5]
     assert tiles.ratios.nan_to_num(nan=-1.0).tolist() == [[8.0, -1.0, 2.0]]
+
+
+def test_a_short_run_in_a_file_has_a_column_for_each_step(tmp_path):
+    optimizer = torch.optim.SGD([("w", torch.nn.Parameter(torch.ones(1)))], 0.1)
+    recorder = Recorder(optimizer, path=tmp_path / "run.jsonl")
+    for step in range(40):
+        optimizer.param_groups[0]["params"][0].grad = torch.full((1,), 1.0 + step % 2)
+        optimizer.step()
+    recorder.close()
+    tiles = Tiles.of(read_record(tmp_path / "run.jsonl"))
+    assert tiles.edges == [step - 0.5 for step in range(41)]
+    assert torch.equal(tiles.ratios, Tiles.of(recorder.record()).ratios)
 
 
 def test_events_group_runs_of_norms_that_are_not_finite():

@@ -69,6 +69,7 @@ def test_a_point_sums_up_the_steps_since_the_last_one():
     assert first["gradients/norm"] == 5.0
     assert first["gradients/largest_norm"] == pytest.approx(math.hypot(3, 40))
     assert first["gradients/limit"] == 4.0
+    assert "gradients/loss" not in first
     assert first["gradients/share_clipped"] == 1.0
     assert [point["gradients/skipped"] for point in points.values()] == [0, 1, 0]
     assert third["gradients/largest_norm"] == 5.0
@@ -76,6 +77,19 @@ def test_a_point_sums_up_the_steps_since_the_last_one():
     assert first["layers/a/update_ratio"] == pytest.approx(1.2)
     assert second["layers/a/norm"] == pytest.approx(1e6)
     assert third["layers/b/norm"] == 4.0
+
+
+def test_the_mean_loss_is_sent():
+    points = {}
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = Modular([weight], SGD(0.1))
+    recorder = Recorder(optimizer, log=points.__setitem__, flush_every=5, log_every=5)
+    for step in range(5):
+        weight.grad = torch.ones(1)
+        if step != 3:
+            recorder.report_loss(float(step))
+        optimizer.step()
+    assert points[4]["gradients/loss"] == (0 + 1 + 2 + 4) / 4
 
 
 def test_a_layer_that_stood_out_stays():

@@ -155,8 +155,17 @@ def test_a_flipped_byte_costs_one_line(write):
     place = data.index(b'"step": 1')
     data[place] = 0xFF
     path.write_bytes(data)
-    with pytest.warns(UserWarning, match="1 line is broken or belongs to an unknown run, and was left out"):
+    with (
+        pytest.warns(UserWarning, match="1 line is broken or belongs to an unknown run, and was left out"),
+        pytest.warns(UserWarning, match="of steps 0 to 2, 1 was lost"),
+    ):
         assert read_record(path).steps == [0, 2]
+
+
+def test_lost_steps_are_counted(write):
+    path = write(run_line("x"), *steps([0, 1, 5, 6, 9], "x"))
+    with pytest.warns(UserWarning, match="of steps 0 to 9, 5 were lost"):
+        assert read_record(path).steps == [0, 1, 5, 6, 9]
 
 
 def test_many_resumes_are_read_in_moments(write):

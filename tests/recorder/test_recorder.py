@@ -135,6 +135,9 @@ def test_a_skipped_step_is_there_with_its_norms_and_the_reason():
     assert record.reasons == ["", "", "", "skip_step", "", "", "skip_step nonfinite"]
     assert record.norm[3] > 1000
     assert math.isnan(record.norm[6])
+    means = record.metrics["skip_step/mean"].tolist()
+    assert (means[3], means[6]) == (means[2], means[5])  # by which the gate judged
+    assert recorder.rows()[3]["reason"] == "skip_step"
     worst = recorder.worst(step=6)
     assert worst[0].name == "0.bias"
     assert math.isinf(worst[0].ratio)
@@ -255,8 +258,7 @@ def test_usual_is_the_median_of_the_steps_before():
         weight.grad = torch.full((1,), size)
         optimizer.step()
     (layer,) = recorder.worst(step=4)
-    assert tuple(layer) == ("w", 50.0, 2.5)
-    assert layer.ratio == 20
+    assert tuple(layer) == ("w", 50.0, 2.5, 20.0)
     assert math.isnan(recorder.worst(step=0)[0].usual)
     assert str(recorder.worst(step=4)).splitlines() == ["name  norm  usual  ratio", "w       50    2.5     20"]
 
@@ -465,7 +467,8 @@ def test_an_empty_record():
     record = recorder.record()
     assert record.steps == []
     assert record.layers == ["0.weight", "0.bias", "2.weight", "2.bias"]
-    assert recorder.record().columns() == {"step": [], "norm": [], "loss": [], "share_clipped": [], "skipped": []}
+    names = ("step", "norm", "loss", "share_clipped", "skipped", "reason")
+    assert recorder.record().columns() == {name: [] for name in names}
     assert recorder.spikes() == []
     with pytest.raises(ValueError, match="the record has no steps"):
         recorder.worst(step=0)

@@ -409,3 +409,27 @@ def test_a_spike_among_norms_that_still_change_is_listed_and_is_not_used_for_the
     norms[60] *= 50
     assert 60 in made(norms.tolist()).spikes()
     assert suggested({"joint": norms.double()}, 0.01, "joint").spikes == clean.spikes
+
+
+def spreading(seed, first, last):
+    spread = torch.linspace(first, last, 1000, dtype=torch.float64)
+    return torch.exp(spread * torch.randn(1000, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_spread_that_grows_is_a_trend(seed):
+    """The limit of 1% would clip 8% to 10% of the next steps."""
+    found = suggest(spreading(seed, 0.1, 0.4))
+    assert (found.trend, found.confidence) == ("growing", "medium")
+    assert found.reason == "the norms are still growing"
+    assert suggest(spreading(seed, 0.2, 0.2)).confidence == "high"
+    assert suggest(spreading(seed, 0.4, 0.1)).trend == "settled"
+
+
+@pytest.mark.parametrize(("r", "least", "most"), [(0.0, 0, 0), (0.5, 0, 0), (0.9, 0, 2), (0.995, 9, 10)])
+def test_few_independent_norms_are_low(r, least, most):
+    torch.manual_seed(0)
+    found = [suggest((0.2 * autoregressive(1000, r)).exp(), 0.5) for _ in range(10)]
+    low = [f for f in found if f.confidence == "low"]
+    assert least <= len(low) <= most
+    assert all("norms of neighboring steps are similar" in f.reason for f in low)

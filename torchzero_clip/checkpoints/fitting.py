@@ -58,7 +58,8 @@ def fitted(
     ids = [i for saved in all_saved for i in saved["params"]]
     if len(set(ids)) < len(ids):
         raise ValueError(f"the param groups of the checkpoint list a parameter twice: {ids}")
-    if strangers := [i for i in state if i not in set(ids)]:
+    listed = set(ids)
+    if strangers := [i for i in state if i not in listed]:
         raise ValueError(f"the checkpoint has state for parameters that none of its param groups lists: {strangers}")
     placed: dict[Any, Any] = {}
     for i, named, group in zip(ids, known, settings, strict=True):

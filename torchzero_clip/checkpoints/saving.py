@@ -1,5 +1,6 @@
 """Saves and loads what a chain has: settings in param groups, state by parameter, and state of the whole chain."""
 
+import warnings
 from collections.abc import Generator, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from torchzero_clip.checkpoints.fitting import Group, fitted
 from torchzero_clip.checkpoints.identity import IDENTITY, members_of, written
 from torchzero_clip.compat import torch_loads
 from torchzero_clip.core.chain_state import ChainState
-from torchzero_clip.core.nodes import Nodes
+from torchzero_clip.core.nodes import Node, Nodes
 from torchzero_clip.core.schedules import Schedules
 from torchzero_clip.functional.processes import device_of, gathered
 from torchzero_clip.functional.shards import largest_on_all_ranks
@@ -69,7 +70,10 @@ class Load:
     @contextmanager
     def hooked(self, optimizer: Optimizer) -> Generator[None]:
         """Check and restore while torch loads: after the pre-hooks of the caller, and before its post-hooks."""
-        before = optimizer.register_load_state_dict_pre_hook(lambda host, given: self.check(given, host.param_groups))
+        before = optimizer.register_load_state_dict_pre_hook(
+            # without the state by parameter, which torch would cast, and `restore` puts in its place
+            lambda host, given: {**self.check(given, host.param_groups), "state": {}}
+        )
         after = optimizer.register_load_state_dict_post_hook(
             lambda host: self.restore(host.param_groups, host.state), prepend=True
         )
@@ -96,7 +100,21 @@ class Load:
             error = ValueError(f"the checkpoint does not fit: {found}")
             error.__cause__ = found
         self.agree(error, groups)
+        self._compare_limits(groups)
         return self._fitting
+
+    def _compare_limits(self, groups: Sequence[Group]) -> None:
+        """Warn if the constructor says another limit than the checkpoint, whose limit is used."""
+        found: dict[str, str] = {}
+        for own, loaded in zip(groups, self.groups, strict=True):
+            for key in (stored for node in self.nodes for stored in _limits(node)):
+                # a scheduler changes a limit, and stores what the constructor said
+                said, saved = (group.get(f"{key}:initial_lr", group[key]) for group in (own, loaded))
+                if not isinstance(said, Tensor) and not isinstance(saved, Tensor) and said != saved:
+                    found.setdefault(key, f"{key} is {saved} in the checkpoint and {said} in the constructor")
+        if found:
+            way_out = "The number of the checkpoint is used. To change it, set it in param_groups after loading"
+            warnings.warn(f"{'; '.join(found.values())}. {way_out}", stacklevel=2)
 
     def agree(self, error: Exception | None, groups: Sequence[Group]) -> None:
         """Raise on all processes if there is an error on one of them. All have to call this."""
@@ -112,7 +130,6 @@ class Load:
 
     def restore(self, groups: Sequence[Group], state: MutableMapping[Tensor, Any]) -> None:
         """Put the state of the checkpoint in its place, after its groups were loaded."""
-        # torch has cast the state by parameter to the dtypes of the parameters
         ids = [i for group in self._fitting["param_groups"] for i in group["params"]]
         params = [param for group in groups for param in group["params"]]
         for i, param in zip(ids, params, strict=True):
@@ -129,3 +146,10 @@ class Load:
         if self.process_group is not None:
             found = gathered(found.to(device_of(params, self.process_group)), self.process_group).amax()
         return found.item() > 0
+
+
+def _limits(node: Node) -> list[str]:
+    """The keys of param groups under which the limits of a transform are stored, without schedules."""
+    transform, keys = node.transform, node.storage_keys.items()
+    limits = {stored: key for key, stored in keys if key.startswith("max_") or key == transform.limit_setting}
+    return [stored for stored, key in limits.items() if key not in transform.schedules]

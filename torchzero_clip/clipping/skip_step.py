@@ -169,6 +169,7 @@ class SkipStep(Gate):
     @override
     def refused(self, norm: Tensor, step: Step) -> None:
         """Store the values of a step that was skipped for its size; after several in a row they become the window."""
+        step.metrics["mean"] = step.global_state["mean"].clone()  # by which the step was judged
         if not self.needs_loss:
             return
         state, values = step.global_state, self._values(norm, step)

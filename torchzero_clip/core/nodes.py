@@ -1,6 +1,6 @@
 """The transforms of a chain as a flat list: where each stands, and where its settings and its state are stored."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,13 +100,21 @@ class Nodes:
         """The state of the whole chain before its first step, by qualified keys."""
         return {key: value for n in self for key, value in n.init_global_state().items()}
 
-    def checked_settings(self, groups: Sequence[Mapping[str, Any]]) -> dict[str, list[Setting]]:
+    def checked_settings(
+        self, groups: Sequence[Mapping[str, Any]], paths: Container[str] | None = None
+    ) -> dict[str, list[Setting]]:
         """The settings of each transform by its path, one dict per param group. Raises if a setting is out of range.
 
         Neighbouring groups with equal settings share one dict, so that one operation serves both.
+
+        Args:
+            groups: The param groups.
+            paths: The transforms; None for all.
         """
         found: dict[str, list[Setting]] = {}
         for path, node in self.by_path.items():
+            if paths is not None and path not in paths:
+                continue
             settings: list[Setting] = []
             for group in groups:
                 own = node.settings(group)

@@ -53,11 +53,11 @@ class Schedules:
 
     def catch_up(self, groups: Sequence[Group], step: int) -> None:
         """Before a step: compute scheduled settings that could not be computed after the step before."""
-        values = self._values(groups, step) if self.any else []
-        if self._behind:
-            for group, own in zip(groups, values, strict=True):
-                group.update(own)
-            self._behind = False
+        for group in groups if self.any else ():
+            own = self._of(group)
+            if self._behind:
+                group.update({key: at(schedule, step) for key, schedule in own.items()})
+        self._behind = False
 
     def advance(self, groups: Sequence[Group], step: int) -> None:
         """After a step that was taken: write the values for the next to the groups."""

@@ -1,5 +1,6 @@
 """Which parameters a transform acts on."""
 
+import inspect
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -74,6 +75,11 @@ class Scope:
                 raise TypeError(
                     f"only and without take patterns for names and functions of a parameter, got {kind}{hint}"
                 )
+            if not isinstance(item, str) and not _takes_one(item):
+                raise TypeError(
+                    f"only and without call a function with a parameter alone, and {item!r} takes other arguments: "
+                    "select by name with patterns such as '*.bias'"
+                )
         named = (groups,) if isinstance(groups, str) else tuple(groups)
         if not all(isinstance(name, str) for name in named):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"groups must be the names of param groups, got {groups!r}")
@@ -115,6 +121,16 @@ class Scope:
         for group in (group for condition in self.conditions for group in condition.groups):
             found[f"no param group has the name {group!r} of {owner!r}"] = group not in groups
         return found
+
+
+def _takes_one(function: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(function).bind(None)
+    except TypeError:
+        return False
+    except ValueError:  # builtins may have no signature
+        return True
+    return True
 
 
 def matches_name(pattern: str, name: str) -> bool:

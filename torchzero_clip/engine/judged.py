@@ -102,6 +102,15 @@ class Judged:
         of_scopes = [total if len(own) == len(self.grads) else combine(self.of(own), 2.0) for own in scopes]
         return [total, norms.isfinite().all().logical_not().double(), *of_scopes]
 
+    def total(self) -> Tensor | None:
+        """The joint norm of the gradients as `measured` finds it; None if each of them has to be measured for it."""
+        if self.norms is not None:
+            return self.norms.squeeze(0) if self.norms.numel() < len(self.grads) else None
+        total, norms = self.measurer.joint_norm(self.grads, beside=self.listens) or (None, None)
+        if norms is not None:
+            self._note(norms)
+        return total
+
     def before_change(self, transform: Transform) -> None:
         """Called before a transform changes what later statistics have to judge."""
         if self.judging.is_asked and not _measures_gradients(transform):
@@ -125,7 +134,7 @@ class Judged:
     def measured(self, node: Node, updates: list[Tensor]) -> Measured:
         """The norms of the updates of a scaling on this process, which may be those of the gradients too."""
         known, count = self.norms, len(updates)
-        if node.path == self.judging.joint_clip and known is not None and len(known) < count and not self.listens:
+        if node.path == self.judging.joint_clip and known is not None and len(known) < count:
             total = known.squeeze(0)  # gates have measured the gradients jointly
             return Measured(L2, list(range(count)), total.expand(count), total, memories(updates), joint=True)
         beside = self.listens and self.before is None

@@ -1,5 +1,6 @@
 """The decision to take a step, to skip it, or to raise. It is made before anything changes."""
 
+from collections import deque
 from collections.abc import Mapping, MutableMapping, Sequence
 from itertools import compress
 from typing import Any, Literal, Protocol, TypeAlias
@@ -50,11 +51,12 @@ class StepPolicy:
         self.max_consecutive_skips = max_consecutive_skips
         self._gates = {name: transform for name, transform in transforms.items() if isinstance(transform, Gate)}
         self.bad_gradients: BadGradients | None = None  # the gradients of the last step that ``nonfinite`` has refused
-        self._norms: list[float] = []
-        self.may_skip = nonfinite == "skip" or bool(self._gates)
+        self._norms: deque[float] = deque(maxlen=REMEMBERED)
+        self.has_gates = bool(self._gates)
+        self.may_skip = nonfinite == "skip" or self.has_gates
         self.decides = self.may_skip or nonfinite == "raise"
-        # one joint norm is enough, unless an error must name gradients, or a gate acts on some of them only
-        self._judges_all = nonfinite != "raise" and not any(gate.scope.limited for gate in self._gates.values())
+        # one joint norm is enough, unless a gate acts on some gradients only
+        self._judges_all = not any(gate.scope.limited for gate in self._gates.values())
         if max_consecutive_skips is not None and not self.may_skip:
             raise ValueError("max_consecutive_skips needs nonfinite='skip' or a gate in the chain, such as SkipStep")
 
@@ -98,7 +100,7 @@ class StepPolicy:
         # a step without gradients changes no state and does not count as a skip, as on one process
         if not has_gradients:
             return False
-        self._norms = [*self._norms, joint][-REMEMBERED:]
+        self._norms.append(joint)
         # leave out the answers of gates whose scope has no gradient on any process
         judged = list(compress(judged, asked))
         walk.refused_by.extend(gate for gate, *said in zip(gates, refusals, asked, strict=True) if all(said))
@@ -112,6 +114,11 @@ class StepPolicy:
         counts.update({CONSECUTIVE: 0} if self.may_skip else {})
         self._record(walk, judged, taken=True)
         return True
+
+    def passes(self, norm: Tensor, counts: MutableMapping[str, Any]) -> None:
+        """Allow a step without gates whose gradients have this joint norm, which is finite."""
+        self._norms.append(norm.item())
+        counts.update({CONSECUTIVE: 0} if self.may_skip else {})
 
     def _refuse_capture(self, walk: Undecided) -> None:
         """Raise while a CUDA graph is captured: it would repeat the decision of this step for all later gradients."""

@@ -6,11 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
-from torchzero_clip.engine.executor import Executor
-from torchzero_clip.engine.listener import Seen
 from torchzero_clip.engine.table import Group
+from torchzero_clip.engine.walk import Walk
 from torchzero_clip.fast.fast import Fast
-from torchzero_clip.fast.plan import Metrics, Plan
+from torchzero_clip.fast.plan import Options, Plan, Planned
 from torchzero_clip.fast.workspace import Workspace
 from torchzero_clip.types import State
 
@@ -38,30 +37,31 @@ class FastWay:
         self._alike = self._uses = 0
         self._wait = self._FIRST_WAIT
 
-    def repeat(
-        self, groups: list[Group], kept: Mapping[Tensor, State], chain_state: dict[str, Any], loss: Any
-    ) -> Metrics | None:
-        """Take a step by the plan. Return None, before any change, if there is no plan or it does not fit.
+    def begin(self, groups: list[Group], kept: Mapping[Tensor, State], options: Options, *given: Any) -> Planned | None:
+        """Begin a step by the plan. Return None, before any change, if there is no plan or it does not fit.
 
         Args:
             groups: The param groups.
             kept: The state of each parameter.
-            chain_state: The state of the whole chain.
-            loss: The loss of the step.
+            options: As in `Plan`.
+            *given: As in `Planned`, from ``chain_state`` on.
 
         Raises:
             ValueError: If a setting is out of range.
         """
         plan, self.plan = self.plan, None  # an error drops the plan
-        found = None if plan is None else plan.repeat(groups, kept, self._workspace, chain_state, loss)
-        if found is not None:
-            self.plan = plan
-            self._uses += 1
-        return found
+        found = (
+            None if plan is None or options != plan.options else plan.gathered(groups, kept, self._workspace.vectors)
+        )
+        if plan is None or found is None or not plan.is_settled(groups):
+            return None
+        self.plan, self._workspace.layout = plan, plan.layout
+        self._uses += 1
+        return Planned(plan, groups, *found, self._workspace, *given)
 
-    def learn(self, walk: Seen, executor: Executor) -> None:
+    def learn(self, walk: Walk, options: Options) -> None:
         """Make a plan of a step, if a kernel took it for all parameters and the steps before looked the same."""
-        ended = executor.ended if isinstance(executor, Fast) else None
+        ended = walk.executor.ended if isinstance(walk.executor, Fast) else None
         if ended is None:
             return
         self._alike = self._alike + 1 if ended.layout is self._layout else 0
@@ -69,4 +69,4 @@ class FastWay:
         if self._alike >= self._wait:
             self._wait = self._FIRST_WAIT if self._uses >= 2 * self._wait else min(2 * self._wait, self._LONGEST_WAIT)
             self._alike = self._uses = 0
-            self.plan = Plan.of(walk, ended)
+            self.plan = Plan.of(walk, ended, options)

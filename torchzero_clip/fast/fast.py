@@ -288,19 +288,30 @@ class Fast(Executor):
         return foreach.fit_kernels([locals_of(column) for column in columns])
 
     def _run(self, fused: Fused, kernel: Kernel, rows: list[int], step: Step) -> None:
+        state = [step.column(key) for key in (*fused.state, *fused.counters)]
+        self.run(kernel, rows, step.params, state, step.settings, step.by_setting())
+
+    def run(
+        self,
+        kernel: Kernel,
+        rows: list[int],
+        params: list[Tensor],
+        state: list[list[Tensor]],
+        settings: list[Setting],
+        runs: list[tuple[Setting, slice]],
+    ) -> None:
         """Carry out what waits and the rest of the chain in one pass over memory."""
         ops = self._claimed(rows)
-        params, *state = (step.params, *map(step.column, (*fused.state, *fused.counters)))
         over_grads = all(isinstance(op, Scale) and op.over_grads for op in ops)
         if self._layout is not None and self._layout.runs_in_pieces and not over_grads:
-            sink = partial(call_kernel, kernel, params, state, step.settings)
-            run_pieces(ops, self.memory.current(rows), step.settings, self._scratch, sink)
+            sink = partial(call_kernel, kernel, params, state, settings)
+            run_pieces(ops, self.memory.current(rows), settings, self._scratch, sink)
             return
-        if self._layout is None:
-            params, *state = map(locals_of, (params, *state))
         factors = next((op.factor for op in ops if isinstance(op, Scale)), None)
         updates = self.memory.current(rows, writable=factors is not None, over_grads=over_grads)
-        run_kernel(kernel, params, locals_of(updates), state, step.by_setting(), factors, self._scratch, str(rows[0]))
+        if self._layout is None:
+            params, updates, *state = map(locals_of, (params, updates, *state))
+        run_kernel(kernel, params, updates, state, runs, factors, self._scratch, str(rows[0]))
 
     def _claimed(self, rows: list[int]) -> list[Op]:
         """Return the operations on these rows if a kernel can take them. Otherwise carry them out, and return none."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from torchzero_clip.core.elements import Elements, Flags
 from torchzero_clip.core.elementwise import Elementwise
 from torchzero_clip.functional import foreach
-from torchzero_clip.functional.measure import Measured, scale_
+from torchzero_clip.functional.measure import L2, Measured, scale_
 from torchzero_clip.functional.norms import beyond_float32, extent, may_look
 from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.functional.shards import memories
@@ -25,6 +25,12 @@ class Scale:
     factors: Tensor
     over_grads: bool  # it may write over the gradients
     _known: tuple[float, float] | None = field(default=None, init=False)
+
+    @classmethod
+    def by_number(cls, factor: float) -> "Scale":
+        """Multiplies all updates by one number, in new memory."""
+        number = torch.full((1,), factor, dtype=torch.float64, device="cpu")
+        return cls(Measured(L2, [0], number, number, [], joint=True), number, over_grads=False)
 
     @property
     def is_one_number(self) -> bool:

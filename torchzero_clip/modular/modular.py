@@ -1,6 +1,7 @@
 """The optimizer: a chain of transforms between the gradients and the parameters."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar, overload
 
 import torch
@@ -43,7 +44,15 @@ from torchzero_clip.modular.classes import ClassMaker, configured
 from torchzero_clip.modular.described import described
 from torchzero_clip.modular.missing import Missing
 from torchzero_clip.modular.origin import Origin
-from torchzero_clip.modular.param_groups import accepted, all_or_none, as_groups, completed, let_names_decide, split
+from torchzero_clip.modular.param_groups import (
+    accepted,
+    all_or_none,
+    as_groups,
+    check_disjoint,
+    completed,
+    let_names_decide,
+    split,
+)
 from torchzero_clip.modular.validation import (
     check_added,
     check_places,
@@ -170,6 +179,8 @@ class Modular(Explained, ClassMaker, Optimizer):
         check_group(process_group, [])
         self._process_group, self._lost_group, self._is_complete = process_group, False, False
         super().__init__(as_groups(params, may_be_empty=process_group is not None), self.nodes.defaults())
+        check_disjoint(self.param_groups)
+        self.nodes.checked_settings(self.param_groups)
         self._chain_state.move(self.param_groups)
         self._chain_state.start(self.param_groups, has_schedules=self._schedules.any)
         named = self._named_params()
@@ -288,11 +299,11 @@ class Modular(Explained, ClassMaker, Optimizer):
         These errors leave parameters, gradients and state unchanged, except that skipped steps are counted.
         """
         try:
-            if closure is None and self._fast_way.plan is not None and self._repeat():
-                return None
             self.skipped_by = ()
             if self._lost_group:
                 refuse_lost()
+            if closure is None and self._fast_way.plan is not None and self._repeat():
+                return None
             if closure is None and "closure" in self.nodes.targets:
                 raise ValueError("a transform with target='closure' needs a closure: call step(closure)")
             settings = self.begin()
@@ -310,7 +321,9 @@ class Modular(Explained, ClassMaker, Optimizer):
             walk = None
             try:
                 walk = self._walk(self.param_groups, self._fast_way, settings, loss)
-                self._take(walk)
+                if self.parts is not None:
+                    self.parts.refuse_second(walk.table.params)
+                self._take(walk, learns=closure is None)
             finally:
                 if missing is not None:
                     missing.put_back(walk)
@@ -319,62 +332,73 @@ class Modular(Explained, ClassMaker, Optimizer):
             if self._reported.count:
                 self._reported.clear()
 
-    def _take(self, walk: Walk) -> None:
-        """Take a step, or skip it."""
+    def _take(self, walk: Walk | None, go: Callable[[], object] | None = None, *, learns: bool = False) -> None:
+        """Take a step, or skip it. A planned one passes ``go``, and no walk if nobody sees it and it is allowed."""
         state, parts = self._chain_state.values, self.parts
-        if parts is not None:
-            parts.refuse_second(walk.table.params)
-        has_updated = parts is not None and len(parts.updated) > 0
-        takes_part = len(walk.table.params) > 0 or self._process_group is not None or has_updated
+        is_taken = walk is None
         try:
-            is_taken = takes_part and (not self._policy.decides or self._policy.allows(walk, state))
-            if is_taken and run(walk, self.chain, states=self.state, listener=self.listener, parts=parts):
+            if walk is not None:
+                has_updated = parts is not None and len(parts.updated) > 0
+                takes_part = len(walk.table.params) > 0 or self._process_group is not None or has_updated
+                is_taken = takes_part and (not self._policy.decides or self._policy.allows(walk, state))
+            if is_taken and go is not None:
+                go()
+            elif is_taken and walk is not None:
+                is_taken = run(walk, self.chain, states=self.state, listener=self.listener, parts=parts)
+            if is_taken:
                 if not torch.compiler.is_compiling():  # which would compile the step anew for each number
                     self.steps_taken += 1
-                self._metrics.clear()  # torch.compile loses a dict that is assigned
-                self._metrics.update(walk.metrics if parts is None else parts.end(self.nodes, self.param_groups))
-                self._unread = None
-                if not isinstance(walk.executor, Readable) and self._may_repeat() and not self._schedules.any:
-                    self._fast_way.learn(walk, walk.executor)
+                if go is None and walk is not None:
+                    self._metrics.clear()  # torch.compile loses a dict that is assigned
+                    self._metrics.update(walk.metrics if parts is None else parts.end(self.nodes, self.param_groups))
+                    self._unread = None
+                    if learns and not isinstance(walk.executor, Readable):
+                        self._fast_way.learn(walk, (self.maximize, self.keep_grads, parts, self._process_group))
                 if SCHEDULE_STEP in state:
                     state[SCHEDULE_STEP] += 1
                     self._schedules.advance(self.param_groups, state[SCHEDULE_STEP])
         finally:
-            self.skipped_by = () if "error" in walk.refused_by else tuple(walk.refused_by)
+            if walk is not None:
+                self.skipped_by = () if "error" in walk.refused_by else tuple(walk.refused_by)
             if state:
                 self._chain_state.show(self.param_groups)
-            if self.listener is not None:
+            if walk is not None and self.listener is not None:
                 self.listener.end(walk)
-
-    def _may_repeat(self) -> bool:
-        """True if a step of this optimizer does nothing that plans leave out."""
-        acts_alone = self.listener is None and self.parts is None and self._process_group is None
-        is_plain = not (self.maximize or self.keep_grads or self._policy.decides)
-        return acts_alone and is_plain
 
     def _repeat(self) -> bool:
         """Take a step by the plan. Return False if it does not fit; then nothing has changed."""
-        if not (self._may_repeat() and self._may_be_fast()):
+        if not self._may_be_fast():
             return False
         state = self._chain_state.values
         if state:
-            self._chain_state.take_counters(self.param_groups)
-        loss = self._reported.loss().value if self._reported.count else None
-        metrics = self._fast_way.repeat(self.param_groups, self.state, state, loss)
-        if state and metrics is not None:
-            self._chain_state.show(self.param_groups)
-        self._unread = metrics or self._unread
-        self.steps_taken += metrics is not None
-        return metrics is not None
+            self._take_over()
+        options = self.maximize, self.keep_grads, self.parts, self._process_group
+        groups, policy = self.param_groups, self._policy
+        step = self._fast_way.begin(groups, self.state, options, state, self._reported, self.listener)
+        if step is None:
+            return False
+        if self.listener is not None or policy.has_gates or (policy.decides and step.total is None):
+            self._take(step.walk, step.take)
+        else:
+            if policy.decides and step.total is not None:
+                policy.passes(step.total, state)
+            self._take(None, partial(step.plan.take, step))
+        self._unread = step.metrics or self._unread
+        return True
+
+    def _take_over(self) -> None:
+        """Take over the counters that were written to the param groups, and write scheduled settings that are late."""
+        state = self._chain_state.values
+        self._chain_state.take_counters(self.param_groups)
+        if SCHEDULE_STEP in state:
+            if "lr" in self._schedules and hasattr(self.step, "_wrapped_by_lr_sched"):
+                raise ValueError("lr is a function of the step and has a scheduler as well: keep one of them")
+            self._schedules.catch_up(self.param_groups, state[SCHEDULE_STEP])
 
     def begin(self) -> dict[str, list[Setting]]:
         """Take over what was written to the param groups since the last step, and return the settings by transform."""
-        state = self._chain_state.values
-        if state:  # also if there are schedules
-            if "lr" in self._schedules and hasattr(self.step, "_wrapped_by_lr_sched"):
-                raise ValueError("lr is a function of the step and has a scheduler as well: keep one of them")
-            self._chain_state.take_counters(self.param_groups)
-            self._schedules.catch_up(self.param_groups, state.get(SCHEDULE_STEP, 0))
+        if self._chain_state.values:  # also if there are schedules
+            self._take_over()
         if self._origin is not None and not torch.compiler.is_compiling():
             self._origin.look(self.param_groups)
         lengths = list(map(len, self.param_groups))
@@ -480,16 +504,25 @@ class Modular(Explained, ClassMaker, Optimizer):
         with all_or_none(self.param_groups, self._schedules):
             for part in split(group, self.nodes):
                 valued, schedules = self._schedules.split(part, *steps)
-                super().add_param_group(completed(valued, self.defaults, self.nodes, self.param_groups))
+                self._append(completed(valued, self.defaults))
                 self._schedules.add(self.param_groups[-1], schedules)
                 added = self._named_params(before)
                 check_added(self.nodes, added, self._process_group)
                 self._has_meshes = self._has_meshes or any_distributed([named.param for named in added])
             if self._is_complete:
+                self.nodes.checked_settings(self.param_groups)
                 check_places(self.chain, self.nodes, self._named_params())
                 self._chain_state.start(self.param_groups, has_schedules=self._schedules.any)
             if self.parts is not None:
                 self.parts.attach()
+
+    def _append(self, group: dict[str, Any]) -> None:
+        """Add a group as torch does. While the optimizer is made, torch compares it with the last group only."""
+        own = self.param_groups
+        self.param_groups = own if self._is_complete else own[-1:]  # see `check_disjoint`
+        super().add_param_group(group)
+        own += [] if self._is_complete else self.param_groups[-1:]
+        self.param_groups = own
 
     def state_dict(self) -> dict[str, Any]:
         """Return settings and state. As in torch, the tensors are the optimizer's own, and later steps change them."""

@@ -141,15 +141,17 @@ def split(group: Mapping[str, Any], nodes: Nodes) -> Iterator[dict[str, Any]]:
         yield {"params": items, **of_part, **own}
 
 
-def completed(
-    part: Mapping[str, Any], defaults: Mapping[str, Any], nodes: Nodes, others: Sequence[dict[str, Any]]
-) -> dict[str, Any]:
-    """A group with all settings. Raises if one is out of range, or does not go with those of the other groups."""
+def completed(part: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """A group with all settings."""
     # tensors are copied: a scheduler that fills one lr changes no other group and no other optimizer
     own = {key: value.clone() if isinstance(value, Tensor) else value for key, value in defaults.items()}
-    group = {**own, **part}
-    nodes.checked_settings([*others, group])
-    return group
+    return {**own, **part}
+
+
+def check_disjoint(groups: Sequence[dict[str, Any]]) -> None:
+    """Raise, as torch does, if a parameter is in two groups."""
+    if len(set().union(*(group["params"] for group in groups))) < sum(len(set(group["params"])) for group in groups):
+        raise ValueError("some parameters appear in more than one parameter group")
 
 
 @contextmanager

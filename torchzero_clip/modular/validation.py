@@ -14,7 +14,7 @@ from torchzero_clip.core.chain import Chain, Transforms, as_written, flatten
 from torchzero_clip.core.group_keys import why_refused
 from torchzero_clip.core.kinds import FinalRule, Gate, UpdateRule
 from torchzero_clip.core.learning_rate import LR, update_rules
-from torchzero_clip.core.nodes import Nodes
+from torchzero_clip.core.nodes import Node, Nodes
 from torchzero_clip.core.scope import NamedParam, named_params
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.engine.table import Table
@@ -97,8 +97,19 @@ def check_places(chain: Chain, nodes: Nodes, params: Sequence[NamedParam]) -> No
 
 
 def idle_names(nodes: Nodes, params: Sequence[NamedParam]) -> dict[str, bool]:
-    """The warning about each name in a scope, with True if it matches no parameter or group."""
-    return {text: idle for n in nodes for text, idle in n.transform.scope.idle_names(n.transform, params).items()}
+    """The warnings about names that match no parameter or group, and transforms without any; True if one applies."""
+    found: dict[str, bool] = {}
+    for node in nodes:
+        found |= node.transform.scope.idle_names(node.transform, params)
+    if params and not any(found.values()):  # else these names are the reason
+        found |= {f"{n.path!r} acts on no parameter: {n.transform!r}": _is_empty(n, params) for n in nodes}
+    return found
+
+
+def _is_empty(node: Node, params: Sequence[NamedParam]) -> bool:
+    """True if the own scope of a transform leaves out all parameters that those around it have."""
+    around = [named for named in params if all(outer.scope.has(named) for outer in node.outer)]
+    return bool(around) and not any(node.transform.scope.has(named) for named in around)
 
 
 def warn_of_slips(nodes: Nodes, params: Sequence[NamedParam], idle: Mapping[str, bool]) -> None:

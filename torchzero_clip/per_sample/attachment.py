@@ -12,10 +12,11 @@ from torch.nn.parameter import UninitializedParameter
 from torch.utils.hooks import RemovableHandle
 
 from torchzero_clip.compat import fully_sharded, is_distributed
-from torchzero_clip.per_sample.captured_gradients import in_backward
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, trainable
+from torchzero_clip.per_sample.gradients.captured_gradients import in_backward
 from torchzero_clip.per_sample.hooks import Hook
-from torchzero_clip.per_sample.processes import Processes
+from torchzero_clip.per_sample.processes.processes import Processes
+from torchzero_clip.per_sample.processes.sharding import group_of_shards, reshard, slots, stands_for
 from torchzero_clip.per_sample.rules.registry import (
     BARE,
     RULES,
@@ -27,7 +28,6 @@ from torchzero_clip.per_sample.rules.registry import (
     rule_for,
 )
 from torchzero_clip.per_sample.rules.whole import Whole, chosen_whole
-from torchzero_clip.per_sample.sharding import group_of_shards, reshard, slots, stands_for
 
 FAST_PATHS = nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention
 

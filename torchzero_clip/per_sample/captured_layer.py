@@ -12,17 +12,17 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from torchzero_clip.compat import get_interpreter_stack, never_compiled
-from torchzero_clip.per_sample.autograd_graph import leaves_of
-from torchzero_clip.per_sample.broadcast_row import BroadcastRow, is_row, row_of
-from torchzero_clip.per_sample.contributions import Contribution, Dense
-from torchzero_clip.per_sample.labels import LOST, Labels, depth_of, wider
-from torchzero_clip.per_sample.layout import place_of, step_at
-from torchzero_clip.per_sample.modes import WithoutOwnModes
-from torchzero_clip.per_sample.probe import LostRows
-from torchzero_clip.per_sample.row_products import regrouped
+from torchzero_clip.per_sample.gradients.autograd_graph import leaves_of
+from torchzero_clip.per_sample.gradients.contributions import Contribution, Dense
+from torchzero_clip.per_sample.gradients.row_products import regrouped
+from torchzero_clip.per_sample.gradients.squared_norms import wide, without_autocast
+from torchzero_clip.per_sample.processes.sharding import memory_of, slots, stands_for
 from torchzero_clip.per_sample.rules.whole import whole_line, written
-from torchzero_clip.per_sample.sharding import memory_of, slots, stands_for
-from torchzero_clip.per_sample.squared_norms import wide, without_autocast
+from torchzero_clip.per_sample.samples.broadcast_row import BroadcastRow, is_row, row_of
+from torchzero_clip.per_sample.samples.labels import LOST, Labels, depth_of, wider
+from torchzero_clip.per_sample.samples.layout import place_of, step_at
+from torchzero_clip.per_sample.samples.modes import WithoutOwnModes
+from torchzero_clip.per_sample.samples.probe import LostRows
 
 
 class Rule(ABC):

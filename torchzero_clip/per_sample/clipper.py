@@ -10,8 +10,8 @@ from typing_extensions import override
 
 from torchzero_clip.checks import boolean, one_of
 from torchzero_clip.hints import Explained
-from torchzero_clip.per_sample.contributions import Contribution, Memory
 from torchzero_clip.per_sample.engine import Engine
+from torchzero_clip.per_sample.gradients.contributions import Contribution, Memory
 from torchzero_clip.per_sample.hooks import replace_gradients
 from torchzero_clip.per_sample.mixing import Verify
 from torchzero_clip.per_sample.norm_clippers import NormClipper, checked_norm_clipper

@@ -15,19 +15,19 @@ from torch.utils import _pytree as pytree
 
 from torchzero_clip.checks import boolean, instance, one_of
 from torchzero_clip.compat import current_graph_task_id
-from torchzero_clip.per_sample.arguments import tensors_held
 from torchzero_clip.per_sample.attachment import Attachment
-from torchzero_clip.per_sample.autograd_graph import leaves_of
-from torchzero_clip.per_sample.captured_gradients import CapturedGradients, Forward, GivenRows, in_backward
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, trainable
-from torchzero_clip.per_sample.contributions import Contribution, Dense, Memory
-from torchzero_clip.per_sample.following import Following
+from torchzero_clip.per_sample.gradients.autograd_graph import leaves_of
+from torchzero_clip.per_sample.gradients.captured_gradients import CapturedGradients, Forward, GivenRows, in_backward
+from torchzero_clip.per_sample.gradients.contributions import Contribution, Dense, Memory
+from torchzero_clip.per_sample.gradients.squared_norms import without_autocast
 from torchzero_clip.per_sample.mixing import MixingCheck, Verify
-from torchzero_clip.per_sample.probe import Probe
-from torchzero_clip.per_sample.processes import Processes
+from torchzero_clip.per_sample.processes.processes import Processes
+from torchzero_clip.per_sample.processes.sharding import group_of_shards, reshard
 from torchzero_clip.per_sample.rules.whole import Whole, whole_line
-from torchzero_clip.per_sample.sharding import group_of_shards, reshard
-from torchzero_clip.per_sample.squared_norms import without_autocast
+from torchzero_clip.per_sample.samples.arguments import tensors_held
+from torchzero_clip.per_sample.samples.following import Following
+from torchzero_clip.per_sample.samples.probe import Probe
 from torchzero_clip.per_sample.unclipped import refuse_unclipped, watch_steps
 
 NOT_CAPTURED = (

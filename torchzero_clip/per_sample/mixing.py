@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torchzero_clip.checks import one_of
-from torchzero_clip.per_sample.autograd_graph import leaves_of, nodes_of
+from torchzero_clip.per_sample.gradients.autograd_graph import leaves_of, nodes_of
 
 Verify: TypeAlias = Literal["first", "always", "never"] | int
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from torchzero_clip.recorder.data import Data
+from torchzero_clip.recorder.precision import relative
 
 MOST_COLUMNS = 1000
 MOST_TILES = 252
@@ -91,7 +92,7 @@ class Tiles:
         edges, highest = _spans(record)
         if not highest.numel():
             return cls([], len(record.layers), [], highest)
-        ratios = relative(highest, _median_norms(record)).T
+        ratios = relative(highest, _median_norms(record), record.precision).T
         finite: list[float] = torch.where(ratios.isfinite(), ratios, 0.0).amax(dim=1).tolist()
         broken: list[bool] = ratios.isinf().any(dim=1).tolist()
         ranked = sorted(range(len(finite)), key=lambda i: (not broken[i], -finite[i]))
@@ -99,22 +100,20 @@ class Tiles:
         return cls([record.layers[i] for i in shown], len(record.layers), edges, ratios[shown])
 
 
-def relative(norms: Tensor, median: Tensor) -> Tensor:
-    """Norms divided by medians: inf for norms that are not finite, NaN without a gradient or if all are 0."""
-    of_zero = torch.full_like(norms, HUGE).where(norms > 0, torch.nan)
-    known = of_zero.where(median.isnan(), (norms / median).clamp(max=HUGE))
-    return torch.where(norms.isfinite(), torch.where(norms < 0, torch.nan, known), torch.inf)
-
-
 def _median_norms(record: Data) -> Tensor:
-    """The median of the norms above 0 of each layer over the run; NaN if there are none."""
-    rows = torch.stack([block.median for block in record.blocks]) if record.blocks else record.layer_norms
-    return torch.where(rows.isfinite() & (rows > 0), rows, torch.nan).nanmedian(dim=0).values
+    """The median of the norms above 0 of each layer over the run; 0 if there are none."""
+    rows = record.layer_norms if _is_whole(record) else torch.stack([block.median for block in record.blocks])
+    return torch.where(rows.isfinite() & (rows > 0), rows, torch.nan).nanmedian(dim=0).values.nan_to_num(nan=0.0)
+
+
+def _is_whole(record: Data) -> bool:
+    """True if the norms of layers are known for all steps of the blocks, as in a short run."""
+    return sum(block.last - block.first + 1 for block in record.blocks) <= len(record.layer_steps)
 
 
 def _spans(record: Data) -> tuple[list[float], Tensor]:
     """The edges of the columns, and the largest norm of each layer in each column."""
-    if record.blocks:
+    if not _is_whole(record):
         blocks = sorted(record.blocks, key=lambda block: block.first)
         spans = [(block.first, block.last) for block in blocks]
         rows = torch.stack([block.maximum for block in blocks])

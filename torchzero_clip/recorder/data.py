@@ -14,6 +14,7 @@ from torch import Tensor
 
 from torchzero_clip.checks import count
 from torchzero_clip.recorder.numbers import medians
+from torchzero_clip.recorder.precision import FLOAT32, relative
 from torchzero_clip.recorder.series import EarlySign, early_signs, spikes_among
 from torchzero_clip.recorder.words import as_table
 
@@ -26,13 +27,7 @@ class Layer(NamedTuple):
     name: str
     norm: float
     usual: float  # the median norm of the steps before; NaN if there is none
-
-    @property
-    def ratio(self) -> float:
-        """Norm divided by usual norm: NaN if that is unknown, 1 if both are 0, inf if the norm is not finite."""
-        if self.norm == self.usual == 0:
-            return 1.0
-        return self.norm / self.usual if math.isfinite(self.norm) and self.usual != 0 else math.inf
+    ratio: float  # what `relative` returns
 
 
 class Layers(list[Layer]):
@@ -40,7 +35,7 @@ class Layers(list[Layer]):
 
     def __repr__(self) -> str:
         rows = [("name", "norm", "usual", "ratio")]
-        rows += [(layer.name, *(f"{x:.4g}" for x in (layer.norm, layer.usual, layer.ratio))) for layer in self]
+        rows += [(name, *(f"{x:.4g}" for x in numbers)) for name, *numbers in self]
         return as_table(rows)
 
 
@@ -81,6 +76,7 @@ class Data:
     blocks: list[Block] = field(default_factory=list, repr=False)
     ratios: list[Ratios] = field(default_factory=list, repr=False)
     joint: list[str] = field(default_factory=list)
+    precision: float = FLOAT32
 
     @cached_property
     def _rows(self) -> dict[int, int]:
@@ -135,15 +131,16 @@ class Data:
         count("top", top)
         self.index(step)
         if step not in self._layer_rows:
-            text = f"the file does not have the layers of step {step}. It has the layers of spikes and skipped steps: "
-            text += "..., " if len(self.layer_steps) > 20 else ""
+            text = f"the file does not have the layers of step {step}. It has those of spikes, skipped steps and steps "
+            text += f"with ratios: {'..., ' if len(self.layer_steps) > 20 else ''}"
             raise ValueError(text + (", ".join(map(str, self.layer_steps[-20:])) or "none"))
         return Layers(self.layers_of(step)[:top])
 
     def layers_of(self, step: int) -> Layers:
         """All layers with a gradient in a step, the worst first. The layers of the step must be known."""
-        norms = self.layer_norms[self._layer_rows[step]].tolist()
-        named = zip(self.layers, norms, self.usual(step).tolist(), strict=True)
+        norms, usual = self.layer_norms[self._layer_rows[step]], self.usual(step)
+        columns = (norms, usual, relative(norms, usual, self.precision))
+        named = zip(self.layers, *(column.tolist() for column in columns), strict=True)
         layers = [Layer(*values) for values in named if not values[1] < 0]
         layers.sort(key=lambda layer: (math.isfinite(layer.norm), -_or_zero(layer.ratio), -_or_zero(layer.norm)))
         return Layers(layers)
@@ -198,8 +195,19 @@ class Data:
         """Return the updates that were unusually large: see `Recorder.early_signs`."""
         if not self.ratios:
             return []
-        ratios = torch.stack([ratios.relative for ratios in self.ratios])
-        return early_signs([ratios.step for ratios in self.ratios], self.layers, ratios)
+        steps, ratios = [ratios.step for ratios in self.ratios], torch.stack([r.relative for r in self.ratios])
+        known = dict(zip(steps, self.update_ratios(), strict=True))
+        found = early_signs(steps, self.layers, ratios)
+        return [sign for sign in found if not known[sign.step][self.layers.index(sign.layer)].isnan()]
+
+    def update_ratios(self) -> Tensor:
+        """The relative norms of updates, a row for each of ``ratios``; NaN if rounding alone explains the gradient."""
+        # Adam makes large updates out of rounding
+        rows = [self._layer_rows.get(ratios.step) for ratios in self.ratios]
+        unknown = torch.full_like(self.ratios[0].params, torch.inf)
+        norms = torch.stack([unknown if row is None else self.layer_norms[row] for row in rows])
+        is_rounding = relative(norms, torch.zeros_like(norms), self.precision).isnan()
+        return torch.where(is_rounding, torch.nan, torch.stack([ratios.relative for ratios in self.ratios]))
 
     def alarm(self, since: int) -> str | None:
         """Describe the first step, from ``since`` on, that has a norm of inf or NaN. None if there is no such step."""

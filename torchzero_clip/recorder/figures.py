@@ -114,7 +114,7 @@ def _explain(axes: Any, tiles: Tiles) -> None:
     patch = panels.module("matplotlib.patches").Patch
     shades = [
         ("black", "inf or NaN", tiles.ratios.isinf()),
-        ("0.8", "no gradient, 0, or not recorded", tiles.ratios.isnan()),
+        ("0.8", "no gradient, rounding only, or not recorded", tiles.ratios.isnan()),
     ]
     handles = [patch(color=color, label=label) for color, label, where in shades if bool(where.any())]
     if handles:

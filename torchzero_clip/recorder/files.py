@@ -1,6 +1,7 @@
 """The lines of the file of a record, and how they are appended. Each line is a JSON object.
 
-{"kind": "run", "version": 1, "id": "5c1f", "parent": null, "start": 0, "by": "parameter", "joint": [], "layers": ["w"]}
+{"kind": "run", "version": 1, "id": "5c1f", "parent": null, "start": 0, "by": "parameter", "joint": [], "layers": ["w"],
+ "precision": 1.9e-06}
 {"kind": "step", "run": "5c1f", "step": 0, "norm": 1.5, "loss": 2.3, "reason": "", "metrics": {"clip_norm/limit": 1.0}}
 {"kind": "loss", "run": "5c1f", "step": 0, "loss": 2.4}
 {"kind": "layers", "run": "5c1f", "step": 0, "norms": [1.5]}
@@ -41,7 +42,8 @@ Place: TypeAlias = str | Path
 def header(name: str, parent: str | None, start: int, by: str, record: Data) -> Row:
     """The line before the steps of a run, or before steps with other layers than those before."""
     own = {"version": VERSION, "id": name, "parent": parent, "start": start}
-    return {"kind": "run", **own, "by": by, "joint": list(record.joint), "layers": list(record.layers)}
+    found = {"joint": list(record.joint), "layers": list(record.layers), "precision": record.precision}
+    return {"kind": "run", **own, "by": by, **found}
 
 
 def rows_of_steps(record: Data) -> list[Row]:

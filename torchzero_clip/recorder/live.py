@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from torchzero_clip.recorder.numbers import median_of, medians
+from torchzero_clip.recorder.precision import relative
 from torchzero_clip.recorder.record import Record
 
 Send: TypeAlias = Callable[[int, dict[str, float]], object]
@@ -55,22 +56,23 @@ class Live:
         finite = norm[norm.isfinite()]
         clipped, limit = record.share_clipped[first:end], record.limits()[first:end]
         norms = record.layer_norms[first:end]
-        known = [r.relative for r in record.ratios if record.steps[first] <= r.step <= record.steps[end - 1]]
-        ratios = known[-1] if known else record.norm.new_full((len(record.layers),), math.nan)
+        own = record.part(first, end)
+        ratios = own.update_ratios()[-1] if own.ratios else norms.new_full((len(record.layers),), math.nan)
         is_lost = bool(norms.isfinite().logical_not().any())
         values = {
             "gradients/norm": median_of(finite) if len(finite) else math.nan,
             "gradients/largest_norm": math.inf if is_lost else float(finite.max()) if len(finite) else math.nan,
+            "gradients/loss": float(record.loss[first:end].nanmean()),
             "gradients/share_clipped": float(clipped.nanmean()),
             "gradients/limit": float(limit[-1]),
             "gradients/skipped": float(sum(map(bool, record.reasons[first:end]))),
         }
         largest = torch.where(norms < 0, -1.0, norms.nan_to_num(nan=math.inf)).amax(dim=0)
         usual = medians(record.layer_norms[max(first - EARLIER, 0) : first])
-        relative = torch.where(usual > 0, largest / usual, torch.nan)
-        shown = {*_top(relative), *_top(ratios)}
+        high = relative(norms, usual, record.precision).nan_to_num(nan=-1.0, posinf=math.inf).amax(dim=0)
+        shown = {*_top(high), *_top(ratios)}
         for i, name in enumerate(record.layers):
-            if i in shown and relative[i] > HIGH and len(self._layers) < MOST_LAYERS:
+            if i in shown and high[i] > HIGH and len(self._layers) < MOST_LAYERS:
                 self._layers.add(name)
             if i in shown or name in self._layers:
                 values[f"layers/{name}/norm"] = float(largest[i]) if largest[i] >= 0 else math.nan

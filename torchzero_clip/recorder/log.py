@@ -47,7 +47,7 @@ class Log:
         """Begin a run. If it resumes another one, its steps replace those that have the same or larger numbers."""
         self.run, self.parent = uuid.uuid4().hex[:12], parent
         self.is_new = True  # False if the file had lines before, and this run has not written or loaded anything yet
-        self._layers: tuple[str, ...] | None = None
+        self._header: tuple[list[str], float] | None = None  # the layers and the precision in the file
         # the last steps in the file: their joint norms, and whether the step was refused or not finite
         self._seen: deque[tuple[int, float, bool]] = deque(maxlen=REMEMBERED)
         self._whole: set[int] = set()  # the steps whose layers are in the file
@@ -57,7 +57,7 @@ class Log:
     @property
     def written_run(self) -> str | None:
         """The id of this run. If it has written nothing yet, the id of the run that it resumes."""
-        return self.parent if self._layers is None else self.run
+        return self.parent if self._header is None else self.run
 
     def write(
         self, kept: Callable[[int], Record], count: int, losses: Mapping[int, float], *, is_end: bool = False
@@ -72,25 +72,28 @@ class Log:
             )
         record = kept(self._open + count)
         new = record.last(count)
-        layers = tuple(record.layers)
+        now = record.layers, record.precision if record.steps or self._header is None else self._header[1]
         rows = files.rows_of_steps(new)
         rows += [{"kind": "loss", "step": step, "loss": files.finite(loss)} for step, loss in losses.items()]
         lost = new.layer_norms.isfinite().logical_not().any(dim=1).tolist()
         bad = [bool(reason) or is_lost for reason, is_lost in zip(new.reasons, lost, strict=True)]
         seen = [*self._seen, *zip(new.steps, new.norm.tolist(), bad, strict=True)]
         # if older steps are forgotten, a series of bad ones may have begun before
-        whole = _in_whole(seen, IN_A_ROW if len(self._seen) == REMEMBERED else 0) - self._whole
+        whole = _in_whole(seen, IN_A_ROW if len(self._seen) == REMEMBERED else 0) | {r.step for r in new.ratios}
+        if is_end and not self._has_block and len(record.steps) <= BLOCK:
+            whole |= set(record.steps)  # a short run
+        whole -= self._whole
         is_old = len(whole) > 0 and (not record.steps or min(whole) < record.steps[0])
         rows += files.rows_of_layers(kept(self._keep) if is_old else record, whole)
         blocks, rest = self._blocks(record, is_end)
         rows += blocks
-        if rows and (layers != self._layers or not self.path.exists() or not self.path.stat().st_size):
+        if rows and (now != self._header or not self.path.exists() or not self.path.stat().st_size):
             start = new.steps[0] if new.steps else max((step for step, *_ in seen), default=-1) + 1
             rows.insert(0, files.header(self.run, self.parent, start, self._by, record))
         if rows:
             files.append(self.path, files.encoded(rows, self.run))
         self._has_block = self._has_block or rest < len(record.steps)
-        self._layers, self._open = layers, rest
+        self._header, self._open = now, rest
         self._seen.extend(seen[len(self._seen) :])
         first = self._seen[0][0] if self._seen else 0
         self._whole = {step for step in self._whole | whole if step >= first}

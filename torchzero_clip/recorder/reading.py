@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchzero_clip.recorder import words
 from torchzero_clip.recorder.data import Block, Ratios, places_of, widened
 from torchzero_clip.recorder.files import BEGIN, KINDS, NUMBER, VERSION, Place, Row
+from torchzero_clip.recorder.precision import FLOAT32
 from torchzero_clip.recorder.record import Record
 
 LARGEST_STEP = 2**53
@@ -63,7 +65,11 @@ def read_record(path: Place, run: str | None = None) -> Record:
         whole.drop(one.start)
         whole.add(one)
     whole.layers = list(dict.fromkeys(chain(*(one.layers for one in family))))
-    return _composed(str(path), whole, reader.size)
+    record = _composed(str(path), whole, reader.size)
+    if lost := record.steps[-1] - record.steps[0] + 1 - len(record.steps) if record.steps else 0:
+        span = f"steps {record.steps[0]:,} to {record.steps[-1]:,}"
+        warnings.warn(f"{path}: of {span}, {lost:,} {words.was(lost)} lost", stacklevel=2)
+    return record
 
 
 def last_run(path: Path) -> str | None:
@@ -81,6 +87,7 @@ class _Run:
     start: int = 0
     joint: list[str] = field(default_factory=list)
     layers: list[str] = field(default_factory=list)
+    precision: float = 0.0
     lines: dict[str, dict[int, Row]] = field(default_factory=lambda: {kind: {} for kind in KINDS})
     """By kind and step, or the first step of a block. Each has the names of the layers in "layers"."""
 
@@ -90,7 +97,7 @@ class _Run:
             self.lines[kind] = {first: row for first, row in rows.items() if row[end] < start}
 
     def add(self, later: "_Run") -> None:
-        self.joint = later.joint
+        self.joint, self.precision = later.joint, max(self.precision, later.precision)
         for kind, rows in later.lines.items():
             self.lines[kind] |= rows
 
@@ -139,6 +146,7 @@ class _Reader:
         run = self.runs.setdefault(self.last, _Run(self.last, row.get("parent"), start))
         run.joint = [str(name) for name in row["joint"]]
         run.layers = [str(name) for name in row["layers"]]
+        run.precision = max(run.precision, min(float(row.get("precision", 0.0)), 1.0))
         run.drop(start)
         self.size += len(run.layers)
 
@@ -227,6 +235,7 @@ def _composed(path: str, run: _Run, size: int) -> Record:
         [Block(row["first"], row["last"], wide(row, "median"), wide(row, "maximum")) for row in blocks],
         [Ratios(row["step"], wide(row, "params"), wide(row, "updates")) for row in ratios],
         run.joint,
+        run.precision or FLOAT32,
     )
 
 

@@ -41,8 +41,10 @@ class Readable(ABC):
             top: How many layers.
 
         Returns:
-            Rows with ``name``, ``norm`` and ``usual``, the median norm of the steps before. Norms that are not finite
-                come first, then the largest ratios of ``norm`` to ``usual``. The rows print as a table.
+            Rows with ``name``, ``norm``, ``usual``, the median norm of the steps before, and ``ratio``, the norm
+                divided by the larger of ``usual`` and the rounding of the step. Norms that are not finite come first,
+                then the largest ratios. Layers whose norms are rounding only have the ratio NaN and come last. The rows
+                print as a table.
 
         Raises:
             ValueError: If the layers of this step were not kept.
@@ -73,7 +75,8 @@ class Readable(ABC):
         Returns:
             A `pandas.DataFrame` indexed by step. The columns are ``step``; ``norm``, the joint norm of all gradients
                 before the first transform (NaN if there was no gradient); ``loss`` (NaN if unknown);
-                ``share_clipped``, the largest share that a transform clipped; and ``skipped``.
+                ``share_clipped``, the largest share that a transform clipped; ``skipped``; and ``reason``, why the step
+                was not taken.
         """
         try:
             pandas = importlib.import_module("pandas")
@@ -177,6 +180,7 @@ class Record(Data, Readable):
         blocks: In a record from a file, the median and the largest norm of each layer over several steps.
         ratios: For some steps, the norms of the parameters and of their updates.
         joint: The names of transforms that limit the joint norm.
+        precision: The rounding of a step divided by its joint norm. Smaller norms of layers may be rounding only.
 
     Examples:
         >>> import torch
@@ -211,9 +215,8 @@ class Record(Data, Readable):
         vectors = {"norm": self.norm, "loss": self.loss, "share_clipped": self.share_clipped}
         columns: dict[str, list[Any]] = {"step": list(self.steps)}
         columns |= {name: values.tolist() for name, values in vectors.items()}
-        columns["skipped"] = [bool(reason) for reason in self.reasons]
+        columns |= {"skipped": [bool(reason) for reason in self.reasons], "reason": list(self.reasons)}
         if transforms:
-            columns |= {"reason": list(self.reasons)}
             columns |= {name: values.tolist() for name, values in self.metrics.items()}
         return columns
 
@@ -263,4 +266,5 @@ def joined(records: list[Record]) -> Record:
         [],
         [Ratios(r.step, wide(record, r.params), wide(record, r.updates)) for record in records for r in record.ratios],
         list(dict.fromkeys(name for record in records for name in record.joint)),
+        max(record.precision for record in records),
     )

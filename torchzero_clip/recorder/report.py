@@ -17,6 +17,8 @@ GUIDE = {
     "Usual norm": "The median of the finite norms in the steps before. In a file, the usual norm of a layer is found "
     "from the medians of blocks of steps. The picture of layers uses the median over the run instead, so that the "
     "first steps have a color too.",
+    "Ratio": "The norm divided by the usual norm, or by the rounding of the step if that is larger. A norm that "
+    "rounding alone explains, such as that of a bias before a batch normalization, has no ratio.",
     "Limit": "If the norm is above this number, a transform scales the gradients down. If several transforms have a "
     "limit, the pictures show the lowest one.",
     "Factor": "The number by which a transform multiplied the gradients. With 1, they are unchanged.",

@@ -25,11 +25,13 @@ from torchzero_clip.functional.measure import L2
 from torchzero_clip.functional.norms import each_norm
 from torchzero_clip.recorder.layout import By, Layout, Name
 from torchzero_clip.recorder.output import Output
+from torchzero_clip.recorder.precision import precision_of
 from torchzero_clip.recorder.reading import last_run
 from torchzero_clip.recorder.record import Record, joined
-from torchzero_clip.recorder.tape import Note, Tape
+from torchzero_clip.recorder.tape import PRECISION, Note, Tape
 
 Groups: TypeAlias = Sequence[dict[str, Any]]
+PRECISION_EVERY = 100  # steps
 FAILED = "error"  # the reason of a step that raised an error
 
 
@@ -45,6 +47,7 @@ class Run(Listener):
         self.names: MutableMapping[Tensor, Name] = WeakIdKeyDictionary()  # of the parameters; they never change
         self._ratios_every = ratios_every
         self._before: list[Tensor] | None = None
+        self._precision: Tensor | None = None
         self._joint: list[str] = []
         self._limited: list[Node] | None = None
         self._older: list[Record] = []
@@ -84,7 +87,10 @@ class Run(Listener):
         return found
 
     def save_params(self, params: Sequence[Tensor]) -> None:
-        """Copy the parameters, if the norms of updates are taken in the next step."""
+        """Copy the parameters, if the norms of updates are taken in the next step. Find the precision now and then."""
+        if self._taken % PRECISION_EVERY == 0 and (grads := [p.grad for p in params if p.grad is not None]):
+            found, before = precision_of(grads), self._precision
+            self._precision = found if before is None else torch.maximum(found, before.to(found.device))
         wanted = self._ratios_every and self.step % self._ratios_every == 0
         self._before = foreach.clone(params) if wanted else None
 
@@ -97,7 +103,7 @@ class Run(Listener):
             return
         tape = self._tape_for(groups, norms)
         places = _places(groups, params) if norms is not None and len(params) != len(tape.layout.names) else None
-        tape.write(note, norms, places, _as_tensors(numbers, tape.device))
+        tape.write(note, norms, places, _as_tensors({**numbers, PRECISION: self._precision}, tape.device))
         if before is not None and norms is not None and not note.refused_by:
             sizes = each_norm(before)
             foreach.subtract_(before, list(params))

@@ -65,7 +65,10 @@ class Series:
         ending = len(values) - 1 - calm[-1] if calm else len(values)
         bad, zeros = int((~values.isfinite()).sum()), int((values == 0).sum())
         spike_limit = math.exp(min(border, LARGEST)) * unit
-        return cls(norms, dropped, start, spikes, spike_limit, _trend(logs), zeros, bad, ending)
+        trend = _trend(logs)
+        if trend == "settled" and _spreads(logs[start:][~spikes]):
+            trend = "growing"
+        return cls(norms, dropped, start, spikes, spike_limit, trend, zeros, bad, ending)
 
     @cached_property
     def usual(self) -> Tensor:
@@ -87,15 +90,18 @@ class Series:
         """The reasons why a limit found from these norms may be wrong."""
         yield from self._doubts_of_norms(limit)
         count, above = len(self.norms), int((self.usual > limit).sum())
+        few = f"{len(self.usual):,} norms tell as much as about {self.independent:,.0f} independent ones"
+        few = f"norms of neighboring steps are similar, so {few}"
+        if self.independent < FEWEST:
+            yield few, True
         if count * share_clipped < 1:
             yield f"{count} norms are too few to find the norm that {100 * share_clipped:.3g}% of them exceed", True
         elif not above:
             yield "the limit is as large as the largest usual norm", False
         elif above < FEW:
             yield f"only {above} of the usual norms {'is' if above == 1 else 'are'} above the limit", False
-        elif self.independent * share_clipped < FEW / 2:
-            few = f"{len(self.usual):,} norms tell as much as about {self.independent:,.0f} independent ones"
-            yield f"norms of neighboring steps are similar, so {few}", False
+        elif FEWEST <= self.independent < FEW / 2 / share_clipped:
+            yield few, False
 
     def _doubts_of_norms(self, limit: float) -> Iterator[Doubt]:
         kept, every = self.norms[self.start :], len(self.norms) + self.zeros + self.bad
@@ -169,6 +175,16 @@ def _trend(logs: Tensor) -> Trend:
     if abs(change) <= math.log(CLOSE) or step * change <= 0 or abs(step) < 4 * error:
         return "settled"
     return "growing" if change > 0 else "falling"
+
+
+def _spreads(logs: Tensor) -> bool:
+    """True if the tenth of the norms that is largest is more and more among the last ones, though the median stays."""
+    shares = torch.stack([part.mean() for part in tensor_split((logs > quantile(logs, 0.9)).double(), BLOCKS)])
+    place = torch.linspace(-1, 1, BLOCKS, dtype=torch.float64, device="cpu")
+    slope = (place * shares).sum() / place.square().sum()
+    rest = shares - shares.mean() - slope * place
+    error = (rest.square().sum() / (BLOCKS - 2) / place.square().sum()).sqrt()
+    return len(logs) >= BLOCKS * FEW and bool(slope > torch.maximum(3.5 * error, shares.mean() / 2))
 
 
 def _spread(logs: Tensor) -> float:

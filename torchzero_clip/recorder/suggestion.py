@@ -54,8 +54,9 @@ class Suggestion:
         limit: The limit. For scope "group", a dict with one limit for each group, by the name of the group.
         spikes: How many norms were spikes.
         trend: "growing" if the median norm of the last quarter of the run is more than 1.25 times that of the quarter
-            before, "falling" if it is less than 0.8 times, else "settled", also if chance explains the difference. With
-            several groups, "growing" if a group grows, else "falling" if a group falls.
+            before, "falling" if it is less than 0.8 times, else "settled", also if chance explains the difference. It
+            is also "growing" if the largest tenth of the norms is clearly more frequent late in the run. With several
+            groups, "growing" if a group grows, else "falling" if a group falls.
         confidence: How well the record determines the limit, not whether training with it is better: "high" if there is
             no reason to doubt it, "medium" for one reason that is not serious, "low" for a serious one or several.
         reason: The reasons; empty if there are none.

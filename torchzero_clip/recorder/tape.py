@@ -12,8 +12,10 @@ from torchzero_clip.functional import foreach
 from torchzero_clip.recorder.data import Ratios
 from torchzero_clip.recorder.layout import By, Layout
 from torchzero_clip.recorder.numbers import joined_norms
+from torchzero_clip.recorder.precision import FLOAT32
 from torchzero_clip.recorder.record import Record
 
+PRECISION = "precision"  # the name of the column
 ABSENT = -1.0  # stands for the norm of a parameter without a gradient
 
 
@@ -118,10 +120,12 @@ class Tape:
         unknown = norms.new_full((len(notes),), torch.nan)
         found_inf = columns.pop("found_inf", unknown) > 0
         reasons = [note.refused_by or ("found_inf" if inf else "") for note, inf in zip(notes, found_inf, strict=True)]
-        loss = columns.pop("loss", unknown)
+        loss, precision = columns.pop("loss", unknown), columns.pop(PRECISION, unknown)
+        known = precision[precision > 0].tolist()
         steps = [note.step for note in notes]
         ratios = [Ratios(step, *self.layout.joined(pair, by, self._hidden)[1]) for step, pair in pairs]
-        return Record(steps, reasons, joined_norms(norms), loss, columns, layers, list(steps), of_layers, [], ratios)
+        own = steps, reasons, joined_norms(norms), loss, columns, layers, list(steps), of_layers
+        return Record(*own, ratios=ratios, precision=max(known, default=FLOAT32))
 
     def state_dict(self) -> dict[str, Any]:
         norms, numbers, ratios = self._read(self.keep)

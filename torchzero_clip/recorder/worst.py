@@ -2,13 +2,12 @@
 
 import math
 
-import torch
-
 from torchzero_clip.recorder import words
 from torchzero_clip.recorder.binning import Events
-from torchzero_clip.recorder.data import Data, Layer, Layers
+from torchzero_clip.recorder.data import Data, Layers
 from torchzero_clip.recorder.numbers import medians
 from torchzero_clip.recorder.page import paragraph, table
+from torchzero_clip.recorder.precision import relative
 
 MOST_STEPS = 20
 MOST_WITH_LAYERS = 10
@@ -44,16 +43,16 @@ class Worst:
         return [table(caption, ("Step", "Norm", "Usual", "Ratio", "Loss", "What happened"), cells)]
 
     def _cells(self, row: int) -> list[str]:
-        usual = float(medians(self._record.norm[:row, None]))
-        joint, more = Layer("", float(self._record.norm[row]), usual), self._lost.get(row, 1) - 1
+        norm, usual = self._record.norm[row : row + 1], medians(self._record.norm[:row, None])
+        ratio, more = float(relative(norm, usual, self._record.precision)), self._lost.get(row, 1) - 1
         deeds = self._deeds(row) or ["not clipped"]
         if more:
             deeds.append(f"(the norm was not finite in the next {words.counted(more, 'step')} either)")
         return [
             f"{self._record.steps[row]:,}",
-            words.number(joint.norm, LOST if self._events.spikes[row] else "unknown"),
-            words.number(joint.usual),
-            words.times(joint.ratio) if math.isfinite(joint.norm) else "",
+            words.number(float(norm), LOST if self._events.spikes[row] else "unknown"),
+            words.number(float(usual)),
+            words.times(ratio) if math.isfinite(norm) else "",
             words.number(float(self._record.loss[row])),
             "\n".join(deeds),
         ]
@@ -73,12 +72,12 @@ class Worst:
         return deeds
 
     def _metric(self, key: str, row: int) -> float:
-        return float(self._record.metrics[key][row]) if row >= 0 and key in self._record.metrics else math.nan
+        return float(self._record.metrics[key][row]) if key in self._record.metrics else math.nan
 
     def _reason(self, name: str, row: int) -> str:
         if name in REASONS:
             return f": {REASONS[name]}"
-        mean = self._metric(f"{name}/mean", row - 1)
+        mean = self._metric(f"{name}/mean", row)
         known = f", whose running mean was {words.number(mean)}" if math.isfinite(mean) else ""
         return f" by {words.short(name)}{known}"
 
@@ -98,6 +97,7 @@ def _cells_of(layers: Layers) -> list[list[str]]:
     rows = [
         [words.short(layer.name), words.number(layer.norm, LOST), words.number(layer.usual), words.times(layer.ratio)]
         for layer in layers[:TOP]
+        if not math.isnan(layer.ratio) or math.isnan(layer.usual)  # else rounding alone explains its norm
     ]
     if lost > TOP:
         rows.append([f"({lost:,} of {count:,} layers are inf or NaN)", "", "", ""])
@@ -118,7 +118,7 @@ def sign_table(record: Data) -> list[str]:
 def ratio_table(record: Data) -> list[str]:
     if not record.ratios or not record.layers:
         return []
-    ratios = torch.stack([ratios.relative for ratios in record.ratios])
+    ratios = record.update_ratios()
     medians = ratios.nanmedian(dim=0).values.nan_to_num(nan=-1.0)
     order = medians.argsort(descending=True, stable=True).tolist()
     rows: list[list[str]] = []

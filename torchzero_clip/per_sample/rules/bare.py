@@ -5,12 +5,12 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import override
 
-from torchzero_clip.per_sample.arguments import flattened, tensors_in
-from torchzero_clip.per_sample.autograd_graph import leaves_of
-from torchzero_clip.per_sample.broadcast_row import TRANSPOSED, BroadcastRow, row_of_param
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
-from torchzero_clip.per_sample.modes import OwnMode, WithoutOwnModes
+from torchzero_clip.per_sample.gradients.autograd_graph import leaves_of
 from torchzero_clip.per_sample.rules.generic import GenericRule, copy_of
+from torchzero_clip.per_sample.samples.arguments import flattened, tensors_in
+from torchzero_clip.per_sample.samples.broadcast_row import TRANSPOSED, BroadcastRow, row_of_param
+from torchzero_clip.per_sample.samples.modes import OwnMode, WithoutOwnModes
 
 GENERIC = GenericRule()
 CHECKED = "checked"  # a key of `CapturedLayer.known`: the first call was seen by the modes of torch

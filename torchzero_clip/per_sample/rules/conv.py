@@ -10,8 +10,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
-from torchzero_clip.per_sample.contributions import Contribution, Reserve, pieces, total
-from torchzero_clip.per_sample.products import Products, inner_products
+from torchzero_clip.per_sample.gradients.contributions import Contribution, Reserve, pieces, total
+from torchzero_clip.per_sample.gradients.products import Products, inner_products
 
 PATCHES = 2 << 20  # bytes of patches that are copied out at a time
 ADDITION = 4  # the cost of an addition in memory, in multiplications

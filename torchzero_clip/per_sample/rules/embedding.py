@@ -8,10 +8,11 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule, Samples
-from torchzero_clip.per_sample.contributions import Contribution
-from torchzero_clip.per_sample.labels import LOST, wider
-from torchzero_clip.per_sample.sparse_rows import SparseRows
-from torchzero_clip.per_sample.squared_norms import wide
+from torchzero_clip.per_sample.gradients.captured_gradients import counts_up
+from torchzero_clip.per_sample.gradients.contributions import Contribution
+from torchzero_clip.per_sample.gradients.sparse_rows import SparseRows
+from torchzero_clip.per_sample.gradients.squared_norms import wide
+from torchzero_clip.per_sample.samples.labels import LOST, wider
 
 
 class EmbeddingRule(Rule):
@@ -108,7 +109,7 @@ def _positions(layer: CapturedLayer, input: Tensor) -> Samples | None:
     if forward.provenance is None:
         shared = input.ndim == 1 and not count
     elif forward.is_argument(input):
-        shared = torch.equal(input, torch.arange(len(input)).to(input))
+        shared = counts_up(input)
     else:  # as many equal indices as samples may be either
         known = _relative(input) or (input.ndim == 1 and (len(input) != count or bool((input != input[0]).any())))
         shared = known and layer.labels(input) is None

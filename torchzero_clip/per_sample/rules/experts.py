@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
-from torchzero_clip.per_sample.contributions import Contribution
-from torchzero_clip.per_sample.row_products import RowProducts
-from torchzero_clip.per_sample.sparse_rows import SparseRows
-from torchzero_clip.per_sample.squared_norms import wide
+from torchzero_clip.per_sample.gradients.contributions import Contribution
+from torchzero_clip.per_sample.gradients.row_products import RowProducts
+from torchzero_clip.per_sample.gradients.sparse_rows import SparseRows
+from torchzero_clip.per_sample.gradients.squared_norms import wide
 
 SETTINGS = ("num_experts", "has_gate", "has_bias", "is_transposed", "has_post_expert_norm", "_apply_gate")
 STACKS = ("gate_up_proj", "up_proj", "down_proj")

@@ -17,15 +17,15 @@ from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from torchzero_clip.compat import fully_sharded, get_unwrapped, is_batchedtensor
-from torchzero_clip.per_sample.broadcast_row import HOOKS, IN_PLACE, is_row, row_of
-from torchzero_clip.per_sample.captured_gradients import in_backward
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule, Samples
-from torchzero_clip.per_sample.comparison import differ
-from torchzero_clip.per_sample.contributions import Dense
-from torchzero_clip.per_sample.labels import LOST
+from torchzero_clip.per_sample.gradients.captured_gradients import counts_up, in_backward
+from torchzero_clip.per_sample.gradients.comparison import differ
+from torchzero_clip.per_sample.gradients.contributions import Dense
+from torchzero_clip.per_sample.gradients.squared_norms import wide
+from torchzero_clip.per_sample.processes.sharding import memory_of
 from torchzero_clip.per_sample.rules.state import State
-from torchzero_clip.per_sample.sharding import memory_of
-from torchzero_clip.per_sample.squared_norms import wide
+from torchzero_clip.per_sample.samples.broadcast_row import HOOKS, IN_PLACE, is_row, row_of
+from torchzero_clip.per_sample.samples.labels import LOST
 
 OF_TORCH = ("Batching rule", "vmap", "functorch", "written-to tensor", "data-dependent", "dynamic shape")
 LOOP = (  # in errors of vmap after which a loop over samples may do
@@ -106,7 +106,8 @@ class GenericRule(Rule):
                 argument = str(path), leaf.ndim
                 if leaf.shape[dim] not in (1, size) or layer.is_constant(leaf, of_batch=beside):
                     shared.add(argument)
-                if leaf.shape[dim] == size and argument not in shared and not _counts(layer, leaf):
+                positions = counts_up(leaf) and not layer.engine.forward.is_only_input(leaf)
+                if leaf.shape[dim] == size and argument not in shared and not positions:
                     result[-1] = dim
         return result, shared
 
@@ -376,15 +377,6 @@ def _agree(alone: Tensor, together: Tensor, dim: int, drew: bool) -> bool:
         return alone.shape == together.shape
     tolerance = torch.finfo(together.dtype if together.element_size() < 4 else torch.float32).eps ** 0.5
     return not differ(together.double(), alone.double(), tolerance)
-
-
-def _counts(layer: CapturedLayer, leaf: Tensor) -> bool:
-    """True for the integers 0, 1, 2, ... in one dimension: positions, which all samples share."""
-    if layer.engine.forward.is_only_input(leaf) or leaf.ndim != 1 or len(leaf) < 2:
-        return False
-    if leaf.is_floating_point() or leaf.dtype == torch.bool:
-        return False
-    return torch.equal(leaf, torch.arange(len(leaf), device=leaf.device, dtype=leaf.dtype))
 
 
 def _batch_size(layer: CapturedLayer, leaves: Sequence[Any], counts: set[int]) -> int:

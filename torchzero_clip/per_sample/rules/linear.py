@@ -8,7 +8,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
-from torchzero_clip.per_sample.products import Products
+from torchzero_clip.per_sample.gradients.products import Products
 
 
 class LinearRule(Rule):

@@ -9,7 +9,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
-from torchzero_clip.per_sample.contributions import Dense
+from torchzero_clip.per_sample.gradients.contributions import Dense
 from torchzero_clip.per_sample.rules.generic import copy_of
 
 Normalize = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]

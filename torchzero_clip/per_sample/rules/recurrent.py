@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from typing_extensions import override
 
-from torchzero_clip.per_sample.broadcast_row import BroadcastRow
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
-from torchzero_clip.per_sample.contributions import Contribution, Dense
-from torchzero_clip.per_sample.products import Products
-from torchzero_clip.per_sample.row_products import regrouped
-from torchzero_clip.per_sample.squared_norms import wide
+from torchzero_clip.per_sample.gradients.contributions import Contribution, Dense
+from torchzero_clip.per_sample.gradients.products import Products
+from torchzero_clip.per_sample.gradients.row_products import regrouped
+from torchzero_clip.per_sample.gradients.squared_norms import wide
+from torchzero_clip.per_sample.samples.broadcast_row import BroadcastRow
 
 NAMES = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")
 

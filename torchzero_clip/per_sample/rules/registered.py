@@ -8,9 +8,9 @@ from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule, Samples
-from torchzero_clip.per_sample.contributions import Contribution, Dense
+from torchzero_clip.per_sample.gradients.contributions import Contribution, Dense
+from torchzero_clip.per_sample.gradients.squared_norms import wide
 from torchzero_clip.per_sample.rules.generic import run_detached
-from torchzero_clip.per_sample.squared_norms import wide
 
 PerSampleGradients: TypeAlias = Callable[..., Mapping[str, Tensor]]
 

@@ -14,9 +14,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils.rnn import PackedSequence
 
 from torchzero_clip.compat import current_graph_task_id
-from torchzero_clip.per_sample.labels import LOST, Known, Labels, agree, simplest
-from torchzero_clip.per_sample.layout import place_of, seen_from, step_at
-from torchzero_clip.per_sample.memory import Layout, Owners, end_of, owned, seen, spread, written
+from torchzero_clip.per_sample.samples.labels import LOST, Known, Labels, agree, simplest
+from torchzero_clip.per_sample.samples.layout import place_of, seen_from, step_at
+from torchzero_clip.per_sample.samples.memory import Layout, Owners, end_of, owned, seen, spread, written
 
 
 class _Memory(StorageWeakRef):

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchzero_clip.per_sample.labels import LOST, Known, Labels, wider
-from torchzero_clip.per_sample.layout import place_of, seen_from
+from torchzero_clip.per_sample.samples.labels import LOST, Known, Labels, wider
+from torchzero_clip.per_sample.samples.layout import place_of, seen_from
 
 
 @dataclass(frozen=True, eq=False)

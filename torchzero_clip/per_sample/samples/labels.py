@@ -7,7 +7,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from torchzero_clip.per_sample.layout import place_of, step_at, strides_of
+from torchzero_clip.per_sample.samples.layout import place_of, step_at, strides_of
 
 Known: TypeAlias = int | Tensor
 """A step, as in `layout`, or the sample of each entry, in a tensor that can be broadcast.

@@ -13,9 +13,9 @@ from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from torchzero_clip.compat import DisableTorchFunctionSubclass
-from torchzero_clip.per_sample.arguments import Rebuild, flattened, tensors_in
-from torchzero_clip.per_sample.comparison import differ
-from torchzero_clip.per_sample.labels import LOST, Known, depth_of
+from torchzero_clip.per_sample.gradients.comparison import differ
+from torchzero_clip.per_sample.samples.arguments import Rebuild, flattened, tensors_in
+from torchzero_clip.per_sample.samples.labels import LOST, Known, depth_of
 
 ARITHMETIC = {"add", "sub", "mul", "div", "truediv"}
 IN_PLACE = {"iadd", "isub", "imul", "idiv", "itruediv"}
@@ -154,8 +154,13 @@ def _with_copies(func: Any, args: Any, kwargs: Any, leaves: list[Any], rebuilt: 
     if any(place is LOST for place in places.values()) or (changes and 0 not in tensors):
         return NotImplemented
     call = _Call(func, leaves, rebuilt, places, changes)
+    if call.places and changes and 0 not in call.places:
+        return NotImplemented
     if call.places:
-        return NotImplemented if changes and 0 not in call.places else call.of_batch(name)
+        try:
+            return call.of_batch(name)
+        except (IndexError, RuntimeError, ValueError):  # if the function itself is called wrongly, it raises again
+            return NotImplemented
     if changes:
         return _changed(call, args[0], first, lambda: func(*args, **kwargs))
     output = func(*args, **kwargs)
@@ -226,7 +231,7 @@ class _Call:
         layer, of_batch = self._layer, {i: self._leaves[i] for i in self.places}
         places = [*self.places.values()]
         if any(isinstance(place, Tensor) for place in places):
-            return self._of_rows([*of_batch.values()], places)
+            return self._of_rows(name, [*of_batch.values()], places)
         rows, ndims, dim = [self._leaves[i] for i in self._rows], {x.ndim for x in of_batch.values()}, places[0]
         plain = name.strip("_").removeprefix("r") in ARITHMETIC and not self._changes
         if plain and len(ndims) == 1 and all(d == dim for d in places):
@@ -242,7 +247,10 @@ class _Call:
         found, structure = list[Any](), pytree.tree_structure(None)
         for copies in filter(None, (self.copies, own)):
             self.copies, key = copies, (name, *kinds, *places, own is not None, copies is own, len(self.copies[0]) == 1)
-            found, structure = pytree.tree_flatten(self._by_sample(inputs))
+            try:
+                found, structure = pytree.tree_flatten(self._by_sample(inputs))
+            except (IndexError, RuntimeError, ValueError):
+                continue
             if key not in layer.known:
                 layer.known[key] = self._dims(found, [*of_batch.values()], places)
             layer.note(*key)
@@ -277,9 +285,7 @@ class _Call:
 
     def _dims(self, found: Sequence[Any], of_batch: Sequence[Tensor], places: Sequence[int]) -> list[int] | None:
         """The dimensions of the samples in outputs, by those of the function on the batch; None if they are others."""
-        with torch.no_grad():
-            rows = [self._leaves[i].as_subclass(Tensor) for i in self._rows]
-            together, count = pytree.tree_leaves(self(*rows, *of_batch)), len(self.copies[0])
+        together, count = pytree.tree_leaves(self._together(of_batch)), len(self.copies[0])
         dims: list[int] = []
         for one, whole in zip(found, together, strict=True):
             if count == 1:
@@ -290,19 +296,24 @@ class _Call:
             if one.ndim != whole.ndim + 1 or [(shapes[0][i], shapes[1][i]) for i in apart] != [(1, count)]:
                 return None
             dims.append(apart[0])
-            tolerance = torch.finfo(whole.dtype).eps ** 0.5 if whole.is_floating_point() else 0
-            if differ(whole.double(), one.detach().squeeze(apart[0] + 1).movedim(0, apart[0]).double(), tolerance):
+            if not _are_equal(whole, one.squeeze(apart[0] + 1).movedim(0, apart[0])):
                 return None
         return dims
 
-    def _of_rows(self, of_batch: list[Tensor], places: list[Any]) -> Any:
+    def _together(self, of_batch: Sequence[Tensor]) -> Any:
+        """The output of the function on the batch, without a graph."""
+        with torch.no_grad():
+            return self(*(self._leaves[i].as_subclass(Tensor) for i in self._rows), *of_batch)
+
+    def _of_rows(self, name: str, of_batch: list[Tensor], places: list[Any]) -> Any:
         """The output for rows of several samples: the function gets those of one sample at a time."""
         x, labels, count = of_batch[0], places[0], len(self.copies[0])
         if not all(isinstance(place, Tensor) and torch.equal(place, labels) for place in places):
             return NotImplemented
         depth = max(depth_of(labels), 1)
         sample = labels.reshape(labels.shape[:depth]).expand(x.shape[:depth]).flatten().to(x.device)
-        if bool((sample < 0).any()) or any(y.shape[:depth] != x.shape[:depth] for y in of_batch):
+        in_all = depth == 1 or labels.shape[:depth] == x.shape[:depth]  # else the function sees other rows
+        if not in_all or bool((sample < 0).any()) or any(y.shape[:depth] != x.shape[:depth] for y in of_batch):
             return NotImplemented
         order, lengths = sample.argsort(stable=True), sample.bincount(minlength=count).tolist()
         rows = [y.flatten(0, depth - 1)[order] for y in of_batch]
@@ -315,8 +326,21 @@ class _Call:
         if not isinstance(output, Tensor) or len(output) != len(sample):
             return NotImplemented
         output = output[order.argsort()].view(*x.shape[:depth], *output.shape[1:])
+        key, known = (name, "rows", depth, x.ndim, count == 1), self._layer.known
+        if key not in known:
+            known[key] = _are_equal(self._together(of_batch), output)
+        if not known[key]:
+            return NotImplemented  # it mixes rows
         self._layer.mark(output, labels.reshape(*labels.shape[:depth], *[1] * (output.ndim - depth)))
         return self._leaves[0].copy_(output) if self._changes else output
+
+
+def _are_equal(together: Any, alone: Tensor) -> bool:
+    """True if outputs of the batch and of its samples are equal up to rounding."""
+    if not isinstance(together, Tensor) or together.shape != alone.shape:
+        return False
+    tolerance = torch.finfo(together.dtype).eps ** 0.5 if together.is_floating_point() else 0
+    return not differ(together.double(), alone.detach().double(), tolerance)
 
 
 def _without_padding(

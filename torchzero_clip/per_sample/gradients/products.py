@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from torchzero_clip.per_sample.contributions import CANCELLED, Contribution, Reserve, pieces, zeroed
-from torchzero_clip.per_sample.squared_norms import odd, squared_norms
+from torchzero_clip.per_sample.gradients.contributions import CANCELLED, Contribution, Reserve, pieces, zeroed
+from torchzero_clip.per_sample.gradients.squared_norms import odd, squared_norms
 
 GRAM_BYTES = 2 << 20
 RUN = 4 << 20  # bytes of gradients in one tensor: allocators reuse memory of this size that the backward has freed

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from torchzero_clip.checks import count, instance
-from torchzero_clip.per_sample.squared_norms import squared_norms
+from torchzero_clip.per_sample.gradients.squared_norms import squared_norms
 
 
 def create_norm_sample(*, param: Tensor, grad_sample: Tensor, max_batch_len: int) -> None:

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from torchzero_clip.per_sample.contributions import Contribution, Dense, Reserve, pieces
-from torchzero_clip.per_sample.products import GRAM_BYTES, Products, exact, gram_norms
-from torchzero_clip.per_sample.sparse_rows import SparseRows
-from torchzero_clip.per_sample.squared_norms import squared_norms
+from torchzero_clip.per_sample.gradients.contributions import Contribution, Dense, Reserve, pieces
+from torchzero_clip.per_sample.gradients.products import GRAM_BYTES, Products, exact, gram_norms
+from torchzero_clip.per_sample.gradients.sparse_rows import SparseRows
+from torchzero_clip.per_sample.gradients.squared_norms import squared_norms
 
 LANES = 8  # products of matrices are 1.3 to 2 times as fast if their sides are multiples of it
 PADDING = 1.3  # the most by which padding may multiply the rows, besides filling the lanes

@@ -12,10 +12,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from torchzero_clip.per_sample.autograd_graph import nodes_of
-from torchzero_clip.per_sample.contributions import PIECE, Contribution
-from torchzero_clip.per_sample.row_products import regrouped
-from torchzero_clip.per_sample.squared_norms import without_autocast
+from torchzero_clip.per_sample.gradients.autograd_graph import nodes_of
+from torchzero_clip.per_sample.gradients.contributions import PIECE, Contribution
+from torchzero_clip.per_sample.gradients.row_products import regrouped
+from torchzero_clip.per_sample.gradients.squared_norms import without_autocast
 
 LARGEST = 64  # float32 has room for gradients of up to 2**63
 STEP = 9  # of exponents 1, 10, ..., 64: the share of a sample in a mean of up to 256, a square and a sign have others
@@ -50,7 +50,7 @@ class Call:
         if self.grad is None:
             return
         shape = self.grad.shape[: self._depth]
-        first, grad = (x.reshape(shape.numel(), -1) for x in (self.grad, grad.detach()))
+        first, grad = (x.flatten(0, self._depth - 1).flatten(1) for x in (self.grad, grad.detach()))
         exact = first.is_cpu and self.layer.engine.probe.exact
         step = max(1, PIECE // first[:1].nbytes) if first.is_cpu and first.numel() else max(len(first), 1)
         pairs = zip(first.split(step), grad.split(step), strict=True)

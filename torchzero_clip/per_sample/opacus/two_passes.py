@@ -7,10 +7,10 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from torchzero_clip.functional.foreach import wide_dtype
-from torchzero_clip.per_sample.captured_gradients import Forward
 from torchzero_clip.per_sample.captured_layer import CapturedLayer
-from torchzero_clip.per_sample.contributions import Contribution
 from torchzero_clip.per_sample.engine import Engine, processes_of
+from torchzero_clip.per_sample.gradients.captured_gradients import Forward
+from torchzero_clip.per_sample.gradients.contributions import Contribution
 from torchzero_clip.per_sample.hooks import accumulate
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from torchzero_clip.per_sample.squared_norms import memory_order, squared_norms
+from torchzero_clip.per_sample.gradients.squared_norms import memory_order, squared_norms
 
 Memory: TypeAlias = Literal["auto", "low"]
 

@@ -16,12 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from torchzero_clip.compat import DisableTorchFunctionSubclass, get_interpreter_stack
-from torchzero_clip.per_sample.arguments import Rebuild, flattened
-from torchzero_clip.per_sample.broadcast_row import BroadcastRow
-from torchzero_clip.per_sample.labels import LOST, Known, Labels, simplest, wider
-from torchzero_clip.per_sample.modes import OwnMode
-from torchzero_clip.per_sample.operations import ELEMENTS, NEW, Part, beside, dims_of, is_listed, names, unmoved
-from torchzero_clip.per_sample.provenance import Provenance
+from torchzero_clip.per_sample.samples.arguments import Rebuild, flattened
+from torchzero_clip.per_sample.samples.broadcast_row import BroadcastRow
+from torchzero_clip.per_sample.samples.labels import LOST, Known, Labels, simplest, wider
+from torchzero_clip.per_sample.samples.modes import OwnMode
+from torchzero_clip.per_sample.samples.operations import ELEMENTS, NEW, Part, beside, dims_of, is_listed, names, unmoved
+from torchzero_clip.per_sample.samples.provenance import Provenance
 
 VIEWS = names("""
     broadcasttensors chunk detach diagonal dsplit expand expandas hsplit moveaxis movedim narrow permute resolveconj
@@ -351,8 +351,8 @@ class _Call:
 
     @functools.cached_property
     def moved(self) -> list[int]:
-        """The arguments whose entries are moved. `torch.cat` passes over those without entries."""
-        return [i for i, x in self.tensors.items() if x.numel()] if self.name in JOINS else [0]
+        """The arguments whose entries are moved. `torch.cat` passes over tensors of shape (0,)."""
+        return [i for i, x in self.tensors.items() if x.shape != (0,)] if self.name in JOINS else [0]
 
     @property
     def ndim(self) -> int:

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from torchzero_clip.checks import instance
 from torchzero_clip.compat import current_graph_task_id
-from torchzero_clip.per_sample.contributions import Contribution, Dense, Memory, Tied
-from torchzero_clip.per_sample.products import Products
-from torchzero_clip.per_sample.provenance import Provenance
-from torchzero_clip.per_sample.row_products import RowProducts
-from torchzero_clip.per_sample.sparse_rows import SparseRows
+from torchzero_clip.per_sample.gradients.contributions import Contribution, Dense, Memory, Tied
+from torchzero_clip.per_sample.gradients.products import Products
+from torchzero_clip.per_sample.gradients.row_products import RowProducts
+from torchzero_clip.per_sample.gradients.sparse_rows import SparseRows
+from torchzero_clip.per_sample.samples.provenance import Provenance
 
 
 class GivenRows(NamedTuple):
@@ -67,6 +67,8 @@ class Forward:
         held = [x for x in held if x.ndim]
         found = found or held
         sizes = {x.shape[min(dim, x.ndim - 1)] for x in found}
+        if len(sizes) > 1:
+            sizes = {x.shape[min(dim, x.ndim - 1)] for x in found if not counts_up(x)}
         others = sizes - {1}
         if len(others) == 1 and found[0].shape[min(dim, found[0].ndim - 1)] in others:
             sizes = others  # the rest is one row for all samples
@@ -200,6 +202,13 @@ def merged(parts: Sequence[Contribution]) -> Contribution:
 def _joined(kind: type[Any], parts: Sequence[Contribution]) -> list[Any]:
     chosen: list[Any] = [part for part in parts if type(part) is kind]
     return [functools.reduce(kind.joined, chosen)] if chosen else []
+
+
+def counts_up(tensor: Tensor) -> bool:
+    """True for the integers 0, 1, 2, ... in one dimension: positions, which all samples share."""
+    if tensor.ndim != 1 or len(tensor) < 2 or tensor.is_floating_point() or tensor.dtype == torch.bool:
+        return False
+    return torch.equal(tensor, torch.arange(len(tensor), device=tensor.device, dtype=tensor.dtype))
 
 
 def in_backward() -> bool:

@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from torchzero_clip.per_sample.contributions import Contribution, Reserve
-from torchzero_clip.per_sample.products import Products
-from torchzero_clip.per_sample.squared_norms import squared_norms
+from torchzero_clip.per_sample.gradients.contributions import Contribution, Reserve
+from torchzero_clip.per_sample.gradients.products import Products
+from torchzero_clip.per_sample.gradients.squared_norms import squared_norms
 
 
 class SparseRows(Contribution):

@@ -9,14 +9,14 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from torchzero_clip.checks import boolean, instance, non_negative, one_of
-from torchzero_clip.per_sample.captured_gradients import Forward
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, trainable
 from torchzero_clip.per_sample.clipper import LossReduction
+from torchzero_clip.per_sample.gradients.captured_gradients import Forward
 from torchzero_clip.per_sample.mixing import Verify
 from torchzero_clip.per_sample.norm_clippers import STABILITY, ConstantFlatClipper
+from torchzero_clip.per_sample.opacus.two_passes import TwoPassEngine
 from torchzero_clip.per_sample.rules.registry import WHOLE, mixes, refusal
 from torchzero_clip.per_sample.rules.whole import Whole
-from torchzero_clip.per_sample.two_passes import TwoPassEngine
 from torchzero_clip.per_sample.weighting import ClippingResult, clipped_backward
 
 OWN = {"loss_reduction", "max_grad_norm", "_settings", "_engine"}

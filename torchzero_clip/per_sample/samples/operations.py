@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from torchzero_clip.per_sample.labels import LOST, Known, agree
-from torchzero_clip.per_sample.layout import moved
+from torchzero_clip.per_sample.samples.labels import LOST, Known, agree
+from torchzero_clip.per_sample.samples.layout import moved
 
 
 def names(text: str) -> frozenset[str]:

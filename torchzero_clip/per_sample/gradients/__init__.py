@@ -1,0 +1,1 @@
+"""Gradients of samples, and their norms."""

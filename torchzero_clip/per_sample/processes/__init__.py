@@ -1,0 +1,1 @@
+"""Per-sample clipping in several processes."""

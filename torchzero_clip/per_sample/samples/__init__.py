@@ -1,0 +1,1 @@
+"""Which sample each row belongs to."""
