@@ -40,7 +40,7 @@ from torchzero_clip.functional.norms import replicated as replicated
 from torchzero_clip.functional.norms import rms as rms
 from torchzero_clip.functional.total import clip_grads_with_norm_ as clip_grads_with_norm_
 from torchzero_clip.functional.total import get_total_norm as get_total_norm
-from torchzero_clip.hints import all_names as __dir__  # noqa: F401
+from torchzero_clip.hints import all_names as __dir__
 from torchzero_clip.hints import late_attribute as __getattr__  # noqa: F401
 from torchzero_clip.migrating.as_lr import as_lr as as_lr
 from torchzero_clip.migrating.moving import adapt_state_dict as adapt_state_dict

@@ -5,9 +5,9 @@ from functools import partial
 from typing import Any
 
 from torchzero_clip.checks import at_least_one, count, finite, instance, positive
-from torchzero_clip.per_sample.poisson import check_sample_rate
-from torchzero_clip.per_sample.poisson import poisson_loader as poisson_loader
-from torchzero_clip.per_sample.private import PrivateGradientClipper
+from torchzero_clip.per_sample.private.clipper import PrivateGradientClipper
+from torchzero_clip.per_sample.private.poisson import check_sample_rate
+from torchzero_clip.per_sample.private.poisson import poisson_loader as poisson_loader
 
 try:
     _dp: Any = importlib.import_module("dp_accounting")

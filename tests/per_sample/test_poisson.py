@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
-from torchzero_clip.per_sample.poisson import poisson_loader
+from torchzero_clip.per_sample.private.poisson import poisson_loader
 
 Pair = namedtuple("Pair", "x y")
 
