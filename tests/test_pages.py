@@ -168,14 +168,14 @@ def index_rows():
 
 
 def public_names():
-    """The names that `torchzero_clip`, its modules of late names and of private training, and integrations export."""
-    files = [Path(torchzero_clip.__file__).with_name(f"{name}.py") for name in ("__init__", "late", "private")]
-    nodes = [node for file in files for node in ast.parse(file.read_text()).body]
-    exported = [alias.asname for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names]
-    exported += [node.name for node in nodes if isinstance(node, ast.FunctionDef)]
+    """The names that `torchzero_clip` and its modules `integrations` and `private` export."""
     functions = inspect.getmembers(integrations, inspect.isfunction)
     own = [name for name, function in functions if function.__module__ == integrations.__name__]
-    return sorted(name for name in [*exported, *integrations._PLACES, *own] if name and name[0] != "_")
+    # it is read, because its import needs the extra
+    nodes = ast.parse(Path(torchzero_clip.__file__).with_name("private.py").read_text()).body
+    own += [alias.asname for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names if alias.asname]
+    own += [node.name for node in nodes if isinstance(node, ast.FunctionDef)]
+    return sorted([*torchzero_clip.__all__, *integrations._PLACES, *(name for name in own if name[0] != "_")])
 
 
 def test_the_index_lists_every_public_name_once():

@@ -40,8 +40,8 @@ from torchzero_clip.functional.norms import replicated as replicated
 from torchzero_clip.functional.norms import rms as rms
 from torchzero_clip.functional.total import clip_grads_with_norm_ as clip_grads_with_norm_
 from torchzero_clip.functional.total import get_total_norm as get_total_norm
-from torchzero_clip.hints import all_names as __dir__
 from torchzero_clip.hints import late_attribute as __getattr__  # noqa: F401
+from torchzero_clip.hints import public_names as __dir__  # noqa: F401
 from torchzero_clip.migrating.as_lr import as_lr as as_lr
 from torchzero_clip.migrating.moving import adapt_state_dict as adapt_state_dict
 from torchzero_clip.migrating.moving import from_torch_optim as from_torch_optim
@@ -62,9 +62,3 @@ if _typing.TYPE_CHECKING:
     from torchzero_clip.late import *  # noqa: F403
 
 __version__ = "0.1.0"
-# without the folders of the package, which are modules
-__all__ = [name for name, value in globals().items() if name[0] != "_" and not hasattr(value, "__spec__")]  # pyright: ignore
-
-
-def __dir__() -> list[str]:
-    return __all__

@@ -64,18 +64,20 @@ def did_you_mean(name: str, known: Iterable[str], *, listed: bool = True) -> str
 
 def late_attribute(name: str) -> object:
     """A name of the package that is imported late. Raise the error of the package for a name that it does not have."""
-    if not name.startswith("_") and name in all_names():
+    if name == "__all__":
+        return public_names()
+    known = [] if name.startswith("_") else public_names()  # imports the late ones, and their modules
+    if known and name in vars(sys.modules["torchzero_clip"]):
         return vars(sys.modules["torchzero_clip"])[name]
-    known = [] if name.startswith("_") else [key for key in all_names() if not key.startswith("_")]
     hint = did_you_mean(name, known, listed=False)
     raise AttributeError(f"module 'torchzero_clip' has no attribute {name!r}{hint}")
 
 
-def all_names() -> list[str]:
-    """The names of the package, of which the late ones are imported now."""
+def public_names() -> list[str]:
+    """The public names of the package, of which the late ones are imported now."""
     names, late = vars(sys.modules["torchzero_clip"]), vars(importlib.import_module("torchzero_clip.late"))
     names.update({name: value for name, value in late.items() if not name.startswith("_")})
-    return list(names)
+    return [name for name, value in names.items() if name[0] != "_" and not inspect.ismodule(value)]
 
 
 def explained(function: Callable[P, T]) -> Callable[P, T]:
