@@ -14,6 +14,7 @@ EVERYWHERE = {"functional", "checks", "hints", "types", "compat"}
 BELOW = {
     "integrations": {"integrations", "recorder", "modular", "core"},
     "__main__": {"recorder"},
+    "private": {"per_sample", "checks"},
     "late": {"per_sample", "recorder"},
     "recorder": {"recorder", "modular", "engine", "clipping", "core", "private_losses", *EVERYWHERE},
     "migrating": {"migrating", "optimizers", "modular", "checkpoints", "core", *EVERYWHERE},

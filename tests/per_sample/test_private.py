@@ -2,8 +2,10 @@
 
 import copy
 import gc
+import importlib
 import math
 import pickle
+import sys
 import weakref
 from itertools import repeat
 
@@ -132,6 +134,34 @@ def test_the_noise_multiplier_and_the_limit_may_change_between_steps():
         clipper.pre_step()
         assert_grads(model, normals(model, 1, noise_multiplier * limit))
     assert clipper.releases == {1.0: 1, 0.5: 2}
+
+
+def test_a_second_release_in_each_step_shares_the_noise_and_counts():
+    model, generator = small(), torch.Generator()
+    clipper = private(model, noise_multiplier=1.2, generator=generator)
+    for second, alone in ((2.0, 1.5), (1.25, 30 / 7), (math.inf, 1.2)):  # 1 / alone**2 + 1 / second**2 = 1 / 1.2**2
+        clipper.second_noise_multiplier = second
+        generator.manual_seed(1)
+        clipper.pre_step()
+        assert_grads(model, normals(model, 1, alone))
+    assert clipper.releases == {1.2: 3}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error", "match"),
+    [
+        ("second_noise_multiplier", 1.0, ValueError, "must be above noise_multiplier, 1.0, got 1.0"),
+        ("second_noise_multiplier", math.nan, ValueError, "must be above noise_multiplier, 1.0, got nan"),
+        ("second_noise_multiplier", None, TypeError, "second_noise_multiplier must be a number, got None"),
+        ("noise_multiplier", 2.0, ValueError, "must be above noise_multiplier, 2.0, got 2.0"),
+    ],
+)
+def test_a_second_release_has_more_noise_than_both_together(name, value, error, match):
+    clipper = private(small(), noise_multiplier=1.0)
+    clipper.second_noise_multiplier = 2.0
+    with pytest.raises(error, match=match):
+        setattr(clipper, name, value)
+    assert (clipper.noise_multiplier, clipper.second_noise_multiplier) == (1.0, 2.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -576,6 +606,14 @@ def test_copies_of_the_model_are_free():
     losses_of(twin(batch())).sum().backward()
     torch.optim.SGD(twin.parameters()).step(lambda: 1.0)
     assert clipper.releases == {}
+
+
+def test_an_import_without_the_extra_names_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "dp_accounting", None)
+    monkeypatch.delitem(sys.modules, "torchzero_clip.private", raising=False)
+    with pytest.raises(ModuleNotFoundError, match=r'needs the extra private: pip install "\.\[private\]"') as caught:
+        importlib.import_module("torchzero_clip.private")
+    assert caught.value.name == "dp_accounting"
 
 
 def test_any_optimizer_takes_the_release():

@@ -73,6 +73,9 @@ def errors_on_one_process_are_errors_on_both(rank):
     clipper.noise_multiplier = float(rank)
     texts.append(refused(clipper.pre_step))
     clipper.noise_multiplier = 0.0
+    clipper.second_noise_multiplier = 1.0 + rank
+    texts.append(refused(clipper.pre_step))
+    clipper.second_noise_multiplier = 1.0
     clipper.norm_clipper = ConstantFlatClipper(1.0 + rank)
     texts.append(refused(clipper.pre_step))
     clipper.norm_clipper = ConstantPerLayerClipper([1.0]) if rank else ConstantFlatClipper(2.0)
@@ -145,7 +148,8 @@ def test_errors_are_raised_on_both_and_change_nothing(results):
     assert second[0].startswith("a tensor of shape")
     for texts in (first, second):
         assert "differ between processes" in texts[1]
-        assert "must be the same on all processes, got [1.0, 2.0]" in texts[2]
+        assert "differ between processes" in texts[2]
+        assert "must be the same on all processes, got [1.0, 2.0]" in texts[3]
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """The Gaussian mechanism of DP-SGD: clipped sums, noise, and a divisor that does not depend on the data."""
 
+import math
 import weakref
 from collections.abc import Collection
 from typing import Any, Literal, NoReturn
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from torchzero_clip.checks import count, finite, instance, one_of, positive
+from torchzero_clip.checks import count, finite, instance, number, one_of, positive
 from torchzero_clip.compat import fully_sharded, is_distributed
 from torchzero_clip.per_sample.buffers import Buffers, watched
 from torchzero_clip.per_sample.clipper import PerSampleGradientClipper
@@ -44,6 +45,7 @@ class PrivateGradientClipper(PerSampleGradientClipper):
             or your own subclass of `NormClipper`. Its limits must be finite.
         batch_first: Whether sequences have shape (B, T, ...) rather than (T, B, ...).
         noise_multiplier: The standard deviation of the noise, in units of S, >= 0. You may change it between steps.
+            With a `second_noise_multiplier`, that of both releases together.
         expected_batch_size: The divisor: the size of the data set times the rate of the draw. Never the size of a
             batch that was drawn, because that depends on the data.
         generator: Draws the noise, for tests. Whoever knows its state can subtract the noise. By default, the noise
@@ -102,6 +104,7 @@ class PrivateGradientClipper(PerSampleGradientClipper):
         if generator is not None:
             instance("generator", generator, torch.Generator)
         _check_processes(module)
+        self._second_noise_multiplier = math.inf
         self.noise_multiplier = noise_multiplier
         self.expected_batch_size = expected_batch_size
         super().__init__(module, norm_clipper, batch_first, "sum", memory=memory, whole=whole, verify=verify)
@@ -122,7 +125,24 @@ class PrivateGradientClipper(PerSampleGradientClipper):
     @noise_multiplier.setter
     def noise_multiplier(self, value: float) -> None:
         finite("noise_multiplier", value)
+        _check_share(value, self._second_noise_multiplier)
         self._noise_multiplier = float(value)
+
+    @property
+    def second_noise_multiplier(self) -> float:
+        """That of another release in each step, such as a noisy count of its samples; inf without one.
+
+        It is the standard deviation of the noise of that release, over the most by which one sample changes it, and
+        above `noise_multiplier`. The gradients get more noise, so that both together have `noise_multiplier`, under
+        which they count as one release.
+        """
+        return self._second_noise_multiplier
+
+    @second_noise_multiplier.setter
+    def second_noise_multiplier(self, value: float) -> None:
+        number("second_noise_multiplier", value)
+        _check_share(self._noise_multiplier, value)
+        self._second_noise_multiplier = float(value)
 
     @property
     def expected_batch_size(self) -> float:
@@ -217,7 +237,8 @@ class PrivateGradientClipper(PerSampleGradientClipper):
             start.numbers = self._count, sensitivity
         _check_same_limit(start)
         params, processes = self._engine.attachment.params, self._engine.processes
-        std = self._noise_multiplier * sensitivity
+        alone = self._noise_multiplier / math.sqrt(1 - (self._noise_multiplier / self._second_noise_multiplier) ** 2)
+        std = alone * sensitivity
         if processes.is_first:  # it adds the noise for all
             noisy = {name: self._noisy(name, param, std) for name, param in params.items()}
         else:
@@ -257,10 +278,10 @@ class PrivateGradientClipper(PerSampleGradientClipper):
         releases = state_dict.get("releases")
         if set(state_dict) != {"releases"} or not isinstance(releases, dict):
             raise ValueError(f"state_dict must have the key 'releases' with a dict, got the keys {list(state_dict)}")
-        for multiplier, number in releases.items():
+        for multiplier, steps in releases.items():
             finite("a noise multiplier in state_dict", multiplier)
-            count(f"the number of releases with {multiplier}", number)
-        self._releases = {float(multiplier): number for multiplier, number in releases.items()}
+            count(f"the number of releases with {multiplier}", steps)
+        self._releases = {float(multiplier): steps for multiplier, steps in releases.items()}
 
     def released_params(self) -> Collection[Tensor]:
         """Return the parameters whose gradients this clipper releases."""
@@ -298,7 +319,7 @@ class PrivateGradientClipper(PerSampleGradientClipper):
 
     def _start(self, call: str) -> Agreement:
         """What the processes must agree on, which an agreement checks: what they call, and the mechanism."""
-        mechanism = self._noise_multiplier, self._expected_batch_size, self.waits
+        mechanism = self._noise_multiplier, self._second_noise_multiplier, self._expected_batch_size, self.waits
         return self._engine.processes.start(call, self._engine.attachment.params, mechanism)
 
     def _refresh(self) -> None:
@@ -323,6 +344,11 @@ class PrivateGradientClipper(PerSampleGradientClipper):
         """The sum of a parameter with noise, in new memory."""
         noise = gaussian(param, std, self._generator)
         return noise.add_(self._sums[name].to(noise.device)) if name in self._sums else noise
+
+
+def _check_share(noise_multiplier: float, second: float) -> None:
+    if not noise_multiplier < second:
+        raise ValueError(f"second_noise_multiplier must be above noise_multiplier, {noise_multiplier}, got {second}")
 
 
 def _check_processes(module: nn.Module) -> None:
