@@ -334,6 +334,18 @@ def test_rows_that_no_vector_of_rows_is_for_name_the_lengths_of_those_that_are_t
         clipper.backward(model(nodes, edges).sum(1))
 
 
+def test_nodes_and_edges_without_rows_name_both_vectors():
+    def forward(m, nodes, edges, of):
+        messages = m.edge(nodes[edges])
+        return torch.zeros(2, 4).index_add(0, of, m.node(torch.zeros_like(nodes).index_add(0, edges, messages)))
+
+    model = Net(forward, edge=nn.Linear(4, 4), node=nn.Linear(4, 4))
+    nodes, edges, of = torch.randn(5, 4), torch.tensor([0, 1, 1, 3, 4, 4, 2]), torch.tensor([0, 0, 1, 1, 1])
+    line = r"clipper\.rows\(sample_of_node, sample_of_edge, batch_size=2\)"
+    with clip(model) as clipper, pytest.raises(ValueError, match=rf"samples, the batch has 2\..*{line}"):
+        clipper.backward(losses_of(model(nodes, edges, of)))
+
+
 def test_a_forgotten_block_of_rows_is_named():
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
     with clip(model) as clipper:

@@ -166,8 +166,9 @@ class CapturedGradients:
                     n = count // seen
                     mean = f"view({seen}, {n}).mean(1)" if batch_first else f"view({n}, {seen}).mean(0)"
                     way_out = f"One loss for each token? Average over the tokens of each sample: losses.{mean}"
-                elif every and seen > count:
-                    rows = f"`with clipper.rows(sample_of_row, batch_size={count}):`"
+                elif seen > count and (every or len(counts) > 1):
+                    vectors = "sample_of_node, sample_of_edge" if len(counts) > 1 else "sample_of_row"
+                    rows = f"`with clipper.rows({vectors}, batch_size={count}):`"
                     what = "rows of several samples, such as the nodes of graphs"
                     way_out = f"If these are {what}, run the forward in {rows}. {way_out}"
                 raise ValueError(
