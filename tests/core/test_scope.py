@@ -329,4 +329,4 @@ def test_a_transform_without_parameters_is_named(clip):
 def test_a_function_of_a_scope_takes_the_parameter_alone():
     with pytest.raises(TypeError, match=r"call a function with a parameter alone, and .* takes other arguments"):
         ClipNorm(1).only(lambda name, p: p.ndim > 1)
-    ClipNorm(1).only(lambda p, least=2: p.ndim >= least, torch.is_floating_point)
+    assert isinstance(ClipNorm(1).only(lambda p, least=2: p.ndim >= least, torch.is_floating_point), ClipNorm)

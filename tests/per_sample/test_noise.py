@@ -6,7 +6,7 @@ import pytest
 import torch
 from defaults import DEFAULTS
 
-from torchzero_clip.per_sample import noise
+from torchzero_clip.per_sample.private import noise
 from torchzero_clip.per_sample.private.noise import CHUNK, gaussian, secure_normal
 
 

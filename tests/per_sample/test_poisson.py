@@ -80,6 +80,7 @@ def shapes(value):
     return value
 
 
+@pytest.mark.filterwarnings("ignore:os.fork\\(\\) was called:RuntimeWarning")  # if another test has imported JAX
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_empty_batch_has_the_structure_of_the_others(workers):
     data = TensorDataset(torch.ones(3, 4), torch.ones(3, dtype=torch.int64))
@@ -106,6 +107,7 @@ class Slow(TensorDataset):
         return super().__getitem__(index)
 
 
+@pytest.mark.filterwarnings("ignore:os.fork\\(\\) was called:RuntimeWarning")
 def test_workers_fetch_the_samples_in_the_order_of_the_draws():
     def batches(**options):
         generator = torch.Generator().manual_seed(0)

@@ -26,7 +26,7 @@ class BadGradients:
     Args:
         names: The names of their parameters in order, at most ten.
         total: The number of gradients that were not finite.
-        largest: The three largest norms of the other gradients, by name.
+        largest: The three largest norms of the other gradients, by name, to six digits.
 
     Examples:
         >>> import torch
@@ -90,8 +90,8 @@ def bad_gradients(
         for name, norm in part.items()
     ]
     found = [name for name, norm in pairs if not math.isfinite(norm)]
-    # rounded, so that the order does not depend on how tensors are sharded
-    finite = sorted((pair for pair in pairs if math.isfinite(pair[1])), key=lambda pair: -float(f"{pair[1]:.6g}"))
+    # rounded, so that the order does not depend on how tensors are sharded or measured
+    finite = sorted(((name, float(f"{x:.6g}")) for name, x in pairs if math.isfinite(x)), key=lambda pair: -pair[1])
     return BadGradients(tuple(found[:MOST]), len(found), dict(finite[:BESIDE]))
 
 

@@ -61,7 +61,8 @@ def clip_factors(metric: Metric, norms: Tensor, limit: float | Tensor, floor: fl
     elif (high := metric.root(limit)) == math.inf and not low:
         return torch.ones_like(norms)
     elif norms.numel() == 1 and may_look(norms):  # arithmetic on tensors of one number takes five times as long
-        return torch.full_like(norms, clip_factor(norms.item(), high, low))
+        norm = norms.item()  # `clip_factor` without a call
+        return torch.full_like(norms, low / norm if 0 < norm < low else 1.0 if norm <= high else high / norm)
     # torch divides a number by a tensor by multiplying with the inverse, which is inf for the smallest numbers
     bound = high if isinstance(high, Tensor) else torch.full_like(norms, high)
     factor = torch.where(norms <= bound, 1.0, bound / norms)
