@@ -162,6 +162,15 @@ def _script(folder: Path, script: Path, args: tuple[str, ...]) -> None:
     runpy.run_path(str(script), run_name="__main__")
 
 
+def refused(call: Callable[[], object]) -> str:
+    """The message of the error that a call raises; empty if it raises none."""
+    try:
+        call()
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+    return ""
+
+
 def shows_where_it_waits(file: Any) -> None:
     """`show_where_they_wait` makes this process write its line into ``file``."""
     faulthandler.register(signal.SIGUSR1, file=file, all_threads=False)

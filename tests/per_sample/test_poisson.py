@@ -148,14 +148,6 @@ def test_in_one_process_a_loader_may_wrap_it():
     assert drawn(DataLoader(loader.dataset, batch_sampler=loader.batch_sampler)) == drawn(loader)
 
 
-def refused(call):
-    try:
-        call()
-    except (RuntimeError, ValueError) as error:
-        return str(error)
-    return ""
-
-
 def in_processes():
     rank = dist.get_rank()
     multiprocessing.current_process()._config["daemon"] = False  # so that it may have workers
@@ -167,9 +159,9 @@ def in_processes():
     # generators that differ: that of the first process counts
     seeded = drawn(poisson_loader(ten(), sample_rate=0.1, steps=2, generator=torch.Generator().manual_seed(rank)))
     wrapped = DataLoader(loader.dataset, batch_sampler=loader.batch_sampler)
-    errors = [refused(lambda: next(iter(wrapped)))]
+    errors = [ranks.refused(lambda: next(iter(wrapped)))]
     errors += [
-        refused(lambda given=given: next(iter(poisson_loader(ten(given.pop("size", 500)), **given))))
+        ranks.refused(lambda given=given: next(iter(poisson_loader(ten(given.pop("size", 500)), **given))))
         for given in ({"sample_rate": 0.5, "size": 5 + rank}, {"sample_rate": 0.5 + rank / 4})
     ]
     drawn(loader)  # it still works
@@ -203,7 +195,7 @@ def prepared(**given):
     loader = poisson_loader(ten(), sample_rate=0.1)
     if given.get("dispatch_batches") and dist.get_rank():
         return ""  # the first process alone would read, and this one would wait for it
-    return refused(lambda: next(iter(accelerator.prepare(loader))))
+    return ranks.refused(lambda: next(iter(accelerator.prepare(loader))))
 
 
 def under_accelerate():

@@ -27,14 +27,6 @@ def same_everywhere(value):
     return all(torch.equal(value, other) for other in found)
 
 
-def refused(call):
-    try:
-        call()
-    except (RuntimeError, ValueError) as error:
-        return str(error)
-    return ""
-
-
 def equal_to_one_process(rank):
     torch.manual_seed(0)
     model, x = small(), batch(6)
@@ -69,17 +61,17 @@ def errors_on_one_process_are_errors_on_both(rank):
         before = released_or_none(model)
     texts = []
     outside = nn.Linear(2, 2).double() if rank == 1 else nn.Identity()
-    texts.append(refused(lambda: clipper.backward(losses_of(outside(ddp(batch()))))))
+    texts.append(ranks.refused(lambda: clipper.backward(losses_of(outside(ddp(batch()))))))
     clipper.noise_multiplier = float(rank)
-    texts.append(refused(clipper.pre_step))
+    texts.append(ranks.refused(clipper.pre_step))
     clipper.noise_multiplier = 0.0
     clipper.second_noise_multiplier = 1.0 + rank
-    texts.append(refused(clipper.pre_step))
+    texts.append(ranks.refused(clipper.pre_step))
     clipper.second_noise_multiplier = 1.0
     clipper.norm_clipper = ConstantFlatClipper(1.0 + rank)
-    texts.append(refused(clipper.pre_step))
+    texts.append(ranks.refused(clipper.pre_step))
     clipper.norm_clipper = ConstantPerLayerClipper([1.0]) if rank else ConstantFlatClipper(2.0)
-    assert not refused(clipper.pre_step)  # the joint limits are the same
+    assert not ranks.refused(clipper.pre_step)  # the joint limits are the same
     assert before == [None] * 4
     assert not released(model).any()
     assert clipper.releases == {0.0: 1}
@@ -93,17 +85,17 @@ def released_or_none(model):
 def what_cannot_be_released_together_is_refused(rank):
     model = small()
     model.register_buffer("table", torch.zeros(3))
-    plain = refused(lambda: made(model))
-    broadcast = refused(lambda: made(DistributedDataParallel(model)))
-    return plain, broadcast, refused(lambda: made(DistributedDataParallel(model, broadcast_buffers=False)))
+    plain = ranks.refused(lambda: made(model))
+    broadcast = ranks.refused(lambda: made(DistributedDataParallel(model)))
+    return plain, broadcast, ranks.refused(lambda: made(DistributedDataParallel(model, broadcast_buffers=False)))
 
 
 def sharded_models_are_refused(rank):
-    early = refused(lambda: made(fully_shard(small())))
+    early = ranks.refused(lambda: made(fully_shard(small())))
     model = small()
     clipper = made(DistributedDataParallel(model))
     fully_shard(model)
-    return early, refused(clipper.pre_step), clipper.releases
+    return early, ranks.refused(clipper.pre_step), clipper.releases
 
 
 PROGRAMS = (

@@ -18,8 +18,8 @@ from torchzero_clip.checks import instance, non_negative
 from torchzero_clip.compat import any_distributed, is_functorch_wrapped_tensor
 from torchzero_clip.per_sample.captured_layer import trainable
 from torchzero_clip.per_sample.clipper import LossReduction, PerSampleGradientClipper
-from torchzero_clip.per_sample.gradients.comparison import differ
 from torchzero_clip.per_sample.norm_clippers import STABILITY, ConstantFlatClipper
+from torchzero_clip.per_sample.samples.comparison import differ
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
 Norms = Mapping[str, Tensor]

@@ -14,6 +14,7 @@ from torchzero_clip.per_sample.gradients.contributions import Contribution, Dens
 from torchzero_clip.per_sample.gradients.products import Products
 from torchzero_clip.per_sample.gradients.row_products import RowProducts
 from torchzero_clip.per_sample.gradients.sparse_rows import SparseRows
+from torchzero_clip.per_sample.samples.arguments import counts_up
 from torchzero_clip.per_sample.samples.provenance import Provenance
 
 
@@ -203,13 +204,6 @@ def merged(parts: Sequence[Contribution]) -> Contribution:
 def _joined(kind: type[Any], parts: Sequence[Contribution]) -> list[Any]:
     chosen: list[Any] = [part for part in parts if type(part) is kind]
     return [functools.reduce(kind.joined, chosen)] if chosen else []
-
-
-def counts_up(tensor: Tensor) -> bool:
-    """True for the integers 0, 1, 2, ... in one dimension: positions, which all samples share."""
-    if tensor.ndim != 1 or len(tensor) < 2 or tensor.is_floating_point() or tensor.dtype == torch.bool:
-        return False
-    return torch.equal(tensor, torch.arange(len(tensor), device=tensor.device, dtype=tensor.dtype))
 
 
 def in_backward() -> bool:

@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule, Samples
-from torchzero_clip.per_sample.gradients.captured_gradients import counts_up
 from torchzero_clip.per_sample.gradients.contributions import Contribution
 from torchzero_clip.per_sample.gradients.sparse_rows import SparseRows
 from torchzero_clip.per_sample.gradients.squared_norms import wide
+from torchzero_clip.per_sample.samples.arguments import counts_up
 from torchzero_clip.per_sample.samples.labels import LOST, wider
 
 

@@ -18,13 +18,14 @@ from typing_extensions import override
 
 from torchzero_clip.compat import fully_sharded, get_unwrapped, is_batchedtensor
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule, Samples
-from torchzero_clip.per_sample.gradients.captured_gradients import counts_up, in_backward
-from torchzero_clip.per_sample.gradients.comparison import differ
+from torchzero_clip.per_sample.gradients.captured_gradients import in_backward
 from torchzero_clip.per_sample.gradients.contributions import Dense
 from torchzero_clip.per_sample.gradients.squared_norms import wide
 from torchzero_clip.per_sample.processes.sharding import memory_of
 from torchzero_clip.per_sample.rules.state import State
+from torchzero_clip.per_sample.samples.arguments import counts_up
 from torchzero_clip.per_sample.samples.broadcast_row import HOOKS, IN_PLACE, is_row, row_of
+from torchzero_clip.per_sample.samples.comparison import differ
 from torchzero_clip.per_sample.samples.labels import LOST
 
 OF_TORCH = ("Batching rule", "vmap", "functorch", "written-to tensor", "data-dependent", "dynamic shape")

@@ -40,6 +40,13 @@ def flattened(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any]
     return leaves, lambda new: pytree.tree_unflatten(list(new), structure)
 
 
+def counts_up(tensor: Tensor) -> bool:
+    """True for the integers 0, 1, 2, ... in one dimension: positions, which all samples share."""
+    if tensor.ndim != 1 or len(tensor) < 2 or tensor.is_floating_point() or tensor.dtype == torch.bool:
+        return False
+    return torch.equal(tensor, torch.arange(len(tensor), device=tensor.device, dtype=tensor.dtype))
+
+
 def tensors_in(value: Any) -> list[Tensor]:
     """The tensors in a value, which may be one or a container."""
     if isinstance(value, Tensor):

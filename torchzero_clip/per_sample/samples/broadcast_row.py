@@ -13,8 +13,8 @@ from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from torchzero_clip.compat import DisableTorchFunctionSubclass
-from torchzero_clip.per_sample.gradients.comparison import differ
 from torchzero_clip.per_sample.samples.arguments import Rebuild, flattened, tensors_in
+from torchzero_clip.per_sample.samples.comparison import differ
 from torchzero_clip.per_sample.samples.labels import LOST, Known, depth_of
 
 ARITHMETIC = {"add", "sub", "mul", "div", "truediv"}
