@@ -4,6 +4,8 @@ import copy
 import gc
 import io
 import pickle
+import subprocess
+import sys
 import weakref
 
 import pytest
@@ -641,6 +643,24 @@ def test_a_copy_has_no_transforms_and_warns_once_by_name(copied):
     before_step(other, ClipNorm(1, dim="global"))
     stepped(other, weight, 3.0, 4.0)
     assert weight.tolist() == pytest.approx([-6.6, -8.8])
+
+
+def test_a_copy_in_another_process_warns_too(tmp_path):
+    """Nothing there has called `before_step`."""
+    optimizer = sgd([one()])
+    before_step(optimizer, ClipNorm(1, dim="global"))
+    tmp_path.joinpath("pickle").write_bytes(pickle.dumps([optimizer, optimizer.state_dict()]))
+    script = """
+import pickle, sys, torch, torchzero_clip
+optimizer, saved = pickle.load(open(sys.argv[1], "rb"))
+optimizer.step()
+resumed = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))])
+resumed.load_state_dict(saved)
+resumed.step()
+"""
+    command = [sys.executable, "-c", script, str(tmp_path / "pickle")]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    assert run.stderr.count("<string>:") == run.stderr.count("call before_step on it") == 2
 
 
 def test_a_checkpoint_that_is_loaded_after_remove_warns_that_transforms_are_missing():

@@ -322,8 +322,6 @@ def before_step(
     )
     handle = BeforeStep(found, front, partial(Entries, new=new, dropped=dropped))
     _HANDLES.add(handle)
-    if not _WATCHING:
-        _WATCHING.append(register_optimizer_step_pre_hook(_warn_of_copy))
     recorder = _attached(found, Attached)
     handle.listener = None if recorder is None else recorder.listener
     return handle
@@ -340,23 +338,28 @@ def handle_of(optimizer: Optimizer) -> BeforeStep | None:
     return _attached(optimizer, BeforeStep)
 
 
-_WATCHING: list[Any] = []
 _HANDLES: weakref.WeakSet[BeforeStep] = weakref.WeakSet()
 _WARNED: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 def _warn_of_copy(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Warn before the first step of an optimizer that has lost its transforms, as copies and pickles lose hooks."""
+    if torch.compiler.is_compiling():
+        return
     groups = optimizer.param_groups
-    if torch.compiler.is_compiling() or not groups or KEY not in groups[0] or optimizer in _WARNED:
+    if not groups or KEY not in groups[0] or optimizer in _WARNED:
         return
     if not any(handle.has(groups[0]) for handle in _HANDLES):  # the groups of SAM are those of its base optimizer
         _WARNED.add(optimizer)
         warnings.warn(
             f"the {type(optimizer).__name__} that this one was copied or loaded from had transforms before its steps. "
             "This one has none: call before_step on it",
-            stacklevel=4,
+            stacklevel=3,
         )
+
+
+# at import, because a pickle or a checkpoint may come to a process that never calls before_step
+register_optimizer_step_pre_hook(_warn_of_copy)
 
 
 def _attached(optimizer: Optimizer, kind: type[T]) -> T | None:
