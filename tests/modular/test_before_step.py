@@ -260,10 +260,18 @@ def test_refusals_of_optimizers():
     optimizer = sgd([weight])
     with pytest.raises(ValueError, match="at least one transform"):
         before_step(optimizer)
+    with pytest.raises(TypeError, match=r"no argument 'max_norm'; write ClipNorm\(max_norm=...\)$"):
+        before_step(optimizer, ClipNorm(1), max_norm=2)
+    with pytest.raises(TypeError, match="no argument 'lr'; there are: optimizer, transforms"):
+        before_step(optimizer, ClipNorm(1), lr=2)
     handle = before_step(optimizer, ClipNorm(1))
     with pytest.raises(RuntimeError, match="has transforms before its steps already"):
         before_step(optimizer, ClipNorm(1))
     handle.remove()
+    other = before_step(optimizer, ClipNorm(2))
+    handle.remove()
+    assert "before_step" in optimizer.param_groups[0]
+    other.remove()
     with before_step(optimizer, ClipNorm(1)):
         stepped(optimizer, weight, 3.0, 4.0)
     assert weight.tolist() == pytest.approx([-0.6, -0.8])
@@ -523,8 +531,9 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(spoil, message):
     saved = copy.deepcopy(optimizer.state_dict())
     spoil(saved)
     before = copy.deepcopy(optimizer.state_dict())
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) as raised:
         optimizer.load_state_dict(saved)
+    assert not hasattr(raised.value, "__notes__")  # new= and dropped= would not help
     assert_same_checkpoint(optimizer.state_dict(), before)
 
 

@@ -15,13 +15,15 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torchzero_clip.checks import instance
 from torchzero_clip.compat import may_be_template, never_compiled, steps_being_taken
 from torchzero_clip.core.chain import Transforms, flatten
+from torchzero_clip.core.group_keys import BEFORE_STEP as KEY
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.engine.listener import Attached, Listener
 from torchzero_clip.engine.nonfinite import Nonfinite
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.bad import BadGradients
 from torchzero_clip.functional.clip import inverse
-from torchzero_clip.modular.entries import KEY, Entries
+from torchzero_clip.hints import explained
+from torchzero_clip.modular.entries import Entries
 from torchzero_clip.modular.front import Front
 from torchzero_clip.modular.host import Patient, are_zero, check_host, end_surely, takes_factor, unwrapped_host
 from torchzero_clip.modular.modular import Modular
@@ -122,6 +124,8 @@ class BeforeStep:
 
     def remove(self) -> None:
         """Let the optimizer take its steps with the gradients as they are. Its checkpoints have no entry any more."""
+        if self not in _HANDLES:  # the optimizer may have another handle by now
+            return
         optimizer = self._found()
         _HANDLES.discard(self)
         for hook in self._hooks:
@@ -240,6 +244,7 @@ class BeforeStep:
         return refused is not None
 
 
+@explained
 def before_step(
     optimizer: Optimizer,
     *transforms: Transforms,
