@@ -27,6 +27,7 @@ from torchzero_clip import (
     Modular,
     Recorder,
     SkipStep,
+    TensorwiseTransform,
     Transform,
     WeightDecay,
     ZClip,
@@ -39,6 +40,16 @@ JOINTLY = {"dim": "global"}
 
 def sgd(params, lr=1.0, **options):
     return torch.optim.SGD(params, lr=lr, **options)
+
+
+class Negate(TensorwiseTransform):
+    """Returns new tensors."""
+
+    def __init__(self):
+        super().__init__({})
+
+    def apply_tensor(self, tensor, param, grad, loss, state, setting):
+        return -tensor
 
 
 def one(value=0.0):
@@ -841,6 +852,22 @@ def test_a_transform_of_an_author_sees_the_gradients_as_they_were():
     before_step(optimizer, ClipNorm(1), ClipValue(0.1), Reads())
     stepped(optimizer, weight, 3.0, 4.0)
     assert weight.tolist() == [-3.0, -4.0]
+
+
+@pytest.mark.parametrize("limit", [1.0, 1e9])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_new_tensors_of_a_transform_reach_the_optimizer_through_a_joint_clip(limit, fused, dtype):
+    """The clip alone may leave its factor to the optimizer, but not after a transform that returns other tensors."""
+    results = []
+    for fast in (True, False):
+        params = parameters(dtype)
+        optimizer = sgd(params, 0.1, fused=fused)
+        before_step(optimizer, Negate(), ClipNorm(limit, dim="global"), fast=fast)
+        train(optimizer, params, gradients(params, 6))
+        results.append([*values(params), *(param.grad for param in params)])
+    for one_of, other in zip(*results, strict=True):
+        torch.testing.assert_close(one_of, other, rtol=1e-5, atol=1e-6)
 
 
 def test_scopes_need_names_of_the_module_or_the_optimizer():
