@@ -41,6 +41,13 @@ FRONTS = {
         if is_allowed(without_rule(entry.make))
     },
 }
+ANY, LAST = list(FRONTS), ["global", "zclip", "autoclip", "each", "ema"]
+NEW = ["entry ClipValueByEMA-tfm", "entry LimitRMS", "entry ClipByWeights", "entry ClipToUsual"]
+"""They return other tensors."""
+FRONTS |= {
+    f"several {k}": lambda draw: [FRONTS[draw.choice(names)](draw) for names in (draw.choice([ANY, NEW]), LAST)]
+    for k in range(16)
+}
 OF_RULE = ("lr", "initial_lr", "betas", "eps", "weight_decay", "adam/", "weight_decay_2/", IDENTITY, "params")
 
 
