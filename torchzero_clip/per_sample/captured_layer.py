@@ -334,7 +334,10 @@ class CapturedLayer:
             contribute = _regrouping(contribute, rows.flatten(), self.engine.forward.batch_size)
         elif samples is not None and samples.lost:
             contribute = LostRows(self, contribute, samples.lost)
-        where = None if samples is None or samples.lost else samples.dim if rows is None else rows
+        elif samples is not None and samples.dim == 0 and self.engine.may_find_rows:
+            contribute = LostRows(self, contribute, 1, len(output))
+        lost = isinstance(contribute, LostRows)
+        where = None if samples is None or lost else samples.dim if rows is None else rows
         kept = self.kept(inputs)
         watched: Any = _Watched.apply(self.engine.anchor, before, [output.detach()], kept, self, contribute, where)
         if rows is not None:

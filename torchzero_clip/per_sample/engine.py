@@ -131,6 +131,11 @@ class Engine:
             return False
         return self.forward.captured if in_backward() else self.enabled
 
+    @property
+    def may_find_rows(self) -> bool:
+        """True if only the losses tell whether the rows of layers are samples, and a probe can find these."""
+        return self.forward.batch_size is None and self.probe.possible
+
     def norm_dtype(self) -> torch.dtype:
         """Float32, or float64 if a parameter is."""
         return (
