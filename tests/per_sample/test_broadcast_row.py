@@ -4,7 +4,16 @@ import copy
 
 import pytest
 import torch
-from per_sample.harness import Net, assert_close, assert_matches_loop, assert_step, clip, losses_of, weight
+from per_sample.harness import (
+    Net,
+    assert_close,
+    assert_matches_loop,
+    assert_step,
+    clip,
+    losses_of,
+    norms_in_batch,
+    weight,
+)
 from torch import nn
 from torch.nn import functional as F
 
@@ -135,6 +144,7 @@ BARE = {
     "a layer norm": (lambda m, x: nn.functional.layer_norm(m.lin(x), (3,), m.p, eps=1e-3) * m.p, (3,)),
     "a table of words": (lambda m, x: m.lin(x) + m.p[(x[..., 0] > 0).long()], (2, 3)),
     "a mask": (lambda m, x: masked(m.lin(x), x[..., 0] > 0, m.p), (3,)),
+    "normalized": (lambda m, x: m.lin(x) @ nn.functional.normalize(m.p), (3, 3)),
     "values for the batch": (lambda m, x: m.lin(x) * m.p.to(x) @ x.mT @ m.lin(x), (3,)),
 }
 OF_AUTOGRAD = {
@@ -170,6 +180,19 @@ def test_parameters_beside_layers_are_right(name, count):
     if name == "the weight of a submodule":
         model.lin.bias.requires_grad_(False)
     assert_matches_loop(model, torch.randn(count, 4, 3), modes=("auto", "low"), losses=losses)
+
+
+def test_a_random_mask_has_samples():
+    def forward(m, x):
+        torch.manual_seed(len(x))
+        return masked(m.lin(x), torch.rand(len(x), 4) < 0.5, m.p)
+
+    model = bare(forward, 3).double()
+    own = copy.deepcopy(model)
+    with clip(own, 1e9) as clipper:
+        for count in (5, 4, 3):
+            x = torch.randn(count, 4, 3).double()
+            assert_close(clipper.backward(losses_of(own(x))).norms, norms_in_batch(model, x))
 
 
 def test_a_size_that_was_not_the_batch_is_not_taken_for_it_later():
