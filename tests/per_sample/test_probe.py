@@ -170,6 +170,17 @@ def test_rows_are_found(name, settings):
     assert_right(model.double(), *inputs, **settings)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_rows_of_nested_tensors_are_found(layout):
+    def padded(m, x):
+        parts = torch.nested.as_nested_tensor([row[: 1 + i % T] for i, row in enumerate(m.first(x))], layout=layout)
+        return m.last(torch.nested.to_padded_tensor(parts, 0.0)).sum(1) + sum(x.sum() for x in parts.unbind()) * 0
+
+    for count in (B, 1):
+        assert_right(Net(padded, first=lin(), last=lin()).double(), data(T, W, count=count).double(), verify="always")
+
+
 @pytest.mark.parametrize("name", ["linear layers", "an embedding", "bags", "two forms"])
 @pytest.mark.parametrize("form", [by_classic_form, by_two_passes])
 def test_other_forms_refuse_lost_rows(form, name):
