@@ -34,6 +34,9 @@ class Rule(ABC):
     runs_layers = False
     """Whether submodules run as layers that have rules of their own."""
 
+    runs_empty = False
+    """Whether it also runs empty batches. `EmptyRule` runs them for other rules, as torch does."""
+
     def refusal(self, module: nn.Module) -> str | None:
         """The reason why per-sample gradients of this layer would be wrong, and the way out; None if there is none."""
         return None
@@ -91,7 +94,7 @@ class CapturedLayer:
         module, engine = self.module, self.engine
         if not torch.is_grad_enabled() or not engine.captures or self.lent or get_interpreter_stack():
             return type(module).forward(module, *args, **kwargs)
-        engine.enter(self)
+        rule = engine.enter(self)
         now = module.__dict__.get("forward")
         if isinstance(now, CapturedLayer) and now is not self:  # this call of the model has attached the layer anew
             return now(*args, **kwargs)
@@ -101,8 +104,8 @@ class CapturedLayer:
             raise ValueError(f"{self} got a nested tensor: pad it, with x.to_padded_tensor(0.0), and mask the loss")
         around, engine.running = engine.running, self
         try:
-            with nullcontext() if self.rule.runs_layers else WithoutOwnModes():
-                output = self.rule.run(self, *args, **kwargs)
+            with nullcontext() if rule.runs_layers else WithoutOwnModes():
+                output = rule.run(self, *args, **kwargs)
             if type(output) is Tensor:
                 engine.outputs.append(weakref.ref(output))
             return output
@@ -207,7 +210,7 @@ class CapturedLayer:
             ValueError: If it is not known which sample each row belongs to.
         """
         count = self.engine.forward.batch_size
-        if self.engine.forward.provenance is None and count != 0:
+        if self.engine.forward.provenance is None:
             raise self.unknown_rows()
         found = self.samples(input, 1)
         if found.kept is not None or found.lost:

@@ -7,7 +7,8 @@ from typing_extensions import override
 
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
 from torchzero_clip.per_sample.gradients.autograd_graph import leaves_of
-from torchzero_clip.per_sample.rules.generic import GenericRule, copy_of
+from torchzero_clip.per_sample.rules.copies import copy_of
+from torchzero_clip.per_sample.rules.generic import GenericRule
 from torchzero_clip.per_sample.samples.arguments import flattened, tensors_in
 from torchzero_clip.per_sample.samples.broadcast_row import TRANSPOSED, BroadcastRow, row_of_param
 from torchzero_clip.per_sample.samples.modes import OwnMode, WithoutOwnModes
