@@ -16,6 +16,7 @@ from per_sample.harness import (
 )
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 
 def uses(use, layer=None, *, frozen=False):
@@ -169,6 +170,18 @@ def test_functions_of_autograd_get_no_parameter_beside_layers(name):
             with pytest.raises(RuntimeError, match=r"^Net uses a parameter in a function that .*whole=\(Net,\)$"):
                 clipper.backward(losses_of(twin(x)))
     assert_matches_loop(model, x, modes=("auto", "low"), whole=(Net,))
+
+
+def test_checkpoints_get_a_module_that_holds_the_parameter():
+    def forward(m, x):
+        return checkpoint(m.function or (lambda h: m.lin(h) * m.p), x, use_reentrant=False)
+
+    held = {"function": None, "lin": nn.Linear(3, 3), "p": weight(3)}
+    with clip(model := Net(forward, **held)), pytest.raises(RuntimeError, match=r"^Net uses.*checkpoint.*a module"):
+        model(torch.randn(5, 3))
+    held["function"] = Net(lambda m, h: m.lin(h) * m.p, lin=held["lin"], p=held["p"])
+    for model in (Net(forward, **held), Net(lambda m, x: checkpoint(m.inner, x, use_reentrant=False), inner=scale())):
+        assert_matches_loop(model, torch.randn(5, 3), modes=("auto", "low"))
 
 
 @pytest.mark.parametrize("count", [1, 4, 5])
