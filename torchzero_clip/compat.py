@@ -50,12 +50,6 @@ def is_backward_compiled() -> bool:
     return getattr(module, "in_compiled_autograd_region", False)
 
 
-def stores_by_hooks() -> bool:
-    """True if hooks of saved tensors, such as those of checkpoints, see what the graph stores now."""
-    top: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # pyright: ignore
-    return top is None or top(True) is not None
-
-
 def checkpoint_around() -> object:
     """The innermost checkpoint that repeats in the backward what runs now, if it is not reentrant; None without one."""
     top: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # pyright: ignore

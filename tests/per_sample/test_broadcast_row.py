@@ -195,6 +195,14 @@ def test_parameters_beside_layers_are_right(name, count):
     assert_matches_loop(model, torch.randn(count, 4, 3), modes=("auto", "low"), losses=losses)
 
 
+def test_a_class_token_may_be_joined_to_sequences_that_come_first():
+    def forward(m, x):
+        return torch.cat([m.p[:1].expand(-1, x.shape[1], -1), m.lin(x)]) * m.p
+
+    for x in (torch.randn(3, 5, 3), torch.randn(3, 4, 3)):
+        assert_matches_loop(bare(forward, 4, 1, 3), x, batch_first=False, modes=("auto", "low"))
+
+
 def test_a_random_mask_has_samples():
     def forward(m, x):
         torch.manual_seed(len(x))

@@ -324,6 +324,21 @@ def test_a_refusal_changes_nothing(name):
     assert_right(model, x)
 
 
+def test_rows_that_all_samples_share_are_right_with_a_first_dimension():
+    """A network of the inputs, and one of the points at which all of them are evaluated."""
+    points = torch.linspace(0, 1, T, dtype=torch.float64)[:, None]
+
+    def forward(m, x):
+        at = points[None] if m.right else points * 1
+        return torch.einsum("bd,nd->bn", m.branch(x), m.trunk(at).view(T, -1))
+
+    model, x = Net(forward, branch=lin(), trunk=lin(1), right=False).double(), data().double()
+    with clip(model) as clipper, pytest.raises(ValueError, match=r"several samples.*of size 1: x\[None\]\. Or run"):
+        clipper.backward(losses_of(model(x)))
+    model.right = True
+    assert_right(model, x, verify="always")
+
+
 def test_rows_in_a_reentrant_checkpoint_are_refused():
     model, x = Net(in_a_reentrant_checkpoint, inner=plain()), data()
     with clip(model) as clipper, pytest.raises(ValueError, match=f"{UNKNOWN}a checkpoint with use_reentrant=True"):

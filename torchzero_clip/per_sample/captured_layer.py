@@ -236,11 +236,11 @@ class CapturedLayer:
             raise self.unknown_rows()
         return labels.flatten().expand(input.shape[dim])
 
-    def unknown_rows(self, *, why: str = "", instead: str = "") -> ValueError:
-        """The error for rows of which it is not known which samples they belong to."""
+    def unknown_rows(self, *, why: str = "", instead: str = "", how: str = "") -> ValueError:
+        """The error for rows of which it is not known which samples they belong to. ``how`` is another way out."""
         provenance = self.engine.forward.provenance
         given = sorted(provenance.given) if provenance is not None else []
-        how = (
+        how = how or (
             f"rows() got vectors for {' and '.join(map(str, given))} rows only: give it one for each number of rows"
             if given
             else "Say which sample each row belongs to, with `with clipper.rows(sample_of_row, batch_size=B):` around "

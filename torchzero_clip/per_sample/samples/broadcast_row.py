@@ -170,7 +170,9 @@ def _with_copies(func: Any, args: Any, kwargs: Any, leaves: list[Any], rebuilt: 
     if kind in EXPANSIONS and first.fits(output.ndim, dim := layer.engine.batch_dim):
         expansion = kind, tuple(first.shape), output.ndim
         if _is_to_batch(layer, expansion, output.shape[dim], count):
-            return _expanded(kind, first.aligned(output.ndim, dim), output)
+            output = _expanded(kind, first.aligned(output.ndim, dim), output)
+            layer.mark(output, dim)
+            return output
     try:
         each = torch.vmap(call)(*call.copies)
     except (RuntimeError, ValueError):  # it cannot run under vmap

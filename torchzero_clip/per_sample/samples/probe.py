@@ -102,9 +102,9 @@ class LostRows(Call):
         self.grad, self.inputs = grad, inputs
         return []
 
-    def refusal(self, reason: str) -> ValueError:
+    def refusal(self, reason: str, how: str = "") -> ValueError:
         """The error for rows whose samples cannot be found."""
-        return self.layer.unknown_rows(why=f", and backward(losses) cannot find them: {reason}")
+        return self.layer.unknown_rows(why=f", and backward(losses) cannot find them: {reason}", how=how)
 
     def found(self, numbers: Tensor, losses: Tensor) -> Sequence[Contribution]:
         """The contributions, once the further backwards have run.
@@ -124,8 +124,10 @@ class LostRows(Call):
                 f"their gradients are {small}{f'; losses of samples {bad} are not finite' if bad else ''}"
             )
         if bool((rows == WRONG).any()):
+            shared = "If all samples share them, as positions, give them a first dimension of size 1: x[None]"
             raise self.refusal(
-                "some belong to several samples, or a function or hook has a backward that is not linear"
+                "some belong to several samples, or a function or hook has a backward that is not linear",
+                shared if self.inputs and self.layer.labels(self.inputs[0]) is None else "",
             )
         usual = torch.arange(len(rows), device=rows.device).clamp(max=len(losses) - 1)
         self._rows = torch.where(rows == ZERO, usual.view(-1, *[1] * (rows.ndim - 1)), rows).flatten()
