@@ -210,7 +210,7 @@ class CapturedLayer:
             ValueError: If it is not known which sample each row belongs to.
         """
         count = self.engine.forward.batch_size
-        if self.engine.forward.provenance is None:
+        if self.engine.forward.provenance is None and count != 0:
             raise self.unknown_rows()
         found = self.samples(input, 1)
         if found.kept is not None or found.lost:

@@ -2,8 +2,10 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule, Samples
@@ -34,15 +36,21 @@ class Bare(nn.Module):
 
 
 class EmptyRule(Rule):
-    """Runs any layer on an empty batch. Its parameters get the sums of copies for no samples, which are zeros."""
+    """Runs any layer on an empty batch. Its parameters get the sums of copies for no samples, which are zeros.
+
+    Its output depends on all of them, also on those of experts that got no row, so that all processes do the same.
+    """
 
     runs_layers = True
 
     @override
     def run(self, layer: CapturedLayer, /, *args: Any, **kwargs: Any) -> Any:
         pairs = zip(layer.params, layer.values, strict=True)
-        now = {f"inner.{name}": x.detach() + copy_of(layer, param, x, 0).sum(0) for name, (param, x) in pairs}
-        return functional_call(Bare(layer.module), now, args, kwargs)
+        zeros = {name: copy_of(layer, param, x, 0).sum(0) for name, (param, x) in pairs}
+        nothing = torch.stack([x.sum() for x in zeros.values()]).sum()
+        now = {f"inner.{name}": x.detach() + zeros[name] for name, (_, x) in zip(zeros, layer.values, strict=True)}
+        output = functional_call(Bare(layer.module), now, args, kwargs)
+        return pytree.tree_map_only(Tensor, lambda x: x + nothing.to(x.dtype), output)
 
 
 EMPTY = EmptyRule()
