@@ -50,6 +50,13 @@ def is_backward_compiled() -> bool:
     return getattr(module, "in_compiled_autograd_region", False)
 
 
+def checkpoint_around() -> object:
+    """The innermost checkpoint that repeats in the backward what runs now, if it is not reentrant; None without one."""
+    top: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # pyright: ignore
+    hooks = None if top is None else top(True)
+    return hooks[0] if hooks is not None and "checkpoint" in hooks[0].__qualname__ else None
+
+
 def grad_dtype(param: Tensor) -> torch.dtype:
     """The dtype of the gradient of a parameter: ``param.grad_dtype`` if torch has that and it is set, else its own."""
     chosen = param.grad_dtype if hasattr(Tensor, "grad_dtype") else None  # torch 2.9 lacks it
