@@ -14,8 +14,8 @@ Rebuild: TypeAlias = Callable[[Sequence[Any]], tuple[Sequence[Any], Mapping[str,
 
 OF_TORCH = Tensor, torch.Size, torch.dtype, torch.device, torch.memory_format
 OBJECTS = 100
-ATOMS = frozenset((Tensor, nn.Parameter, torch.dtype, int, float, bool, NoneType))
 LEAVES = *OF_TORCH, int, float, str, NoneType, EllipsisType, slice
+ATOMS = frozenset((*LEAVES, nn.Parameter, bool))
 
 
 def flattened(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], Rebuild]:

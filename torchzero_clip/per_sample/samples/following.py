@@ -21,7 +21,7 @@ from torchzero_clip.per_sample.samples.broadcast_row import BroadcastRow
 from torchzero_clip.per_sample.samples.labels import LOST, Known, Labels, simplest, wider
 from torchzero_clip.per_sample.samples.modes import OwnMode
 from torchzero_clip.per_sample.samples.operations import ELEMENTS, NEW, Part, beside, dims_of, is_listed, names, unmoved
-from torchzero_clip.per_sample.samples.provenance import Provenance
+from torchzero_clip.per_sample.samples.provenance import Provenance, version_of
 
 VIEWS = names("""
     broadcasttensors chunk detach diagonal dsplit expand expandas hsplit moveaxis movedim narrow permute resolveconj
@@ -107,18 +107,18 @@ class Functions:
     def call(self, func: Any, name: str, args: Any, kwargs: Any, *, inside: bool = False) -> Any:
         """Return the output of a function."""
         target: Any = args[0] if args else None
-        changes = isinstance(target, Tensor) and type(target) is not BroadcastRow and not target.is_inference()
-        version = target._version if changes else 0
-        if inside or _is_known(name) or not self._has_samples(args, kwargs):
+        changes = isinstance(target, Tensor) and type(target) is not BroadcastRow
+        version = version_of(target) if changes else 0
+        if _is_known(name) or inside or not self._has_samples(args, kwargs):
             output = func(*args, **kwargs)
         else:
             with _Inside(self):
                 output = func(*args, **kwargs)
             name = "composite"
         with DisableTorchFunctionSubclass():  # the argument may be a `BroadcastRow`
-            if changes and target._version != version:
+            if changes and version_of(target) != version:
                 self._changed(func, name, target, version, args, kwargs)
-            new = self._provenance.without_views(output if isinstance(output, list | tuple) else (output,))
+            new = [x for x in (output if isinstance(output, list | tuple) else (output,)) if self._provenance.is_new(x)]
             if new and name != "grad":
                 self._returned(func, name, args, kwargs, new)
             if "out" in kwargs and isinstance(kwargs["out"], Tensor):
@@ -138,11 +138,13 @@ class Functions:
             if isinstance(x, Tensor) and (found := of(x)) is not None:
                 known[i] = found
         results: Sequence[Labels] = [None] * len(new)
-        if known and name in ELEMENTS and [*known] == [0] and leaves[0].shape == new[0].shape:  # most functions
-            results = [known[0]] * len(new)
-        elif known and name != "composite":
-            results = self._found(_Call(func, name, args, kwargs, leaves, rebuilt, known), new)
-        elif not known and any(type(x) is BroadcastRow for x in leaves):
+        if known:
+            first, shape = next(iter(known.values())), new[0].shape
+            if name in ELEMENTS and all(found is first and leaves[i].shape == shape for i, found in known.items()):
+                results = [first] * len(new)  # most functions
+            elif name != "composite":
+                results = self._found(_Call(func, name, args, kwargs, leaves, rebuilt, known), new)
+        elif any(type(x) is BroadcastRow for x in leaves):
             return  # copies for each sample, of which the graph knows
         for x, found in zip(new, results, strict=True):
             self._provenance.note(x, found)

@@ -2,7 +2,6 @@
 
 import functools
 import math
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -12,8 +11,7 @@ from torchzero_clip.per_sample.samples.labels import LOST, Known, Labels, wider
 from torchzero_clip.per_sample.samples.layout import place_of, seen_from
 
 
-@dataclass(frozen=True, eq=False)
-class Owners:
+class Owners(NamedTuple):
     """The sample of each run of ``step`` entries from ``start`` on; None for all samples in order, again and again."""
 
     step: int
