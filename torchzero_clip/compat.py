@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass as DisableTorchFunctionSubclass
-from torch._C import _current_graph_task_id  # pyright: ignore
-from torch._C import _storage_address  # pyright: ignore
+from torch._C import (
+    _current_graph_task_id,  # pyright: ignore
+    _storage_address,  # pyright: ignore
+)
 from torch._C._functorch import get_interpreter_stack as get_interpreter_stack
 from torch._C._functorch import get_unwrapped as get_unwrapped
 from torch._C._functorch import is_batchedtensor as is_batchedtensor

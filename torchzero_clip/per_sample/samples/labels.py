@@ -7,7 +7,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from torchzero_clip.per_sample.samples.layout import place_of, step_at, strides_of
+from torchzero_clip.per_sample.samples.layout import Place, place_of, step_at, strides_of
 
 Known: TypeAlias = int | Tensor
 """A step, as in `layout`, or the sample of each entry, in a tensor that can be broadcast.
@@ -54,7 +54,7 @@ def simplest(labels: Tensor, shape: Sequence[int], count: int, *, of_batch: bool
         return labels
     if lowest < 0:
         found = [dim for dim, size in enumerate(shape) if size == count and _is_along(labels, dim, count)]
-        return step_at(found[0], shape) if len(found) == 1 else labels
+        return step_at(Place(found[0]), shape) if len(found) == 1 else labels
     depth = depth_of(labels)
     flat = labels.expand(*shape[:depth], *labels.shape[depth:]).reshape(-1)
     run = int((flat != flat[0]).int().argmax())  # where the second sample begins

@@ -14,26 +14,29 @@ from torch.nn.utils.rnn import PackedSequence
 
 from torchzero_clip.compat import address_of_storage, current_graph_task_id
 from torchzero_clip.per_sample.samples.labels import LOST, Known, Labels, agree, simplest
-from torchzero_clip.per_sample.samples.layout import place_of, seen_from, step_at
+from torchzero_clip.per_sample.samples.layout import Place, place_of, seen_from, step_at
 from torchzero_clip.per_sample.samples.memory import Layout, Owners, end_of, owned, seen, spread, written
 
 
 class _Memory:
     """The owners of the entries of a memory from ``first`` to ``end``; LOST if they are not known.
 
-    A function finds them when somebody asks, if that takes time. A step stands for owners from the first entry on. While
-    the object exists, no other memory has this address.
+    A function finds them when somebody asks, if that takes time. A step stands for owners from the first entry on.
+    While the object exists, no other memory has this address.
     """
 
-    __slots__ = "end", "first", "found", "held", "labels", "size", "version", "whole"
+    __slots__ = "end", "first", "found", "held", "labels", "size", "step", "version", "whole"
 
-    def __init__(self, tensor: Tensor, found: "int | Owners | Callable[[], Owners | None]", first: int, end: int) -> None:
+    def __init__(
+        self, tensor: Tensor, found: "int | Owners | Callable[[], Owners | None]", first: int, end: int
+    ) -> None:
         storage: Any = tensor.untyped_storage()
         self.held = storage._weak_ref()  # `StorageWeakRef` of torch takes twice as long
         self.found, self.first, self.end = found, first, end
         self.size = size = tensor.element_size()
         self.version = version_of(tensor)  # it changes with every change in place
         self.whole = first == 0 and end * size == storage.nbytes()  # these are all entries of the memory
+        self.step = found if isinstance(found, int) and self.whole else 0  # of each contiguous tensor of all entries
         self.labels: dict[tuple[int, Layout], Labels] = {}  # of tensors in it, where these are no step
 
     def __del__(self, release: Callable[[int], None] = torch.UntypedStorage._free_weak_ref) -> None:  # pyright: ignore
@@ -64,7 +67,7 @@ class Provenance:
                 place = min(dim, x.ndim - 1)
                 labels = self._of_given(x.shape)
                 if labels is None and x.shape[place] == count and x.stride(place):
-                    labels = 1 if count == 1 else step_at(place, x.shape)
+                    labels = 1 if count == 1 else step_at(Place(place), x.shape)
                 if labels is not None:
                     noted.append((x, labels))
                     self.note(x, labels)
@@ -147,7 +150,7 @@ class Provenance:
         owners = owned(labels, layout, self.count)
         found = None if owners is None or owners.of is not None else seen(owners, whole, self.count)
         place = place_of(found, whole.shape, self.count) if isinstance(found, int) else None
-        return owners if place is not None and place[1] == 1 and whole.shape[place[0]] == self.count else None
+        return owners if place is not None and place.run == 1 and whole.shape[place.dim] == self.count else None
 
     def note_packed(self, packed: PackedSequence) -> None:
         """Store the labels of the rows of a packed sequence of all samples."""
@@ -157,7 +160,7 @@ class Provenance:
         self.note(packed.data, simplest(rows, packed.data.shape, self.count))
 
     def is_new(self, value: Any) -> bool:
-        """True for a tensor in a memory that is not known. Of others, store what a function that is not seen may ask."""
+        """True for a tensor in an unknown memory. Of others, store what a function that is not seen may ask."""
         if not isinstance(value, Tensor):
             return False
         if memory_of(value) not in self._memories:
@@ -181,9 +184,8 @@ class Provenance:
     def of(self, tensor: Tensor) -> Labels:
         """The labels of a tensor."""
         memory = self._memories.get(memory_of(tensor))
-        if memory is not None and memory.whole and type(memory.found) is int and tensor.numel() == memory.end:
-            known = tensor.is_contiguous() and memory.version == version_of(tensor)
-            labels = memory.found if known else self._seen(memory, tensor, version_of(tensor))
+        if memory is not None and memory.step and tensor.numel() == memory.end and tensor.is_contiguous():
+            labels = memory.step if memory.version == version_of(tensor) else LOST
         elif memory is not None and (memory.whole or self._memory(tensor)):
             labels = self._seen(memory, tensor, version_of(tensor))
         elif tensor.grad_fn is not None:
@@ -270,9 +272,9 @@ class Provenance:
         found: set[int] = set()
         for labels, before in known:
             place = place_of(labels, tuple(before), self.count) if isinstance(labels, int) and labels != LOST else None
-            dim = -1 if place is None or place[1] > 1 else place[0]
+            dim = -1 if place is None or place.run > 1 else place.dim
             kept = 0 <= dim < len(shape) and tuple(shape[: dim + 1]) == tuple(before[: dim + 1])
-            found.add(step_at(dim, shape) if kept else LOST)
+            found.add(step_at(Place(dim), shape) if kept else LOST)
         return found.pop() if len(found) == 1 else LOST
 
 
