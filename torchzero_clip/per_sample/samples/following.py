@@ -71,7 +71,7 @@ class Following(OwnMode):
 
     def __init__(self, provenance: Provenance) -> None:
         super().__init__()
-        self._functions = Functions(provenance)
+        self._provenance = provenance
 
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -82,30 +82,10 @@ class Following(OwnMode):
                 return func(*args)
         if torch.compiler.is_compiling() or get_interpreter_stack():
             return func(*args, **(kwargs or {}))
-        return self._functions.call(func, _key(name), args, kwargs or {})
-
-
-class _Inside(TorchDispatchMode):
-    """Notes the labels of the operations that a function consists of."""
-
-    def __init__(self, functions: "Functions") -> None:
-        super().__init__()
-        self._functions = functions
-
-    @override
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = _key(func._schema.name.partition("::")[2])
-        return self._functions.call(func, name, args, kwargs or {}, inside=True)
-
-
-class Functions:
-    """Calls functions, and notes the labels of their outputs."""
-
-    def __init__(self, provenance: Provenance) -> None:
-        self._provenance = provenance
+        return self.call(func, _key(name), args, kwargs or {})
 
     def call(self, func: Any, name: str, args: Any, kwargs: Any, *, inside: bool = False) -> Any:
-        """Return the output of a function."""
+        """Return the output of a function, and note its labels."""
         target: Any = args[0] if args else None
         changes = isinstance(target, Tensor) and type(target) is not BroadcastRow
         version = version_of(target) if changes else 0
@@ -118,8 +98,8 @@ class Functions:
         with DisableTorchFunctionSubclass():  # the argument may be a `BroadcastRow`
             if changes and version_of(target) != version:
                 self._changed(func, name, target, version, args, kwargs)
-            new = [x for x in (output if isinstance(output, list | tuple) else (output,)) if self._provenance.is_new(x)]
-            if new and name != "grad":
+            outputs = output if isinstance(output, list | tuple) else (output,)
+            if (new := [*filter(self._provenance.is_new, outputs)]) and name != "grad":
                 self._returned(func, name, args, kwargs, new)
             if "out" in kwargs and isinstance(kwargs["out"], Tensor):
                 self._provenance.note_change(kwargs["out"], LOST)
@@ -133,21 +113,21 @@ class Functions:
     def _returned(self, func: Any, name: str, args: Any, kwargs: Any, new: Sequence[Tensor]) -> None:
         """Note the labels of new tensors that a function has returned."""
         leaves, rebuilt = flattened(args, kwargs)
-        of, known = self._provenance.of, dict[int, Known]()
+        provenance, known = self._provenance, dict[int, Known]()
         for i, x in enumerate(leaves[:1] if name in ("to", "typeas") else leaves):
-            if isinstance(x, Tensor) and (found := of(x)) is not None:
+            if isinstance(x, Tensor) and (found := provenance.of(x)) is not None:
                 known[i] = found
         results: Sequence[Labels] = [None] * len(new)
-        if known:
-            first, shape = next(iter(known.values())), new[0].shape
-            if name in ELEMENTS and all(found is first and leaves[i].shape == shape for i, found in known.items()):
-                results = [first] * len(new)  # most functions
-            elif name != "composite":
-                results = self._found(_Call(func, name, args, kwargs, leaves, rebuilt, known), new)
-        elif any(type(x) is BroadcastRow for x in leaves):
+        if not known and any(type(x) is BroadcastRow for x in leaves):
             return  # copies for each sample, of which the graph knows
+        if known and name != "composite":
+            i, first = next(iter(known.items()))
+            if name in ELEMENTS and new[0].shape == leaves[i].shape and (len(known) == 1 or _are_same(known, leaves)):
+                results = [first] * len(new)  # most functions
+            else:
+                results = self._found(_Call(func, name, args, kwargs, leaves, rebuilt, known), new)
         for x, found in zip(new, results, strict=True):
-            self._provenance.note(x, found)
+            provenance.note(x, found)
 
     def _found(self, call: "_Call", outputs: Sequence[Tensor]) -> Sequence[Labels]:
         """The labels of new outputs, which are the same for arguments of the same shapes and steps."""
@@ -328,6 +308,19 @@ class Functions:
         }
 
 
+class _Inside(TorchDispatchMode):
+    """Notes the labels of the operations that a function consists of."""
+
+    def __init__(self, following: Following) -> None:
+        super().__init__()
+        self._following = following
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = _key(func._schema.name.partition("::")[2])
+        return self._following.call(func, name, args, kwargs or {}, inside=True)
+
+
 @dataclass
 class _Call:
     """A call of a function whose arguments have labels, by their places among the leaves."""
@@ -400,6 +393,14 @@ class _Call:
             return []
         output = args[0] if output is None else output
         return [x for x in (output if isinstance(output, list | tuple) else [output]) if isinstance(x, Tensor)]
+
+
+def _are_same(labels: Mapping[int, Known], leaves: Sequence[Any]) -> bool:
+    """True if the arguments with labels are of one shape and regular, with one step."""
+    (i, first), *rest = labels.items()
+    return isinstance(first, int) and all(
+        isinstance(found, int) and found == first and leaves[j].shape == leaves[i].shape for j, found in rest
+    )
 
 
 @functools.cache
