@@ -224,6 +224,10 @@ class Provenance:
         if memory.found is LOST or memory.version != version:
             return LOST
         size, layout = tensor.element_size(), Layout.of(tensor)
+        if memory.step and size == memory.size:  # most memories
+            step = seen_from(memory.step, 0, *layout, self.count)
+            if step is not None:
+                return step
         if memory.labels and (size, layout) in memory.labels:
             return memory.labels[size, layout]
         owners = memory.owners
