@@ -5,6 +5,7 @@ operations that it consists of are followed instead.
 """
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -64,6 +65,7 @@ TENSORS = {"T", "mT", "H", "mH", "data", "real", "imag", "grad"}
 
 FOUND: dict[tuple[Any, ...], Sequence[Labels]] = {}
 MOST_FOUND = 4096
+EXACT = 2.0**53  # float64 has all integers up to it
 
 
 class Following(OwnMode):
@@ -181,11 +183,10 @@ class Following(OwnMode):
             found = [beside(part, outputs[0].shape, count, dims) for part in parts if isinstance(part.labels, int)]
             if found and len(found) == len(parts) and LOST not in found and len({*found}) == 1:
                 return found[:1]
-        result = call.run({i: x + 1 for i, x in self._numbers(call, call.moved).items()})  # zeros are of no sample
-        results = [x.long() - 1 for x in result if x.is_floating_point()]
+        results = [x for x in call.run(self._numbers(call, call.moved)) if x.is_floating_point()]
         if not results:
             return [LOST] * len(outputs)
-        found = [simplest(x, y.shape, count) for x, y in zip(results, outputs, strict=False)]
+        found = [simplest(_labels_of(x), y.shape, count) for x, y in zip(results, outputs, strict=False)]
         return [*found, *[None] * (len(outputs) - len(found))]  # lengths or sizes come second
 
     def _padded(self, call: "_Call", output: Tensor) -> Known:
@@ -198,8 +199,7 @@ class Following(OwnMode):
             return found
         full = self._numbers(call, [0])[0]
         mode = next((x for x in call.leaves if isinstance(x, str)), "constant")
-        full = F.pad(full, list(pads), value=LOST) if mode == "constant" else F.pad(full, list(pads), mode)
-        found = simplest(full.long(), output.shape, count)
+        found = simplest(_labels_of(F.pad(full, list(pads), mode)), output.shape, count)
         return LOST if found is None else found
 
     def _placed(self, call: "_Call", output: Tensor) -> Labels:
@@ -216,26 +216,41 @@ class Following(OwnMode):
         numbers = self._numbers(call, [0, last])
         if call.name in PLACES and not any(x is True or isinstance(x, str) for x in call.leaves):
             result = call.run({0: numbers[0].clone(), last: numbers[last]})
-            return simplest(result[0].long(), output.shape, count) if result else LOST
+            return simplest(_labels_of(result[0]), output.shape, count) if result else LOST
         added = self._added(call, numbers[0], numbers[last], last)
-        return LOST if added is None else simplest(added, output.shape, count)
+        if added is None or isinstance(into, int):
+            return LOST if added is None else into
+        return simplest(_labels_of(added), output.shape, count)
 
     def _added(self, call: "_Call", before: Tensor, given: Tensor, place: int) -> Tensor | None:
-        """The labels where a function adds entries; None if different samples are added up.
+        """The numbers of labels where a function adds entries; None if different samples are added up.
 
-        It adds ones, labels and their squares: where all k labels are n, it finds k, k n and k n ** 2.
+        The function adds the numbers, plus a power of two that counts them. Where it adds several, k, it also adds
+        their squares: if all k numbers are n, it finds k, k n and k n ** 2.
         """
-        if "reduce" in call.kwargs or call.name == "scatterreduce":
+        count = self._provenance.count
+        if call.along is None:  # one for each entry of the indices
+            most = math.prod(math.prod(shape) for shape in {x.shape for i, x in call.tensors.items() if 0 < i < place})
+        else:
+            most = math.prod(given.shape[dim] for dim in call.along)
+        one = 2.0 ** (most * count).bit_length()
+        if "reduce" in call.kwargs or call.name == "scatterreduce" or most * max(one, count**2) >= EXACT:
             return None
-        zeros = torch.zeros_like(before, dtype=torch.float64)
-        found = [call.run({0: zeros.clone(), place: given.double() ** power}) for power in range(3)]
-        if not all(found):
+        zeros, given = torch.zeros_like(before, dtype=torch.float64), given.double()
+        found = call.run({0: zeros.clone(), place: torch.add(given, given.sign(), alpha=one)})
+        if not found:
             return None
-        times, once, squares = (x[0] for x in found)
-        got, owner = times > 0, once / times.clamp(min=1)
-        alike = torch.equal(times * squares, once * once) and torch.equal(owner, owner.round())
-        clash = got & (before >= 0) & (owner != before)
-        return torch.where(got, owner, before.double()).long() if alike and not bool(clash.any()) else None
+        times = (found[0] / one).floor()
+        owner = torch.add(found[0], times, alpha=-one)
+        if times.numel() and times.max() > 1:
+            squares = call.run({0: zeros, place: given.square()})[0]
+            if not torch.equal(times * squares, owner.square()):
+                return None
+            owner = owner / times.clamp(min=1)
+        if call.labels.get(0) is None:
+            return owner
+        clash = (owner - before) * owner * before
+        return None if bool(clash.any()) else torch.maximum(owner, before)
 
     def _looked_up(self, call: "_Call", output: Tensor) -> Labels:
         """The labels of entries that an index selects from a tensor without samples: those of the index."""
@@ -296,10 +311,13 @@ class Following(OwnMode):
             self._provenance.note_change(tensor, found)
 
     def _numbers(self, call: "_Call", places: Sequence[int]) -> dict[int, Tensor]:
-        """The labels of arguments as numbers, with size 1 where the function does not look and none of them varies."""
+        """Numbers that stand for the labels of arguments, with size 1 where the function does not look and none varies.
+
+        They are the samples plus 1. Entries of no sample are 0.
+        """
         count, free, leaves = self._provenance.count, call.free, call.leaves
         found = {
-            i: wider(call.labels.get(i), leaves[i].shape, count).to(leaves[i].device, torch.float32) for i in places
+            i: wider(call.labels.get(i), leaves[i].shape, count).to(leaves[i].device, torch.float32) + 1 for i in places
         }
         sizes: dict[int, int] = {dim: max(x.shape[dim] for x in found.values() if x.ndim >= -dim) for dim in free}
         return {
@@ -387,6 +405,8 @@ class _Call:
         if self.name.startswith("pad"):
             leaves = [0.0 if isinstance(x, float) else x for x in leaves]  # the value of padding
         args, kwargs = self.rebuilt(leaves)
+        if "alpha" in kwargs:  # what `index_add` multiplies the entries by
+            kwargs = {**kwargs, "alpha": 1}
         try:
             output = self.func(*args, **kwargs)
         except RuntimeError:  # such as a view of labels of one entry
@@ -401,6 +421,11 @@ def _are_same(labels: Mapping[int, Known], leaves: Sequence[Any]) -> bool:
     return isinstance(first, int) and all(
         isinstance(found, int) and found == first and leaves[j].shape == leaves[i].shape for j, found in rest
     )
+
+
+def _labels_of(numbers: Tensor) -> Tensor:
+    """The labels that numbers stand for."""
+    return numbers.long() - 1
 
 
 @functools.cache
