@@ -99,11 +99,12 @@ class CapturedLayer:
             return now(*args, **kwargs)
         if (reason := self.rule.refusal(module)) is not None:
             raise ValueError(f"{self} cannot be clipped per sample: {reason}")
-        if any(isinstance(x, Tensor) and x.is_nested for x in (*args, *kwargs.values())):
-            raise ValueError(f"{self} got a nested tensor: pad it, with x.to_padded_tensor(0.0), and mask the loss")
         around, engine.running = engine.running, self
         try:
             with nullcontext() if self.rule.runs_layers else WithoutOwnModes():
+                if any(isinstance(x, Tensor) and x.is_nested for x in (*args, *kwargs.values())):
+                    way_out = "pad it, with x.to_padded_tensor(0.0), and mask the loss"
+                    raise ValueError(f"{self} got a nested tensor: {way_out}")
                 output = self.rule.run(self, *args, **kwargs)
             if type(output) is Tensor:
                 engine.outputs.append(weakref.ref(output))
@@ -232,7 +233,7 @@ class CapturedLayer:
         if isinstance(labels, Place):
             if labels == Place(dim):
                 return None
-            labels = wider(step_at(labels, input.shape), input.shape, provenance.count)
+            labels = wider(step_at(labels, tuple(input.shape)), input.shape, provenance.count)
         if not isinstance(labels, Tensor) or labels.shape[dim] != labels.numel() or bool((labels < 0).any()):
             raise self.unknown_rows()
         return labels.flatten().expand(input.shape[dim])
@@ -363,7 +364,7 @@ class CapturedLayer:
         if provenance is not None and output.ndim:
             if isinstance(labels, Place):
                 fits = output.shape[labels.dim] == provenance.count * labels.run
-                labels = step_at(labels, output.shape) if fits else LOST
+                labels = step_at(labels, tuple(output.shape)) if fits else LOST
             provenance.note(output, labels)
 
     def refuse_row(self) -> None:

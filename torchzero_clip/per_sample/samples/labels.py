@@ -57,7 +57,7 @@ def simplest(labels: Tensor, shape: Sequence[int], count: int, *, of_batch: bool
         return labels
     if lowest < 0:
         found = [dim for dim, size in enumerate(shape) if size == count and _is_along(labels, dim, count)]
-        return step_at(Place(found[0]), shape) if len(found) == 1 else labels
+        return step_at(Place(found[0]), tuple(shape)) if len(found) == 1 else labels
     depth = depth_of(labels)
     length = math.prod(shape[:depth])
     if length % count:  # of a regular tensor that ends before the last sample, the labels are as good

@@ -38,9 +38,10 @@ def place_of(step: int, shape: tuple[int, ...], count: int) -> Place | None:
     return None
 
 
-def step_at(place: Place, shape: Sequence[int]) -> int:
+@functools.lru_cache(4096)
+def step_at(place: Place, shape: tuple[int, ...]) -> int:
     """The step of a tensor whose samples are at this place."""
-    return place.run * strides_of(tuple(shape))[place.dim]
+    return place.run * strides_of(shape)[place.dim]
 
 
 def moved(
@@ -51,7 +52,7 @@ def moved(
     dim = None if place is None else to(place.dim)
     if place is None or dim is None or not 0 <= dim < len(after) or after[dim] != before[place.dim]:
         return None
-    now = step_at(new := Place(dim, place.run), after)
+    now = step_at(new := Place(dim, place.run), tuple(after))
     return now if place_of(now, tuple(after), count) == new else None
 
 

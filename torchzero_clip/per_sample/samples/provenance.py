@@ -65,13 +65,14 @@ class Provenance:
         for x in arguments:
             if x.ndim:
                 place = min(dim, x.ndim - 1)
-                labels = self._of_given(x.shape)
+                labels = self._of_given(x.shape) if given else None
                 if labels is None and x.shape[place] == count and x.stride(place):
                     labels = 1 if count == 1 else step_at(Place(place), x.shape)
                 if labels is not None:
                     noted.append((x, labels))
                     self.note(x, labels)
-        for x, labels in noted:
+        apart = len(noted) == len(self._memories) and all(memory.step for memory in self._memories.values())
+        for x, labels in () if apart else noted:
             found = self.of(x)
             if memory_of(x) in self._memories and (
                 found is None or found is LOST or not agree(found, labels, x.shape, count)
@@ -278,7 +279,7 @@ class Provenance:
             place = place_of(labels, tuple(before), self.count) if isinstance(labels, int) and labels != LOST else None
             dim = -1 if place is None or place.run > 1 else place.dim
             kept = 0 <= dim < len(shape) and tuple(shape[: dim + 1]) == tuple(before[: dim + 1])
-            found.add(step_at(Place(dim), shape) if kept else LOST)
+            found.add(step_at(Place(dim), tuple(shape)) if kept else LOST)
         return found.pop() if len(found) == 1 else LOST
 
 
