@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
@@ -35,8 +34,8 @@ SAME = names("""
 """)
 """Functions that keep the order of entries, if they copy them at all."""
 MOVES = SAME | names("""
-    broadcastto diag diagembed flip fliplr flipud gather getitem index indexselect maskedselect packpaddedsequence
-    padpackedsequence repeat repeatinterleave roll rot90 take takealongdim tile
+    broadcastto constantpadnd diag diagembed flip fliplr flipud gather getitem index indexselect maskedselect
+    packpaddedsequence pad padpackedsequence repeat repeatinterleave roll rot90 take takealongdim tile
 """)
 """Functions that move entries of their first argument."""
 JOINS = names("""
@@ -47,7 +46,8 @@ PLACES = {"indexcopy", "indexput", "maskedscatter", "scatter", "setitem"}
 """Functions that put the entries of their last argument into their first one, in place of others."""
 SUMS = {"indexadd", "scatteradd"}
 """Functions that add the entries of their last argument to their first one."""
-PADS = {"pad", "constantpadnd"}
+PADS = {"pad": 3, "constantpadnd": 2, "padpackedsequence": 3, "padsequence": 2}
+"""Functions that move entries and fill what is left, and the place of the value among their arguments."""
 ALONG = {
     **dict.fromkeys(("cat", "concat", "concatenate", "gather", "indexadd", "indexcopy", "indexselect", "scatter"), 1),
     **dict.fromkeys(("scatteradd", "scatterreduce"), 1),
@@ -63,6 +63,8 @@ TENSORS = {"T", "mT", "H", "mH", "data", "real", "imag", "grad"}
 """Attributes that are tensors."""
 
 
+NEUTRAL = {"alpha": 1, "value": 0, "padding_value": 0}
+"""Arguments that would change labels: what entries are multiplied by, and the values of padding."""
 FOUND: dict[tuple[Any, ...], Sequence[Labels]] = {}
 MOST_FOUND = 4096
 EXACT = 2.0**53  # float64 has all integers up to it
@@ -156,8 +158,6 @@ class Following(OwnMode):
             return [LOST] * len(outputs)
         if name in SAME and isinstance(labels.get(0), int):
             return [labels[0]]
-        if name in PADS:
-            return [self._padded(call, outputs[0])]
         moves = [*labels] if name in JOINS else [0] if name in MOVES and 0 in labels else []
         if moves:
             if any(labels[i] is LOST for i in moves):
@@ -188,19 +188,6 @@ class Following(OwnMode):
             return [LOST] * len(outputs)
         found = [simplest(_labels_of(x), y.shape, count) for x, y in zip(results, outputs, strict=False)]
         return [*found, *[None] * (len(outputs) - len(found))]  # lengths or sizes come second
-
-    def _padded(self, call: "_Call", output: Tensor) -> Known:
-        """The labels after padding, which belongs to no sample."""
-        labels, count, tensor = call.labels[0], self._provenance.count, call.leaves[0]
-        pads = call.args[1] if len(call.args) > 1 else call.kwargs["pad"]
-        dims = {tensor.ndim - 1 - i // 2 for i, n in enumerate(pads) if n}
-        found = LOST if labels is LOST else beside(Part(labels, tensor.shape), output.shape, count, dims)
-        if found is not LOST or labels is LOST:
-            return found
-        full = self._numbers(call, [0])[0]
-        mode = next((x for x in call.leaves if isinstance(x, str)), "constant")
-        found = simplest(_labels_of(F.pad(full, list(pads), mode)), output.shape, count)
-        return LOST if found is None else found
 
     def _placed(self, call: "_Call", output: Tensor) -> Labels:
         """The labels of a tensor into which a function has put entries, or added them."""
@@ -375,6 +362,9 @@ class _Call:
     @functools.cached_property
     def along(self) -> set[int] | None:
         """The dimensions along which entries are moved; None if that is not known."""
+        if self.name in ("pad", "constantpadnd"):
+            pads = self.args[1] if len(self.args) > 1 else self.kwargs["pad"]
+            return {self.ndim - 1 - i // 2 for i, n in enumerate(pads) if n}
         if self.name not in ALONG:
             return None
         place = ALONG[self.name]
@@ -402,11 +392,10 @@ class _Call:
     def run(self, labels: Mapping[int, Tensor]) -> list[Tensor]:
         """The outputs of the function for labels in place of values; none if it does not take them."""
         leaves = [labels.get(i, x) for i, x in enumerate(self.leaves)]
-        if self.name.startswith("pad"):
-            leaves = [0.0 if isinstance(x, float) else x for x in leaves]  # the value of padding
         args, kwargs = self.rebuilt(leaves)
-        if "alpha" in kwargs:  # what `index_add` multiplies the entries by
-            kwargs = {**kwargs, "alpha": 1}
+        kwargs = {key: NEUTRAL.get(key, x) for key, x in kwargs.items()}
+        if len(args) > (place := PADS.get(self.name, len(args))):
+            args = [*args[:place], 0, *args[place + 1 :]]
         try:
             output = self.func(*args, **kwargs)
         except RuntimeError:  # such as a view of labels of one entry
@@ -445,4 +434,4 @@ def _is_known(name: str) -> bool:
     return name in LISTED or is_listed(name)
 
 
-LISTED = VIEWS | MOVES | JOINS | PLACES | SUMS | PADS | SHAPES | KEEPS | TENSORS | {"scatterreduce"}
+LISTED = VIEWS | MOVES | JOINS | PLACES | SUMS | SHAPES | KEEPS | TENSORS | {"scatterreduce"}

@@ -134,24 +134,14 @@ class Provenance:
 
     def _part(self, owners: Owners | None, labels: Labels, layout: Layout, whole: Layout) -> Owners | None:
         """The owners of a memory in which a part gets labels."""
-        if isinstance(labels, int):
-            if owners is not None and _same(seen(owners, layout, self.count), labels):
-                return owners
-            if owners is None and (fits := self._of_all(labels, layout, whole)):
-                return fits
+        if owners is not None and isinstance(labels, int) and _same(seen(owners, layout, self.count), labels):
+            return owners
         owners = written(owners, labels, layout, max(end_of(layout), end_of(whole)), self.count)
         if owners is None:
             return None
         found = seen(owners, whole, self.count)
         found = simplest(found, whole.shape, self.count, of_batch=False) if isinstance(found, Tensor) else found
         return (owned(found, whole, self.count) if isinstance(found, int) else None) or owners
-
-    def _of_all(self, labels: int, layout: Layout, whole: Layout) -> Owners | None:
-        """The owners of a memory of which a part is regular, if all of it then has the samples in one dimension."""
-        owners = owned(labels, layout, self.count)
-        found = None if owners is None or owners.of is not None else seen(owners, whole, self.count)
-        place = place_of(found, whole.shape, self.count) if isinstance(found, int) else None
-        return owners if place is not None and place.run == 1 and whole.shape[place.dim] == self.count else None
 
     def note_packed(self, packed: PackedSequence) -> None:
         """Store the labels of the rows of a packed sequence of all samples."""
