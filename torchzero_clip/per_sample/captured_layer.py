@@ -290,9 +290,9 @@ class CapturedLayer:
         if provenance is None or not isinstance(labels, int) or labels is LOST:
             return labels
         shape, count, dim = tuple(input.shape), provenance.count, self.engine.batch_dim
-        if count == 1 and shape:
-            return Place(dim) if len(shape) > dim and shape[dim] == 1 else Place(0, shape[0])
-        place = place_of(labels, shape, count)
+        if count == 1 and len(shape) > dim and shape[dim] == 1:
+            return Place(dim)
+        place = Place(0, shape[0]) if count == 1 and shape and shape[0] else place_of(labels, shape, count)
         if place is None or shape[place.dim] != count * place.run or (place.run > 1 and place.dim):
             return wider(labels, shape, count)
         return place
@@ -332,15 +332,15 @@ class CapturedLayer:
         ``samples`` is the input of the layer. Without it, the output is a step of the layer, whose rows are its own.
         """
         before = output if output.requires_grad else None
-        where = None if samples is None or samples.lost else samples.rows
+        where: Place | Tensor | None = None
         if samples is not None and samples.lost:
             contribute = LostRows(self, contribute, samples.lost)
-        elif samples is not None and where is None:
-            where = Place(samples.dim, samples.run)
-        if samples is not None and (samples.run > 1 or samples.rows is not None):
-            rows = samples.run if samples.rows is None else samples.rows.flatten()
-            contribute = _regrouping(contribute, rows, self.engine.forward.batch_size)
-        kept = self.kept(inputs)
+        elif samples is not None:
+            where = Place(samples.dim, samples.run) if samples.rows is None else samples.rows
+            if samples.run > 1 or samples.rows is not None:
+                rows = samples.run if samples.rows is None else samples.rows.flatten()
+                contribute = _regrouping(contribute, rows, self.engine.forward.batch_size)
+        kept = self.kept(inputs) if self.engine.processes.sharded else inputs
         watched: Any = _Watched.apply(self.engine.anchor, before, [output.detach()], kept, self, contribute, where)
         if isinstance(where, Tensor):
             self.mark(watched, where.view(*where.shape, *[1] * (watched.ndim - where.ndim)))
@@ -353,8 +353,6 @@ class CapturedLayer:
 
     def kept(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """Inputs to keep until the end of the step: copies of those in a parameter that `fully_shard` frees before."""
-        if not self.engine.processes.sharded:
-            return inputs
         shown = memory_of(self.engine.attachment.model.parameters())
         return [x.clone() if memory_of((x,)) & shown else x for x in inputs]
 

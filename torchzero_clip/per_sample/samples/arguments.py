@@ -12,8 +12,8 @@ from torch.utils import _pytree as pytree
 Rebuild: TypeAlias = Callable[[Sequence[Any]], tuple[Sequence[Any], Mapping[str, Any]]]
 """Returns arguments with other leaves in the places of those that were found."""
 
-OF_TORCH = Tensor, torch.Size, torch.dtype, torch.device, torch.memory_format
 OBJECTS = 100
+OF_TORCH = Tensor, torch.Size, torch.dtype, torch.device, torch.memory_format
 LEAVES = *OF_TORCH, int, float, str, NoneType, EllipsisType, slice
 ATOMS = frozenset((*LEAVES, nn.Parameter, bool))
 

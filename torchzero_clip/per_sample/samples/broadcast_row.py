@@ -315,17 +315,32 @@ class _Call:
 
     def _of_rows(self, name: str, of_batch: list[Tensor], places: list[Any]) -> Any:
         """The output for rows of several samples: the function gets those of one sample at a time."""
-        x, place = of_batch[0], places[0]
+        x, place, count = of_batch[0], places[0], len(self.copies[0])
         same = torch.equal if isinstance(place, Tensor) else Place.__eq__
         if place is LOST or not all(type(other) is type(place) and same(other, place) for other in places):
             return NotImplemented
         depth = max(depth_of(place), 1) if isinstance(place, Tensor) else 1
         if any(y.shape[:depth] != x.shape[:depth] for y in of_batch):
             return NotImplemented
-        output = self._sorted(of_batch, place, depth) if isinstance(place, Tensor) else self._in_turn(of_batch)
-        if not isinstance(output, Tensor) or output.shape[:depth] != x.shape[:depth]:
+        rows, lengths, back = [y.flatten(0, depth - 1) for y in of_batch], [len(x) // max(count, 1)] * count, None
+        if isinstance(place, Tensor):  # sort them by sample
+            sample = place.reshape(place.shape[:depth]).expand(x.shape[:depth]).flatten().to(x.device)
+            in_all = depth == 1 or place.shape[:depth] == x.shape[:depth]  # else the function sees other rows
+            if not in_all or bool((sample < 0).any()):
+                return NotImplemented
+            order, lengths = sample.argsort(stable=True), sample.bincount(minlength=count).tolist()
+            rows, back = [y[order] for y in rows], order.argsort()
+        if len(set(lengths)) == 1:
+            output = self._by_sample([y.unflatten(0, (count, lengths[0])) for y in rows])
+            output = output.flatten(0, 1) if isinstance(output, Tensor) and output.ndim > 1 else output
+        else:
+            output = torch.cat(
+                [self(*one) for one in zip(*self.copies, *(y.split(lengths) for y in rows), strict=True)]
+            )
+        if not isinstance(output, Tensor) or len(output) != len(rows[0]):
             return NotImplemented
-        key, known = (name, "rows", depth, x.ndim, len(self.copies[0]) == 1), self._layer.known
+        output = (output if back is None else output[back]).unflatten(0, x.shape[:depth])
+        key, known = (name, "rows", depth, x.ndim, count == 1), self._layer.known
         if key not in known:
             known[key] = _are_equal(self._together(of_batch), output)
         if not known[key]:
@@ -334,30 +349,6 @@ class _Call:
             place = place.reshape(*place.shape[:depth], *[1] * (output.ndim - depth))
         self._layer.mark(output, place)
         return self._leaves[0].copy_(output) if self._changes else output
-
-    def _in_turn(self, of_batch: list[Tensor]) -> Any:
-        """The output for as many rows of each sample, one sample after the other."""
-        count = len(self.copies[0])
-        output = self._by_sample([y.unflatten(0, (count, len(y) // max(count, 1))) for y in of_batch])
-        return output.flatten(0, 1) if isinstance(output, Tensor) and output.ndim > 1 else output
-
-    def _sorted(self, of_batch: list[Tensor], labels: Tensor, depth: int) -> Any:
-        """The output for rows with labels in ``depth`` dimensions, sorted by sample; None if some have none."""
-        shape, count = of_batch[0].shape[:depth], len(self.copies[0])
-        sample = labels.reshape(labels.shape[:depth]).expand(shape).flatten().to(of_batch[0].device)
-        in_all = depth == 1 or labels.shape[:depth] == shape  # else the function sees other rows
-        if not in_all or bool((sample < 0).any()):
-            return None
-        order, lengths = sample.argsort(stable=True), sample.bincount(minlength=count).tolist()
-        rows = [y.flatten(0, depth - 1)[order] for y in of_batch]
-        if len(set(lengths)) == 1:
-            output = self._in_turn(rows)
-        else:
-            each = zip(*self.copies, *(y.split(lengths) for y in rows), strict=True)
-            output = torch.cat([self(*one) for one in each])
-        if not isinstance(output, Tensor) or len(output) != len(sample):
-            return None
-        return output[order.argsort()].view(*shape, *output.shape[1:])
 
 
 def _are_equal(together: Any, alone: Tensor) -> bool:
