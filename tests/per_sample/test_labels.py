@@ -198,3 +198,50 @@ def chain(seed):
 def test_labels_of_random_chains_are_the_samples_of_the_entries_or_lost(first):
     told, lost = zip(*(chain(seed) for seed in range(first, first + 200)), strict=True)
     assert sum(lost) < sum(told) / 8
+
+
+ADDITIONS = {
+    "index_add": lambda rng, z, index, x: z.index_add(0, index, x),
+    "times a number": lambda rng, z, index, x: z.index_add(0, index, x, alpha=rng.choice((0.5, 2, -1))),
+    "in place": lambda rng, z, index, x: z.index_add_(0, index, x),
+    "scatter_add": lambda rng, z, index, x: z.scatter_add(0, index[:, None].expand_as(x), x),
+    "accumulate": lambda rng, z, index, x: z.index_put((index,), x, accumulate=True),
+    "one for all": lambda rng, z, index, x: z.index_put((index,), x[:1], accumulate=True),
+}
+
+
+def addition(name, seed):
+    """Compare the labels after rows were added to others with their samples. Returns whether they were told."""
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    count, rows, size = rng.choice((2, 3, 7)), rng.randint(1, 9), rng.randint(1, 7)
+    of, before = torch.randint(count, (rows,)), torch.randint(-1, count, (size,))
+    index = rng.choice((torch.randint(size, (rows,)), of % size))
+    if rng.random() < 0.5:
+        before[:] = LOST  # none of these rows has a sample
+    x, z = torch.ones(rows, 2), torch.ones(size, 2)
+    provenance = Provenance(count, 0, [], {})
+    for tensor, labels in ((x, of), (z, before)):
+        if bool((labels >= 0).any()):
+            provenance.note(tensor, labels[:, None])
+    with Following(provenance):
+        result = ADDITIONS[name](rng, z, index, x)
+    labels = provenance.of(result)
+    of = of[:1].expand(rows) if name == "one for all" else of
+    pairs = [(row, sample) for row, sample in enumerate(before.tolist()) if sample >= 0]
+    pairs += [*zip(index.tolist(), of.tolist(), strict=True)]
+    samples = {row: {sample for other, sample in pairs if other == row} for row, _ in pairs}
+    if labels is LOST:
+        assert any(len(found) > 1 for found in samples.values())
+        return False
+    labels = wider(labels, result.shape, count).expand(result.shape)
+    for row, found in samples.items():
+        assert {*labels[row].tolist()} == found
+    return True
+
+
+@pytest.mark.parametrize("name", ADDITIONS)
+def test_labels_after_rows_are_added_are_theirs_or_lost_if_samples_are_added_up(name):
+    told = [addition(name, seed) for seed in range(100)]
+    assert any(told)
+    assert not all(told)

@@ -20,7 +20,7 @@ from torchzero_clip.per_sample.processes.sharding import memory_of, slots, stand
 from torchzero_clip.per_sample.rules.whole import whole_line, written
 from torchzero_clip.per_sample.samples.broadcast_row import BroadcastRow, is_row, row_of
 from torchzero_clip.per_sample.samples.labels import LOST, Labels, depth_of, wider
-from torchzero_clip.per_sample.samples.layout import place_of, step_at
+from torchzero_clip.per_sample.samples.layout import Place, place_of, step_at
 from torchzero_clip.per_sample.samples.modes import WithoutOwnModes
 from torchzero_clip.per_sample.samples.probe import LostRows
 
@@ -62,11 +62,13 @@ class Samples(NamedTuple):
     """The sample of each entry of the first dimensions, if the samples are in no dimension of their own."""
     lost: int = 0
     """The number of first dimensions that have rows of samples which are not known yet."""
+    run: int = 1
+    """The number of entries in a row of each sample in its dimension."""
 
     @property
     def is_plain(self) -> bool:
         """True if the samples are in order in a dimension of their own."""
-        return self.kept is None and self.rows is None and not self.lost
+        return self.kept is None and self.rows is None and not self.lost and self.run == 1
 
     @property
     def depth(self) -> int:
@@ -100,11 +102,12 @@ class CapturedLayer:
             return now(*args, **kwargs)
         if (reason := self.rule.refusal(module)) is not None:
             raise ValueError(f"{self} cannot be clipped per sample: {reason}")
-        if any(isinstance(x, Tensor) and x.is_nested for x in (*args, *kwargs.values())):
-            raise ValueError(f"{self} got a nested tensor: pad it, with x.to_padded_tensor(0.0), and mask the loss")
         around, engine.running = engine.running, self
         try:
             with nullcontext() if rule.runs_layers else WithoutOwnModes():
+                if any(isinstance(x, Tensor) and x.is_nested for x in (*args, *kwargs.values())):
+                    way_out = "pad it, with x.to_padded_tensor(0.0), and mask the loss"
+                    raise ValueError(f"{self} got a nested tensor: {way_out}")
                 output = rule.run(self, *args, **kwargs)
             if type(output) is Tensor:
                 engine.outputs.append(weakref.ref(output))
@@ -182,15 +185,15 @@ class CapturedLayer:
                 found = Samples(input.expand(*input.shape[:dim], count, *input.shape[dim + 1 :]), dim, True)
             else:
                 found = self._found(input, labels, leading, dim)
-        self.note(found.dim, found.kept, found.rows is not None and found.depth, found.lost)
+        self.note(found.dim, found.kept, (found.run > 1 or found.rows is not None) and found.depth, found.lost)
         return found
 
-    def _found(self, input: Tensor, labels: Labels, leading: int, dim: int) -> Samples:
+    def _found(self, input: Tensor, labels: Place | Labels, leading: int, dim: int) -> Samples:
         count: int = self.engine.forward.batch_size
         if labels is None and is_same(input, dim, count, of_batch=leading > 1 or input.ndim > 2):
             return Samples(input, dim)
-        if isinstance(labels, int) and 0 <= labels < leading:
-            return Samples(input, labels)
+        if isinstance(labels, Place) and labels.dim < leading:
+            return Samples(input, labels.dim, run=labels.run)
         if labels is not LOST and count == 1 == input.shape[dim]:
             return Samples(input, dim)
         if isinstance(labels, Tensor):
@@ -203,20 +206,20 @@ class CapturedLayer:
             raise self.unknown_rows()
         return Samples(input, 0, lost=leading)
 
-    def sample_of_rows(self, input: Tensor) -> tuple[Tensor, int]:
-        """The sample of each row of an input (N, width), and the number of samples.
+    def sample_of_rows(self, input: Tensor) -> tuple[Tensor, Place | Tensor]:
+        """The sample of each row of an input (N, width), and what `mark` takes for it.
 
         Raises:
             ValueError: If it is not known which sample each row belongs to.
         """
-        count = self.engine.forward.batch_size
-        if self.engine.forward.provenance is None and count != 0:
+        if self.engine.forward.provenance is None and self.engine.forward.batch_size != 0:
             raise self.unknown_rows()
         found = self.samples(input, 1)
         if found.kept is not None or found.lost:
             raise self.unknown_rows()
-        rows = torch.arange(len(input)) if found.rows is None else found.rows
-        return rows.to(input.device), count
+        if found.rows is not None:
+            return found.rows.to(input.device), found.rows[:, None]
+        return torch.arange(len(input), device=input.device) // found.run, Place(0, found.run)
 
     def rows_along(self, input: Tensor, dim: int) -> Tensor | None:
         """The sample of each entry along a dimension; None if these are the samples in order, or as many as there are.
@@ -230,8 +233,10 @@ class CapturedLayer:
         labels = self.labels(input)
         if labels is None and is_same(input, dim, provenance.count):
             return None
-        if isinstance(labels, int) and labels == dim:
-            return None
+        if isinstance(labels, Place):
+            if labels == Place(dim):
+                return None
+            labels = wider(step_at(labels, tuple(input.shape)), input.shape, provenance.count)
         if not isinstance(labels, Tensor) or labels.shape[dim] != labels.numel() or bool((labels < 0).any()):
             raise self.unknown_rows()
         return labels.flatten().expand(input.shape[dim])
@@ -264,7 +269,7 @@ class CapturedLayer:
     def check_rows(self, input: Tensor, dim: int | None) -> None:
         """Raise a ValueError if the samples of an input are not in this dimension, in order."""
         labels = self.labels(input)
-        plain = labels is None or (isinstance(labels, int) and labels == dim)
+        plain = labels is None or (isinstance(labels, Place) and labels == (dim, 1))
         if not plain and self.engine.forward.batch_size != 1:
             ways = self.line, "run it on all positions and select from its output: layer(x)[mask]"
             raise ValueError(
@@ -278,8 +283,8 @@ class CapturedLayer:
             return False
         return not is_same(input, dim, input.shape[dim], of_batch=of_batch or input.ndim > 2)
 
-    def labels(self, input: Tensor) -> Labels:
-        """The dimension of an input that has the samples in order, or the sample of each entry, as in `labels`.
+    def labels(self, input: Tensor) -> Place | Labels:
+        """The place of the samples in an input, if all are there in order, or the sample of each entry, as in `labels`.
 
         None if it does not depend on samples, or if their number is not known.
         """
@@ -288,14 +293,12 @@ class CapturedLayer:
         if provenance is None or not isinstance(labels, int) or labels is LOST:
             return labels
         shape, count, dim = tuple(input.shape), provenance.count, self.engine.batch_dim
-        if count == 1 and input.ndim > dim and shape[dim] == 1:
-            return dim
-        place = place_of(labels, shape, count) if count > 1 else None
-        return (
-            place[0]
-            if place is not None and shape[place[0]] == count * place[1] == count
-            else wider(labels, shape, count)
-        )
+        if count == 1 and len(shape) > dim and shape[dim] == 1:
+            return Place(dim)
+        place = Place(0, shape[0]) if count == 1 and shape and shape[0] else place_of(labels, shape, count)
+        if place is None or shape[place.dim] != count * place.run or (place.run > 1 and place.dim):
+            return wider(labels, shape, count)
+        return place
 
     def watch_params(
         self,
@@ -332,21 +335,22 @@ class CapturedLayer:
         ``samples`` is the input of the layer. Without it, the output is a step of the layer, whose rows are its own.
         """
         before = output if output.requires_grad else None
-        rows = None if samples is None else samples.rows
-        if rows is not None:
-            contribute = _regrouping(contribute, rows.flatten(), self.engine.forward.batch_size)
-        elif samples is not None and samples.lost:
+        where: Place | Tensor | None = None
+        if samples is not None and samples.lost:
             contribute = LostRows(self, contribute, samples.lost)
-        elif samples is not None and samples.dim == 0 and self.engine.may_find_rows:
+        elif samples is not None and _are_rows(samples) and self.engine.may_find_rows:
             contribute = LostRows(self, contribute, 1, len(output))
-        lost = isinstance(contribute, LostRows)
-        where = None if samples is None or lost else samples.dim if rows is None else rows
-        kept = self.kept(inputs)
-        watched: Any = _Watched.apply(self.engine.anchor, before, [output.detach()], kept, self, contribute, where)
-        if rows is not None:
-            self.mark(watched, rows.view(*rows.shape, *[1] * (watched.ndim - rows.ndim)))
         elif samples is not None:
-            self.mark(watched, LOST if samples.lost else samples.dim)
+            where = Place(samples.dim, samples.run) if samples.rows is None else samples.rows
+            if samples.run > 1 or samples.rows is not None:
+                rows = samples.run if samples.rows is None else samples.rows.flatten()
+                contribute = _regrouping(contribute, rows, self.engine.forward.batch_size)
+        kept = self.kept(inputs) if self.engine.processes.sharded else inputs
+        watched: Any = _Watched.apply(self.engine.anchor, before, [output.detach()], kept, self, contribute, where)
+        if isinstance(where, Tensor):
+            self.mark(watched, where.view(*where.shape, *[1] * (watched.ndim - where.ndim)))
+        elif samples is not None:
+            self.mark(watched, LOST if where is None else where)
         if samples is None or samples.kept is None:
             return watched
         each = watched.movedim(samples.dim, 0)
@@ -354,17 +358,16 @@ class CapturedLayer:
 
     def kept(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """Inputs to keep until the end of the step: copies of those in a parameter that `fully_shard` frees before."""
-        if not self.engine.processes.sharded:
-            return inputs
         shown = memory_of(self.engine.attachment.model.parameters())
         return [x.clone() if memory_of((x,)) & shown else x for x in inputs]
 
-    def mark(self, output: Tensor, labels: Labels) -> None:
+    def mark(self, output: Tensor, labels: Place | Labels) -> None:
         """Note the samples of an output, as in `labels`."""
         provenance = self.engine.forward.provenance
         if provenance is not None and output.ndim:
-            if isinstance(labels, int) and labels is not LOST:
-                labels = step_at(labels, output.shape) if output.shape[labels] == provenance.count else LOST
+            if isinstance(labels, Place):
+                fits = output.shape[labels.dim] == provenance.count * labels.run
+                labels = step_at(labels, tuple(output.shape)) if fits else LOST
             provenance.note(output, labels)
 
     def refuse_row(self) -> None:
@@ -392,8 +395,13 @@ def is_same(tensor: Tensor, dim: int, count: int, *, of_batch: bool = True) -> b
     return of_batch and bool((tensor == tensor.narrow(dim, 0, 1)).all())
 
 
+def _are_rows(samples: Samples) -> bool:
+    """True if each row of the first dimension was taken for a sample."""
+    return samples.dim == 0 and samples.run == 1 and samples.rows is None
+
+
 def _regrouping(
-    contribute: Callable[..., Iterable[Contribution]], rows: Tensor, count: int
+    contribute: Callable[..., Iterable[Contribution]], rows: Tensor | int, count: int
 ) -> Callable[..., Iterable[Contribution]]:
     return lambda *tensors: [regrouped(part, rows, count) for part in contribute(*tensors)]
 
@@ -411,7 +419,7 @@ class _Watched(torch.autograd.Function):
         inputs: Sequence[Tensor],
         layer: CapturedLayer,
         contribute: Callable[..., Iterable[Contribution]],
-        where: int | Tensor | None,
+        where: Place | Tensor | None,
     ) -> Tensor:
         ctx.layer, ctx.of, ctx.contribute, ctx.goes_on = layer, layer.engine.forward, contribute, before is not None
         ctx.where, ctx.call = where, contribute if isinstance(contribute, LostRows) else None

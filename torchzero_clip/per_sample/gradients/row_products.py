@@ -128,8 +128,15 @@ class RowProducts(Contribution):
         return result.view(self.param.shape)
 
 
-def regrouped(part: Contribution, rows: Tensor, count: int) -> Contribution:
-    """A contribution of rows, each of which was taken for a sample, as one of the samples that they belong to."""
+def regrouped(part: Contribution, rows: Tensor | int, count: int) -> Contribution:
+    """A contribution of rows, each of which was taken for a sample, as one of the samples that they belong to.
+
+    ``rows`` has the sample of each row, or the number of rows that each sample has in turn.
+    """
+    if isinstance(rows, int):
+        if type(part) is Products:
+            return Products(part.param, *(x.view(count, -1, x.shape[-1]) for x in (part.inputs, part.outputs)))
+        rows = torch.arange(count, device=part.param.device).repeat_interleave(rows)
     rows = rows.to(part.param.device)
     if isinstance(part, SparseRows):
         return SparseRows(part.param, count, rows[part.samples], part.index, part.values)

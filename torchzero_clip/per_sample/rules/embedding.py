@@ -13,6 +13,7 @@ from torchzero_clip.per_sample.gradients.sparse_rows import SparseRows
 from torchzero_clip.per_sample.gradients.squared_norms import wide
 from torchzero_clip.per_sample.samples.arguments import counts_up
 from torchzero_clip.per_sample.samples.labels import LOST, wider
+from torchzero_clip.per_sample.samples.layout import Place
 
 
 class EmbeddingRule(Rule):
@@ -90,7 +91,11 @@ def _owners(layer: CapturedLayer, input: Tensor, offsets: Tensor, bags: Tensor) 
         return Samples(input, 0)
     if labels is LOST:
         raise layer.unknown_rows()
-    of_index = wider(labels if isinstance(labels, Tensor) else 1, input.shape, count).to(bags.device).expand(len(input))
+    of_index = (
+        wider(labels.run if isinstance(labels, Place) else labels, input.shape, count)
+        .to(bags.device)
+        .expand(len(input))
+    )
     rows = bags.new_full((len(offsets),), -1).index_copy(0, bags, of_index)
     if not torch.equal(rows[bags], of_index) or bool((rows < 0).any()):
         raise layer.unknown_rows()

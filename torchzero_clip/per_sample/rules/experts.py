@@ -43,8 +43,8 @@ class ExpertsRule(Rule):
     def run(self, layer: CapturedLayer, /, *args: Any, **kwargs: Any) -> Tensor:
         module: Any = layer.module
         tokens, chosen, shares = inspect.signature(type(module).forward).bind(module, *args, **kwargs).args[1:]
-        sample, count = layer.sample_of_rows(tokens)
-        top = chosen.shape[-1]
+        sample, place = layer.sample_of_rows(tokens)
+        count, top = layer.engine.forward.batch_size, chosen.shape[-1]
         cells = chosen.reshape(-1) * count + sample.repeat_interleave(top)
         order = torch.argsort(cells)
         sent = _Sent(layer, cells[order], count)
@@ -56,7 +56,7 @@ class ExpertsRule(Rule):
         rows = sent.to("down_proj", rows) * shares.reshape(-1).index_select(0, order)[:, None]
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         output = rows.index_select(0, back).view(*chosen.shape, rows.shape[-1]).sum(-2).to(tokens.dtype)
-        layer.mark(output, sample[:, None])
+        layer.mark(output, place)
         return output
 
 

@@ -25,7 +25,7 @@ from torchzero_clip.per_sample.rules.state import State
 from torchzero_clip.per_sample.samples.arguments import counts_up
 from torchzero_clip.per_sample.samples.broadcast_row import HOOKS, IN_PLACE, is_row, row_of
 from torchzero_clip.per_sample.samples.comparison import differ
-from torchzero_clip.per_sample.samples.labels import LOST
+from torchzero_clip.per_sample.samples.layout import Place
 
 OF_TORCH = ("Batching rule", "vmap", "functorch", "written-to tensor", "data-dependent", "dynamic shape")
 LOOP = (  # in errors of vmap after which a loop over samples may do
@@ -124,7 +124,7 @@ def _inputs(layer: CapturedLayer, leaves: Sequence[Any], dims: Sequence[int | No
             inputs[i] = leaf._each if dim is None else leaf._each.diagonal(0, 0, dim + 1).movedim(-1, 0)
         elif isinstance(leaf, Tensor):
             labels = layer.labels(leaf)
-            if dim is not None or labels is LOST or isinstance(labels, Tensor):
+            if dim is not None or (labels is not None and not (isinstance(labels, Place) and labels.run == 1)):
                 layer.check_rows(leaf, dim)
             if dim is not None:
                 inputs[i] = leaf.movedim(dim, 0)
@@ -243,7 +243,7 @@ class _Outputs:
         for (i, dim), tensor in zip(self._dims.items(), tensors, strict=True):
             leaves[i] = row_of(self._layer, tensor) if dim is None else tensor.movedim(0, dim)
             if dim is not None:
-                self._layer.mark(leaves[i], dim)
+                self._layer.mark(leaves[i], Place(dim))
         return pytree.tree_unflatten(leaves, self._structure)
 
 

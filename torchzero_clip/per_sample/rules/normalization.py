@@ -11,6 +11,7 @@ from typing_extensions import override
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
 from torchzero_clip.per_sample.gradients.contributions import Dense
 from torchzero_clip.per_sample.rules.copies import copy_of
+from torchzero_clip.per_sample.samples.layout import Place
 
 Normalize = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
 """A function of an input, a weight and a bias."""
@@ -72,7 +73,7 @@ class GroupNormRule(NormalizationRule):
         )
         one = x.reshape(1, weight.numel(), *x.shape[2:])
         output = F.group_norm(one, len(x) * module.num_groups, weight.flatten(), bias.flatten(), module.eps).view_as(x)
-        layer.mark(output, 0)
+        layer.mark(output, Place(0))
         return output
 
 

@@ -12,10 +12,10 @@ from torch.utils import _pytree as pytree
 Rebuild: TypeAlias = Callable[[Sequence[Any]], tuple[Sequence[Any], Mapping[str, Any]]]
 """Returns arguments with other leaves in the places of those that were found."""
 
-OF_TORCH = Tensor, torch.Size, torch.dtype, torch.device, torch.memory_format
 OBJECTS = 100
-ATOMS = frozenset((Tensor, nn.Parameter, torch.dtype, int, float, bool, NoneType))
+OF_TORCH = Tensor, torch.Size, torch.dtype, torch.device, torch.memory_format
 LEAVES = *OF_TORCH, int, float, str, NoneType, EllipsisType, slice
+ATOMS = frozenset((*LEAVES, nn.Parameter, bool))
 
 
 def flattened(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], Rebuild]:
@@ -26,13 +26,17 @@ def flattened(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any]
     given, count = [*args, *kwargs.values()], len(args)
     if ATOMS.issuperset(map(type, given)) or all(isinstance(x, LEAVES) for x in given):
         return given, lambda new: (new[:count], dict(zip(kwargs, new[count:], strict=True)))
-    pairs = [(x, type(x)) for x in given]
-    leaves = [leaf for x, kind in pairs for leaf in (x if kind in (list, tuple) else (x,))]
-    if all(isinstance(x, LEAVES) for x in leaves):
+    leaves: list[Any] = []
+    for x in given:
+        if type(x) in (list, tuple):
+            leaves.extend(x)
+        else:
+            leaves.append(x)
+    if ATOMS.issuperset(map(type, leaves)) or all(isinstance(x, LEAVES) for x in leaves):
 
         def rebuilt(new: Sequence[Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
             rest = iter(new)
-            again = [kind(islice(rest, len(x))) if kind in (list, tuple) else next(rest) for x, kind in pairs]
+            again = [type(x)(islice(rest, len(x))) if type(x) in (list, tuple) else next(rest) for x in given]
             return again[:count], dict(zip(kwargs, again[count:], strict=True))
 
         return leaves, rebuilt

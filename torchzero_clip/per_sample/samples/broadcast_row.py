@@ -15,7 +15,8 @@ from typing_extensions import override
 from torchzero_clip.compat import DisableTorchFunctionSubclass
 from torchzero_clip.per_sample.samples.arguments import Rebuild, flattened, tensors_in
 from torchzero_clip.per_sample.samples.comparison import differ
-from torchzero_clip.per_sample.samples.labels import LOST, Known, depth_of
+from torchzero_clip.per_sample.samples.labels import LOST, depth_of
+from torchzero_clip.per_sample.samples.layout import Place
 
 ARITHMETIC = {"add", "sub", "mul", "div", "truediv"}
 IN_PLACE = {"iadd", "isub", "imul", "idiv", "itruediv"}
@@ -196,18 +197,19 @@ def _changed(call: "_Call", target: Any, first: BroadcastRow, change: Callable[[
     return output
 
 
-def _places(layer: Any, tensors: dict[int, Tensor], count: int) -> dict[int, Known]:
-    """Where the samples of tensors are: a dimension, or the sample of each entry. All samples share other tensors."""
+def _places(layer: Any, tensors: dict[int, Tensor], count: int) -> dict[int, Any]:
+    """The places of samples in tensors, or the sample of each entry. All samples share other tensors."""
     dim, places = layer.engine.batch_dim, {i: layer.labels(x) for i, x in tensors.items()}
     beside = [i for i, place in places.items() if place is not None and place is not LOST]
     first = places[beside[0]] if beside else None
     for i, x in tensors.items():
         if places[i] is None and x.ndim > dim:
-            if isinstance(first, Tensor) and len(x) == len(tensors[beside[0]]) and not layer.is_constant(x):
+            of_rows = first is not None and not _is_dim(first) and len(x) == len(tensors[beside[0]])
+            if of_rows and not layer.is_constant(x):
                 places[i] = first  # such as zeros for all rows
             elif _has_size(layer, x, count):
                 layer.refuse_outside(x)
-                places[i] = None if layer.is_constant(x, of_batch=bool(beside)) else dim
+                places[i] = None if layer.is_constant(x, of_batch=bool(beside)) else Place(dim)
     return {i: place for i, place in places.items() if place is not None}
 
 
@@ -215,6 +217,11 @@ def _has_size(layer: Any, x: Tensor, count: int) -> bool:
     """True if a tensor has the size of the batch."""
     dim = layer.engine.batch_dim
     return x.ndim > dim and x.shape[dim] == count
+
+
+def _is_dim(place: Any) -> bool:
+    """True if the samples have a dimension of their own."""
+    return isinstance(place, Place) and place.run == 1
 
 
 class _Call:
@@ -246,8 +253,9 @@ class _Call:
         """The output of the batch, from those of its samples; NotImplemented if it is none."""
         layer, of_batch = self._layer, {i: self._leaves[i] for i in self.places}
         places = [*self.places.values()]
-        if any(isinstance(place, Tensor) for place in places):
+        if not all(map(_is_dim, places)):
             return self._of_rows(name, [*of_batch.values()], places)
+        places = [place.dim for place in places]
         rows, ndims, dim = [self._leaves[i] for i in self._rows], {x.ndim for x in of_batch.values()}, places[0]
         plain = name.strip("_").removeprefix("r") in ARITHMETIC and not self._changes
         if plain and len(ndims) == 1 and all(d == dim for d in places):
@@ -255,7 +263,7 @@ class _Call:
             if all(row.fits(ndim, dim) for row in rows):  # without vmap, which takes longer
                 output = self(*(row.aligned(ndim, dim) for row in rows), *of_batch.values())
                 layer.note("arithmetic", ndim, dim)
-                layer.mark(output, dim)
+                layer.mark(output, Place(dim))
                 return output
         kinds = [x if isinstance(x, int | str | None) else x.ndim if isinstance(x, Tensor) else 0 for x in self._leaves]
         inputs = [x.movedim(d, 0).unsqueeze(d + 1) for x, d in zip(of_batch.values(), places, strict=True)]
@@ -276,7 +284,7 @@ class _Call:
             return NotImplemented
         found = [x.squeeze(d + 1).movedim(0, d) for x, d in zip(found, dims, strict=True)]
         for x, d in zip(found, dims, strict=True):
-            layer.mark(x, d)
+            layer.mark(x, Place(d))
         output = pytree.tree_unflatten(found, structure)
         return self._leaves[0].copy_(output) if self._changes else output
 
@@ -323,31 +331,39 @@ class _Call:
 
     def _of_rows(self, name: str, of_batch: list[Tensor], places: list[Any]) -> Any:
         """The output for rows of several samples: the function gets those of one sample at a time."""
-        x, labels, count = of_batch[0], places[0], len(self.copies[0])
-        if not all(isinstance(place, Tensor) and torch.equal(place, labels) for place in places):
+        x, place, count = of_batch[0], places[0], len(self.copies[0])
+        same = torch.equal if isinstance(place, Tensor) else Place.__eq__
+        if place is LOST or not all(type(other) is type(place) and same(other, place) for other in places):
             return NotImplemented
-        depth = max(depth_of(labels), 1)
-        sample = labels.reshape(labels.shape[:depth]).expand(x.shape[:depth]).flatten().to(x.device)
-        in_all = depth == 1 or labels.shape[:depth] == x.shape[:depth]  # else the function sees other rows
-        if not in_all or bool((sample < 0).any()) or any(y.shape[:depth] != x.shape[:depth] for y in of_batch):
+        depth = max(depth_of(place), 1) if isinstance(place, Tensor) else 1
+        if any(y.shape[:depth] != x.shape[:depth] for y in of_batch):
             return NotImplemented
-        order, lengths = sample.argsort(stable=True), sample.bincount(minlength=count).tolist()
-        rows = [y.flatten(0, depth - 1)[order] for y in of_batch]
+        rows, lengths, back = [y.flatten(0, depth - 1) for y in of_batch], [len(x) // max(count, 1)] * count, None
+        if isinstance(place, Tensor):  # sort them by sample
+            sample = place.reshape(place.shape[:depth]).expand(x.shape[:depth]).flatten().to(x.device)
+            in_all = depth == 1 or place.shape[:depth] == x.shape[:depth]  # else the function sees other rows
+            if not in_all or bool((sample < 0).any()):
+                return NotImplemented
+            order, lengths = sample.argsort(stable=True), sample.bincount(minlength=count).tolist()
+            rows, back = [y[order] for y in rows], order.argsort()
         if len(set(lengths)) == 1:
-            output = self._by_sample([y.view(count, lengths[0], *y.shape[1:]) for y in rows])
+            output = self._by_sample([y.unflatten(0, (count, lengths[0])) for y in rows])
             output = output.flatten(0, 1) if isinstance(output, Tensor) and output.ndim > 1 else output
         else:
-            each = zip(*self.copies, *(y.split(lengths) for y in rows), strict=True)
-            output = torch.cat([self(*one) for one in each])
-        if not isinstance(output, Tensor) or len(output) != len(sample):
+            output = torch.cat(
+                [self(*one) for one in zip(*self.copies, *(y.split(lengths) for y in rows), strict=True)]
+            )
+        if not isinstance(output, Tensor) or len(output) != len(rows[0]):
             return NotImplemented
-        output = output[order.argsort()].view(*x.shape[:depth], *output.shape[1:])
+        output = (output if back is None else output[back]).unflatten(0, x.shape[:depth])
         key, known = (name, "rows", depth, x.ndim, count == 1), self._layer.known
         if key not in known:
             known[key] = _are_equal(self._together(of_batch), output)
         if not known[key]:
             return NotImplemented  # it mixes rows
-        self._layer.mark(output, labels.reshape(*labels.shape[:depth], *[1] * (output.ndim - depth)))
+        if isinstance(place, Tensor):
+            place = place.reshape(*place.shape[:depth], *[1] * (output.ndim - depth))
+        self._layer.mark(output, place)
         return self._leaves[0].copy_(output) if self._changes else output
 
 

@@ -5,12 +5,12 @@ operations that it consists of are followed instead.
 """
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
@@ -21,7 +21,7 @@ from torchzero_clip.per_sample.samples.broadcast_row import BroadcastRow
 from torchzero_clip.per_sample.samples.labels import LOST, Known, Labels, simplest, wider
 from torchzero_clip.per_sample.samples.modes import OwnMode
 from torchzero_clip.per_sample.samples.operations import ELEMENTS, NEW, Part, beside, dims_of, is_listed, names, unmoved
-from torchzero_clip.per_sample.samples.provenance import Provenance
+from torchzero_clip.per_sample.samples.provenance import Provenance, version_of
 
 VIEWS = names("""
     broadcasttensors chunk detach diagonal dsplit expand expandas hsplit moveaxis movedim narrow permute resolveconj
@@ -34,8 +34,8 @@ SAME = names("""
 """)
 """Functions that keep the order of entries, if they copy them at all."""
 MOVES = SAME | names("""
-    broadcastto diag diagembed flip fliplr flipud gather getitem index indexselect maskedselect packpaddedsequence
-    padpackedsequence repeat repeatinterleave roll rot90 take takealongdim tile
+    broadcastto constantpadnd diag diagembed flip fliplr flipud gather getitem index indexselect maskedselect
+    packpaddedsequence pad padpackedsequence repeat repeatinterleave roll rot90 take takealongdim tile
 """)
 """Functions that move entries of their first argument."""
 JOINS = names("""
@@ -46,7 +46,8 @@ PLACES = {"indexcopy", "indexput", "maskedscatter", "scatter", "setitem"}
 """Functions that put the entries of their last argument into their first one, in place of others."""
 SUMS = {"indexadd", "scatteradd"}
 """Functions that add the entries of their last argument to their first one."""
-PADS = {"pad", "constantpadnd"}
+PADS = {"pad": 3, "constantpadnd": 2, "padpackedsequence": 3, "padsequence": 2}
+"""Functions that move entries and fill what is left, and the place of the value among their arguments."""
 ALONG = {
     **dict.fromkeys(("cat", "concat", "concatenate", "gather", "indexadd", "indexcopy", "indexselect", "scatter"), 1),
     **dict.fromkeys(("scatteradd", "scatterreduce"), 1),
@@ -62,8 +63,11 @@ TENSORS = {"T", "mT", "H", "mH", "data", "real", "imag", "grad"}
 """Attributes that are tensors."""
 
 
+NEUTRAL = {"alpha": 1, "value": 0, "padding_value": 0}
+"""Arguments that would change labels: what entries are multiplied by, and the values of padding."""
 FOUND: dict[tuple[Any, ...], Sequence[Labels]] = {}
 MOST_FOUND = 4096
+EXACT = 2.0**53  # float64 has all integers up to it
 
 
 class Following(OwnMode):
@@ -71,7 +75,7 @@ class Following(OwnMode):
 
     def __init__(self, provenance: Provenance) -> None:
         super().__init__()
-        self._functions = Functions(provenance)
+        self._provenance = provenance
 
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -82,33 +86,13 @@ class Following(OwnMode):
                 return func(*args)
         if torch.compiler.is_compiling() or get_interpreter_stack():
             return func(*args, **(kwargs or {}))
-        return self._functions.call(func, _key(name), args, kwargs or {})
-
-
-class _Inside(TorchDispatchMode):
-    """Notes the labels of the operations that a function consists of."""
-
-    def __init__(self, functions: "Functions") -> None:
-        super().__init__()
-        self._functions = functions
-
-    @override
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = _key(func._schema.name.partition("::")[2])
-        return self._functions.call(func, name, args, kwargs or {}, inside=True)
-
-
-class Functions:
-    """Calls functions, and notes the labels of their outputs."""
-
-    def __init__(self, provenance: Provenance) -> None:
-        self._provenance = provenance
+        return self.call(func, _key(name), args, kwargs or {})
 
     def call(self, func: Any, name: str, args: Any, kwargs: Any, *, inside: bool = False) -> Any:
-        """Return the output of a function."""
+        """Return the output of a function, and note its labels."""
         target: Any = args[0] if args else None
-        changes = isinstance(target, Tensor) and type(target) is not BroadcastRow and not target.is_inference()
-        version = target._version if changes else 0
+        changes = isinstance(target, Tensor) and type(target) is not BroadcastRow
+        version = version_of(target) if changes else 0
         if inside or _is_known(name) or "nested" in name or not self._has_samples(args, kwargs):
             output = func(*args, **kwargs)
         else:
@@ -116,10 +100,10 @@ class Functions:
                 output = func(*args, **kwargs)
             name = "composite"
         with DisableTorchFunctionSubclass():  # the argument may be a `BroadcastRow`
-            if changes and target._version != version:
+            if changes and version_of(target) != version:
                 self._changed(func, name, target, version, args, kwargs)
-            new = self._provenance.without_views(output if isinstance(output, list | tuple) else (output,))
-            if new and name != "grad":
+            outputs = output if isinstance(output, list | tuple) else (output,)
+            if (new := [*filter(self._provenance.is_new, outputs)]) and name != "grad":
                 self._returned(func, name, args, kwargs, new)
             if "out" in kwargs and isinstance(kwargs["out"], Tensor):
                 self._provenance.note_change(kwargs["out"], LOST)
@@ -136,21 +120,23 @@ class Functions:
     def _returned(self, func: Any, name: str, args: Any, kwargs: Any, new: Sequence[Tensor]) -> None:
         """Note the labels of new tensors that a function has returned."""
         leaves, rebuilt = flattened(args, kwargs)
-        of, known = self._provenance.of, dict[int, Known]()
+        provenance, known = self._provenance, dict[int, Known]()
         for i, x in enumerate(leaves[:1] if name in ("to", "typeas") else leaves):
-            if isinstance(x, Tensor) and (found := of(x)) is not None:
+            if isinstance(x, Tensor) and (found := provenance.of(x)) is not None:
                 known[i] = found
         results: Sequence[Labels] = [None] * len(new)
+        if not known and any(type(x) is BroadcastRow for x in leaves):
+            return  # copies for each sample, of which the graph knows
         if any(leaves[i].is_nested for i in known):
             results = [LOST] * len(new)
-        elif known and name in ELEMENTS and [*known] == [0] and leaves[0].shape == new[0].shape:  # most functions
-            results = [known[0]] * len(new)
         elif known and name != "composite":
-            results = self._found(_Call(func, name, args, kwargs, leaves, rebuilt, known), new)
-        elif not known and any(type(x) is BroadcastRow for x in leaves):
-            return  # copies for each sample, of which the graph knows
+            i, first = next(iter(known.items()))
+            if name in ELEMENTS and new[0].shape == leaves[i].shape and (len(known) == 1 or _are_same(known, leaves)):
+                results = [first] * len(new)  # most functions
+            else:
+                results = self._found(_Call(func, name, args, kwargs, leaves, rebuilt, known), new)
         for x, found in zip(new, results, strict=True):
-            self._provenance.note(x, found)
+            provenance.note(x, found)
 
     def _found(self, call: "_Call", outputs: Sequence[Tensor]) -> Sequence[Labels]:
         """The labels of new outputs, which are the same for arguments of the same shapes and steps."""
@@ -177,8 +163,6 @@ class Functions:
             return [LOST] * len(outputs)
         if name in SAME and isinstance(labels.get(0), int):
             return [labels[0]]
-        if name in PADS:
-            return [self._padded(call, outputs[0])]
         moves = [*labels] if name in JOINS else [0] if name in MOVES and 0 in labels else []
         if moves:
             if any(labels[i] is LOST for i in moves):
@@ -204,26 +188,11 @@ class Functions:
             found = [beside(part, outputs[0].shape, count, dims) for part in parts if isinstance(part.labels, int)]
             if found and len(found) == len(parts) and LOST not in found and len({*found}) == 1:
                 return found[:1]
-        result = call.run({i: x + 1 for i, x in self._numbers(call, call.moved).items()})  # zeros are of no sample
-        results = [x.long() - 1 for x in result if x.is_floating_point()]
+        results = [x for x in call.run(self._numbers(call, call.moved)) if x.is_floating_point()]
         if not results:
             return [LOST] * len(outputs)
-        found = [simplest(x, y.shape, count) for x, y in zip(results, outputs, strict=False)]
+        found = [simplest(_labels_of(x), y.shape, count) for x, y in zip(results, outputs, strict=False)]
         return [*found, *[None] * (len(outputs) - len(found))]  # lengths or sizes come second
-
-    def _padded(self, call: "_Call", output: Tensor) -> Known:
-        """The labels after padding, which belongs to no sample."""
-        labels, count, tensor = call.labels[0], self._provenance.count, call.leaves[0]
-        pads = call.args[1] if len(call.args) > 1 else call.kwargs["pad"]
-        dims = {tensor.ndim - 1 - i // 2 for i, n in enumerate(pads) if n}
-        found = LOST if labels is LOST else beside(Part(labels, tensor.shape), output.shape, count, dims)
-        if found is not LOST or labels is LOST:
-            return found
-        full = self._numbers(call, [0])[0]
-        mode = next((x for x in call.leaves if isinstance(x, str)), "constant")
-        full = F.pad(full, list(pads), value=LOST) if mode == "constant" else F.pad(full, list(pads), mode)
-        found = simplest(full.long(), output.shape, count)
-        return LOST if found is None else found
 
     def _placed(self, call: "_Call", output: Tensor) -> Labels:
         """The labels of a tensor into which a function has put entries, or added them."""
@@ -239,26 +208,41 @@ class Functions:
         numbers = self._numbers(call, [0, last])
         if call.name in PLACES and not any(x is True or isinstance(x, str) for x in call.leaves):
             result = call.run({0: numbers[0].clone(), last: numbers[last]})
-            return simplest(result[0].long(), output.shape, count) if result else LOST
+            return simplest(_labels_of(result[0]), output.shape, count) if result else LOST
         added = self._added(call, numbers[0], numbers[last], last)
-        return LOST if added is None else simplest(added, output.shape, count)
+        if added is None or isinstance(into, int):
+            return LOST if added is None else into
+        return simplest(_labels_of(added), output.shape, count)
 
     def _added(self, call: "_Call", before: Tensor, given: Tensor, place: int) -> Tensor | None:
-        """The labels where a function adds entries; None if different samples are added up.
+        """The numbers of labels where a function adds entries; None if different samples are added up.
 
-        It adds ones, labels and their squares: where all k labels are n, it finds k, k n and k n ** 2.
+        The function adds the numbers, plus a power of two that counts them. Where it adds several, k, it also adds
+        their squares: if all k numbers are n, it finds k, k n and k n ** 2.
         """
-        if "reduce" in call.kwargs or call.name == "scatterreduce":
+        count = self._provenance.count
+        if call.along is None:  # one for each entry of the indices
+            most = math.prod(math.prod(shape) for shape in {x.shape for i, x in call.tensors.items() if 0 < i < place})
+        else:
+            most = math.prod(given.shape[dim] for dim in call.along)
+        one = 2.0 ** (most * count).bit_length()
+        if "reduce" in call.kwargs or call.name == "scatterreduce" or most * max(one, count**2) >= EXACT:
             return None
-        zeros = torch.zeros_like(before, dtype=torch.float64)
-        found = [call.run({0: zeros.clone(), place: given.double() ** power}) for power in range(3)]
-        if not all(found):
+        zeros, given = torch.zeros_like(before, dtype=torch.float64), given.double()
+        found = call.run({0: zeros.clone(), place: torch.add(given, given.sign(), alpha=one)})
+        if not found:
             return None
-        times, once, squares = (x[0] for x in found)
-        got, owner = times > 0, once / times.clamp(min=1)
-        alike = torch.equal(times * squares, once * once) and torch.equal(owner, owner.round())
-        clash = got & (before >= 0) & (owner != before)
-        return torch.where(got, owner, before.double()).long() if alike and not bool(clash.any()) else None
+        times = (found[0] / one).floor()
+        owner = torch.add(found[0], times, alpha=-one)
+        if times.numel() and times.max() > 1:
+            squares = call.run({0: zeros, place: given.square()})[0]
+            if not torch.equal(times * squares, owner.square()):
+                return None
+            owner = owner / times.clamp(min=1)
+        if call.labels.get(0) is None:
+            return owner
+        clash = (owner - before) * owner * before
+        return None if bool(clash.any()) else torch.maximum(owner, before)
 
     def _looked_up(self, call: "_Call", output: Tensor) -> Labels:
         """The labels of entries that an index selects from a tensor without samples: those of the index."""
@@ -319,16 +303,32 @@ class Functions:
             self._provenance.note_change(tensor, found)
 
     def _numbers(self, call: "_Call", places: Sequence[int]) -> dict[int, Tensor]:
-        """The labels of arguments as numbers, with size 1 where the function does not look and none of them varies."""
+        """Numbers that stand for the labels of arguments, with size 1 where the function does not look and none varies.
+
+        They are the samples plus 1. Entries of no sample are 0.
+        """
         count, free, leaves = self._provenance.count, call.free, call.leaves
         found = {
-            i: wider(call.labels.get(i), leaves[i].shape, count).to(leaves[i].device, torch.float32) for i in places
+            i: wider(call.labels.get(i), leaves[i].shape, count).to(leaves[i].device, torch.float32) + 1 for i in places
         }
         sizes: dict[int, int] = {dim: max(x.shape[dim] for x in found.values() if x.ndim >= -dim) for dim in free}
         return {
             i: x.expand([sizes[j - x.ndim] if j - x.ndim in free else n for j, n in enumerate(leaves[i].shape)])
             for i, x in found.items()
         }
+
+
+class _Inside(TorchDispatchMode):
+    """Notes the labels of the operations that a function consists of."""
+
+    def __init__(self, following: Following) -> None:
+        super().__init__()
+        self._following = following
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = _key(func._schema.name.partition("::")[2])
+        return self._following.call(func, name, args, kwargs or {}, inside=True)
 
 
 @dataclass
@@ -367,6 +367,9 @@ class _Call:
     @functools.cached_property
     def along(self) -> set[int] | None:
         """The dimensions along which entries are moved; None if that is not known."""
+        if self.name in ("pad", "constantpadnd"):
+            pads = self.args[1] if len(self.args) > 1 else self.kwargs["pad"]
+            return {self.ndim - 1 - i // 2 for i, n in enumerate(pads) if n}
         if self.name not in ALONG:
             return None
         place = ALONG[self.name]
@@ -394,15 +397,29 @@ class _Call:
     def run(self, labels: Mapping[int, Tensor]) -> list[Tensor]:
         """The outputs of the function for labels in place of values; none if it does not take them."""
         leaves = [labels.get(i, x) for i, x in enumerate(self.leaves)]
-        if self.name.startswith("pad"):
-            leaves = [0.0 if isinstance(x, float) else x for x in leaves]  # the value of padding
         args, kwargs = self.rebuilt(leaves)
+        kwargs = {key: NEUTRAL.get(key, x) for key, x in kwargs.items()}
+        if len(args) > (place := PADS.get(self.name, len(args))):
+            args = [*args[:place], 0, *args[place + 1 :]]
         try:
             output = self.func(*args, **kwargs)
         except RuntimeError:  # such as a view of labels of one entry
             return []
         output = args[0] if output is None else output
         return [x for x in (output if isinstance(output, list | tuple) else [output]) if isinstance(x, Tensor)]
+
+
+def _are_same(labels: Mapping[int, Known], leaves: Sequence[Any]) -> bool:
+    """True if the arguments with labels are of one shape and regular, with one step."""
+    (i, first), *rest = labels.items()
+    return isinstance(first, int) and all(
+        isinstance(found, int) and found == first and leaves[j].shape == leaves[i].shape for j, found in rest
+    )
+
+
+def _labels_of(numbers: Tensor) -> Tensor:
+    """The labels that numbers stand for."""
+    return numbers.long() - 1
 
 
 @functools.cache
@@ -422,4 +439,4 @@ def _is_known(name: str) -> bool:
     return name in LISTED or is_listed(name)
 
 
-LISTED = VIEWS | MOVES | JOINS | PLACES | SUMS | PADS | SHAPES | KEEPS | TENSORS | {"scatterreduce"}
+LISTED = VIEWS | MOVES | JOINS | PLACES | SUMS | SHAPES | KEEPS | TENSORS | {"scatterreduce"}

@@ -7,7 +7,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from torchzero_clip.per_sample.samples.layout import place_of, step_at, strides_of
+from torchzero_clip.per_sample.samples.layout import Place, place_of, step_at, strides_of
 
 Known: TypeAlias = int | Tensor
 """A step, as in `layout`, or the sample of each entry, in a tensor that can be broadcast.
@@ -42,24 +42,30 @@ def simplest(labels: Tensor, shape: Sequence[int], count: int, *, of_batch: bool
     Entries of -1 belong to the sample at their place if all others do, and if only one dimension can have the samples.
     Without ``of_batch``, the others must be of several samples, because one sample may have a tensor of its own.
     """
-    labels = narrowed(labels)
     if not labels.numel():
         return labels
-    lowest, highest = (bound.item() for bound in labels.aminmax())
+    lowest, highest = (int(bound) for bound in labels.aminmax())
     if highest < 0:
         return None
     if count == 1:
         return 1
+    if lowest == highest:
+        return labels[(slice(0, 1),) * labels.ndim]
+    if sum(size > 1 for size in labels.shape) > 1:
+        labels = narrowed(labels)
     if lowest < 0 and not of_batch and bool(((labels < 0) | (labels == highest)).all()):
         return labels
     if lowest < 0:
         found = [dim for dim, size in enumerate(shape) if size == count and _is_along(labels, dim, count)]
-        return step_at(found[0], shape) if len(found) == 1 else labels
+        return step_at(Place(found[0]), tuple(shape)) if len(found) == 1 else labels
     depth = depth_of(labels)
+    length = math.prod(shape[:depth])
+    if length % count:  # of a regular tensor that ends before the last sample, the labels are as good
+        return labels
     flat = labels.expand(*shape[:depth], *labels.shape[depth:]).reshape(-1)
-    run = int((flat != flat[0]).int().argmax())  # where the second sample begins
-    regular = run and torch.equal(flat, (torch.arange(len(flat), device=flat.device) // run % count).to(flat.dtype))
-    step = run * strides_of(tuple(shape))[max(depth - 1, 0)]
+    run = int((flat > 0).byte().argmax())  # where the second sample begins
+    regular = run and torch.equal(flat, (torch.arange(length, device=flat.device) // run % count).to(flat.dtype))
+    step = run * strides_of(tuple(shape))[depth - 1]
     return step if regular and place_of(step, tuple(shape), count) is not None else labels
 
 

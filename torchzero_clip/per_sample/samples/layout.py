@@ -7,6 +7,14 @@ of an entry in it says to which sample it belongs, whatever views there are.
 import functools
 import math
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+
+class Place(NamedTuple):
+    """The dimension along which the samples change, and how many entries of it one sample has in a row."""
+
+    dim: int
+    run: int = 1
 
 
 @functools.lru_cache(4096)
@@ -20,22 +28,20 @@ def strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 @functools.lru_cache(4096)
-def place_of(step: int, shape: tuple[int, ...], count: int) -> tuple[int, int] | None:
-    """The dimension along which the samples change, and how many entries of it one sample has in a row.
-
-    None if the samples change along several dimensions.
-    """
+def place_of(step: int, shape: tuple[int, ...], count: int) -> Place | None:
+    """Where the samples are; None if they change along several dimensions."""
     for dim, along in reversed([*enumerate(strides_of(shape))]):
         reach = along * shape[dim]
         alone = math.prod(shape[:dim]) == 1 and reach > step  # it may end before the last sample
         if step % along == 0 and (alone or reach % (step * count) == 0):
-            return dim, step // along
+            return Place(dim, step // along)
     return None
 
 
-def step_at(dim: int, shape: Sequence[int], run: int = 1) -> int:
-    """The step of a tensor whose samples change along a dimension, where each has ``run`` entries in a row."""
-    return run * strides_of(tuple(shape))[dim]
+@functools.lru_cache(4096)
+def step_at(place: Place, shape: tuple[int, ...]) -> int:
+    """The step of a tensor whose samples are at this place."""
+    return place.run * strides_of(shape)[place.dim]
 
 
 def moved(
@@ -43,11 +49,11 @@ def moved(
 ) -> int | None:
     """The step after an operation that takes each dimension to another place; None if the samples are lost."""
     place = place_of(step, tuple(before), count)
-    dim = None if place is None else to(place[0])
-    if place is None or dim is None or not 0 <= dim < len(after) or after[dim] != before[place[0]]:
+    dim = None if place is None else to(place.dim)
+    if place is None or dim is None or not 0 <= dim < len(after) or after[dim] != before[place.dim]:
         return None
-    now = step_at(dim, after, place[1])
-    return now if place_of(now, tuple(after), count) == (dim, place[1]) else None
+    now = step_at(new := Place(dim, place.run), tuple(after))
+    return now if place_of(now, tuple(after), count) == new else None
 
 
 @functools.lru_cache(4096)

@@ -2,7 +2,6 @@
 
 import functools
 import math
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -12,8 +11,7 @@ from torchzero_clip.per_sample.samples.labels import LOST, Known, Labels, wider
 from torchzero_clip.per_sample.samples.layout import place_of, seen_from
 
 
-@dataclass(frozen=True, eq=False)
-class Owners:
+class Owners(NamedTuple):
     """The sample of each run of ``step`` entries from ``start`` on; None for all samples in order, again and again."""
 
     step: int
@@ -75,8 +73,12 @@ def _told_apart(owners: Owners, layout: Layout) -> list[int]:
 
 def owned(labels: Known, layout: Layout, count: int) -> Owners | None:
     """The owners of the memory of a tensor with these labels; None if different samples have one place in it."""
-    if isinstance(labels, int) and (owners := _regular(labels, layout, count)):
-        return owners
+    if isinstance(labels, int):
+        if (owners := _regular(labels, layout, count)) is not None:
+            return owners
+        place = place_of(labels, layout.shape, count)
+        if place is not None and not layout.strides[place.dim] and layout.shape[place.dim] > place.run:
+            return None
     if 0 in layout.shape:
         return Owners(1, layout.offset, torch.empty(0, dtype=torch.int64, device="cpu"))
     return written(None, labels, layout, end_of(layout), count)
@@ -88,7 +90,7 @@ def _regular(labels: int, layout: Layout, count: int) -> Owners | None:
     if 0 in layout.shape:
         return None
     place = place_of(labels, layout.shape, count)
-    step = 0 if place is None else place[1] * layout.strides[place[0]]
+    step = 0 if place is None else place.run * layout.strides[place.dim]
     fits = step and seen_from(step, layout.offset, layout.shape, layout.strides, layout.offset, count) == labels
     return Owners(step, layout.offset) if fits else None
 

@@ -17,10 +17,8 @@ class OwnMode(TorchFunctionMode):
 class WithoutOwnModes:
     """A block without the innermost modes of the clipper. Those outside of a mode of the user stay."""
 
-    def __init__(self) -> None:
-        self._modes: list[OwnMode] = []
-
     def __enter__(self) -> None:
+        self._modes: list[OwnMode] = []
         while isinstance(_get_current_function_mode(), OwnMode):
             self._modes.append(_pop_mode())
 

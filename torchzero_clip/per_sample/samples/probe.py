@@ -16,6 +16,7 @@ from torchzero_clip.per_sample.gradients.autograd_graph import nodes_of
 from torchzero_clip.per_sample.gradients.contributions import PIECE, Contribution
 from torchzero_clip.per_sample.gradients.row_products import regrouped
 from torchzero_clip.per_sample.gradients.squared_norms import without_autocast
+from torchzero_clip.per_sample.samples.layout import Place
 
 LARGEST = 64  # float32 has room for gradients of up to 2**63
 STEP = 9  # of exponents 1, 10, ..., 64: the share of a sample in a mean of up to 256, a square and a sign have others
@@ -137,11 +138,11 @@ class LostRows(Call):
 
 
 class KnownRows(Call):
-    """A call with labels: ``where`` is the dimension of the samples, or the sample of each row."""
+    """A call with labels: ``where`` is the place of the samples, or the sample of each row."""
 
-    def __init__(self, layer: Any, where: int | Tensor, grad: Tensor) -> None:
-        super().__init__(layer, where.ndim if isinstance(where, Tensor) else where + 1)
-        self._where = where if isinstance(where, Tensor) else torch.arange(grad.shape[where])
+    def __init__(self, layer: Any, where: Place | Tensor, grad: Tensor) -> None:
+        super().__init__(layer, where.ndim if isinstance(where, Tensor) else where.dim + 1)
+        self._where = where if isinstance(where, Tensor) else torch.arange(grad.shape[where.dim]) // where.run
         self.grad = grad
 
     def check(self, numbers: Tensor) -> None:
@@ -199,7 +200,7 @@ class Probe:
             passes += 1
         return passes
 
-    def known(self, layer: Any, where: int | Tensor, grad: Tensor) -> KnownRows | None:
+    def known(self, layer: Any, where: Place | Tensor, grad: Tensor) -> KnownRows | None:
         """Note a call with labels, which the further backwards have to confirm, if there are any."""
         if not self._lost:
             return None

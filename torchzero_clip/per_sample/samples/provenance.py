@@ -10,39 +10,44 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils.rnn import PackedSequence
 
-from torchzero_clip.compat import current_graph_task_id
+from torchzero_clip.compat import address_of_storage, current_graph_task_id
 from torchzero_clip.per_sample.samples.labels import LOST, Known, Labels, agree, simplest
-from torchzero_clip.per_sample.samples.layout import place_of, seen_from, step_at
+from torchzero_clip.per_sample.samples.layout import Place, place_of, seen_from, step_at
 from torchzero_clip.per_sample.samples.memory import Layout, Owners, end_of, owned, seen, spread, written
 
 
-class _Memory(StorageWeakRef):
-    """The owners of the entries of a memory from ``first`` to ``end``, or None if they are lost.
+class _Memory:
+    """The owners of the entries of a memory from ``first`` to ``end``; LOST if they are not known.
 
-    A function finds them when somebody asks, if that takes time. While it exists, no other memory has this address.
+    A function finds them when somebody asks, if that takes time. A step stands for owners from the first entry on.
+    While the object exists, no other memory has this address.
     """
 
-    __slots__ = "end", "first", "found", "labels", "size", "version", "whole"
+    __slots__ = "end", "first", "found", "held", "labels", "size", "step", "version", "whole"
 
     def __init__(
-        self, tensor: Tensor, owners: Owners | Callable[[], Owners | None] | None, first: int, end: int
+        self, tensor: Tensor, found: "int | Owners | Callable[[], Owners | None]", first: int, end: int
     ) -> None:
-        storage, size = tensor.untyped_storage(), tensor.element_size()
-        super().__init__(storage)
-        self.found, self.first, self.end = owners, first, end
-        self.size = size  # bytes of an entry
-        self.version = _version(tensor)  # it changes with every change in place
+        storage: Any = tensor.untyped_storage()
+        self.held = storage._weak_ref()  # `StorageWeakRef` of torch takes twice as long
+        self.found, self.first, self.end = found, first, end
+        self.size = size = tensor.element_size()
+        self.version = version_of(tensor)  # it changes with every change in place
         self.whole = first == 0 and end * size == storage.nbytes()  # these are all entries of the memory
+        self.step = found if isinstance(found, int) and self.whole else 0  # of each contiguous tensor of all entries
         self.labels: dict[tuple[int, Layout], Labels] = {}  # of tensors in it, where these are no step
+
+    def __del__(self, release: Callable[[int], None] = torch.UntypedStorage._free_weak_ref) -> None:  # pyright: ignore
+        release(self.held)
 
     @property
     def owners(self) -> Owners | None:
         if callable(self.found):
-            self.found = self.found()
-        return self.found
+            found = self.found()
+            self.found = LOST if found is None else found
+        return self.found if isinstance(self.found, Owners) else None if self.found == LOST else Owners(self.found)
 
 
 class Provenance:
@@ -60,36 +65,44 @@ class Provenance:
         for x in arguments:
             if x.ndim:
                 place = min(dim, x.ndim - 1)
-                labels = self._of_given(x.shape)
+                labels = self._of_given(x.shape) if given else None
                 if labels is None and x.shape[place] == count and x.stride(place):
-                    labels = 1 if count == 1 else step_at(place, x.shape)
+                    labels = 1 if count == 1 else step_at(Place(place), x.shape)
                 if labels is not None:
                     noted.append((x, labels))
                     self.note(x, labels)
-        for x, labels in noted:
+        apart = len(noted) == len(self._memories) and all(memory.step for memory in self._memories.values())
+        for x, labels in () if apart else noted:
             found = self.of(x)
-            if _memory_of(x) in self._memories and (
+            if memory_of(x) in self._memories and (
                 found is None or found is LOST or not agree(found, labels, x.shape, count)
             ):
                 self.note(x, LOST)  # an entry has several samples, as in sliding windows
 
     def note(self, tensor: Tensor, labels: Labels) -> None:
         """Store the labels of a new tensor, and so those of its memory."""
-        key = _memory_of(tensor)
+        key = memory_of(tensor)
         if key in self._memories:
             self.note_change(tensor, labels)
         elif key and labels is not None:
-            layout = Layout.of(tensor)
-            if isinstance(labels, Tensor) and 0 not in layout.strides:
-                owners = functools.partial(owned, labels, layout, self.count)
+            if type(labels) is int and tensor.is_contiguous() and not tensor.storage_offset():
+                self._memories[key] = _Memory(tensor, labels, 0, tensor.numel())
             else:
-                owners = None if labels is LOST else owned(labels, layout, self.count)
-            if owners is not None or labels is LOST:  # else all samples have one place, as if expanded
-                self._memories[key] = memory = _Memory(tensor, owners, layout.offset, end_of(layout))
-                if isinstance(labels, Tensor):
-                    memory.labels[memory.size, layout] = labels
+                self._store(key, tensor, labels)
         if tensor.requires_grad:
             self.note_node(tensor, labels)
+
+    def _store(self, key: int, tensor: Tensor, labels: Known) -> None:
+        """Store the labels of a tensor that is not contiguous, or irregular."""
+        layout = Layout.of(tensor)
+        if isinstance(labels, Tensor) and 0 not in layout.strides:
+            found = functools.partial(owned, labels, layout, self.count)
+        else:
+            found = LOST if labels is LOST else owned(labels, layout, self.count)
+        if found is not None:  # else all samples have one place, as if expanded
+            self._memories[key] = memory = _Memory(tensor, found, layout.offset, end_of(layout))
+            if isinstance(labels, Tensor):
+                memory.labels[memory.size, layout] = labels
 
     def note_node(self, tensor: Tensor, labels: Labels) -> None:
         """Store what a function that is not seen may ask of its input."""
@@ -99,7 +112,7 @@ class Provenance:
 
     def note_change(self, tensor: Tensor, labels: Labels) -> None:
         """Store the labels of a tensor that was changed in place, and so those of its part of the memory."""
-        key = _memory_of(tensor)
+        key = memory_of(tensor)
         if not key or (labels is None and key not in self._memories):
             return
         before = self._memories.get(key)
@@ -117,28 +130,18 @@ class Provenance:
             owners = None
         else:
             owners = self._part(None if before is None else before.owners, labels, layout, whole)
-        self._memories[key] = _Memory(tensor, owners, first, end)
+        self._memories[key] = _Memory(tensor, LOST if owners is None else owners, first, end)
 
     def _part(self, owners: Owners | None, labels: Labels, layout: Layout, whole: Layout) -> Owners | None:
         """The owners of a memory in which a part gets labels."""
-        if isinstance(labels, int):
-            if owners is not None and _same(seen(owners, layout, self.count), labels):
-                return owners
-            if owners is None and (fits := self._of_all(labels, layout, whole)):
-                return fits
+        if owners is not None and isinstance(labels, int) and _same(seen(owners, layout, self.count), labels):
+            return owners
         owners = written(owners, labels, layout, max(end_of(layout), end_of(whole)), self.count)
         if owners is None:
             return None
         found = seen(owners, whole, self.count)
         found = simplest(found, whole.shape, self.count, of_batch=False) if isinstance(found, Tensor) else found
         return (owned(found, whole, self.count) if isinstance(found, int) else None) or owners
-
-    def _of_all(self, labels: int, layout: Layout, whole: Layout) -> Owners | None:
-        """The owners of a memory of which a part is regular, if all of it then has the samples in one dimension."""
-        owners = owned(labels, layout, self.count)
-        found = None if owners is None or owners.of is not None else seen(owners, whole, self.count)
-        place = place_of(found, whole.shape, self.count) if isinstance(found, int) else None
-        return owners if place is not None and place[1] == 1 and whole.shape[place[0]] == self.count else None
 
     def note_packed(self, packed: PackedSequence) -> None:
         """Store the labels of the rows of a packed sequence of all samples."""
@@ -147,16 +150,15 @@ class Provenance:
         rows = rows.view(-1, *[1] * (packed.data.ndim - 1))
         self.note(packed.data, simplest(rows, packed.data.shape, self.count))
 
-    def without_views(self, tensors: Sequence[Any]) -> list[Tensor]:
-        """The tensors in memories that are not known. For others, store what a function that is not seen may ask."""
-        new: list[Tensor] = []
-        for x in tensors:
-            if isinstance(x, Tensor) and not x.is_nested:
-                if _memory_of(x) not in self._memories:
-                    new.append(x)
-                elif x.requires_grad:
-                    self.note_node(x, self.of(x))
-        return new
+    def is_new(self, value: Any) -> bool:
+        """True for a tensor in an unknown memory. Of others, store what a function that is not seen may ask."""
+        if not isinstance(value, Tensor) or value.is_nested:
+            return False
+        if memory_of(value) not in self._memories:
+            return True
+        if value.requires_grad:
+            self.note_node(value, self.of(value))
+        return False
 
     def asked(self, tensor: Tensor, layer: object) -> Labels:
         """The labels of a tensor, as a layer asks for them.
@@ -172,9 +174,11 @@ class Provenance:
 
     def of(self, tensor: Tensor) -> Labels:
         """The labels of a tensor."""
-        memory = self._memories.get(_memory_of(tensor))
-        if memory is not None and (memory.whole or self._memory(tensor)):
-            labels = self._seen(memory, tensor, _version(tensor))
+        memory = self._memories.get(memory_of(tensor))
+        if memory is not None and memory.step and tensor.numel() == memory.end and tensor.is_contiguous():
+            labels = memory.step if memory.version == version_of(tensor) else LOST
+        elif memory is not None and (memory.whole or self._memory(tensor)):
+            labels = self._seen(memory, tensor, version_of(tensor))
         elif tensor.is_nested:  # it has no shape
             labels = LOST
         elif tensor.grad_fn is not None:
@@ -189,7 +193,7 @@ class Provenance:
 
     def _memory(self, tensor: Tensor) -> _Memory | None:
         """The memory of a tensor; None if the owners of this part are not stored."""
-        memory = self._memories.get(_memory_of(tensor))
+        memory = self._memories.get(memory_of(tensor))
         if memory is None or memory.whole or not tensor.numel():
             return memory
         apart = tensor.storage_offset() >= memory.end or end_of(Layout.of(tensor)) <= memory.first
@@ -197,7 +201,7 @@ class Provenance:
 
     def before(self, tensor: Tensor, changed: Tensor, version: int) -> Labels:
         """The labels that a tensor had before a change in place of another one, which then had this version."""
-        if _memory_of(tensor) != _memory_of(changed):
+        if memory_of(tensor) != memory_of(changed):
             return self.of(tensor)
         memory = self._memory(tensor)
         return None if memory is None else self._seen(memory, tensor, version)
@@ -206,13 +210,17 @@ class Provenance:
         """Note that a tensor was changed in place, and that its labels are as before."""
         memory = self._memory(tensor)
         if memory is not None and memory.version == version:
-            memory.version = _version(tensor)
+            memory.version = version_of(tensor)
         self.note_node(tensor, self.of(tensor))
 
     def _seen(self, memory: _Memory, tensor: Tensor, version: int) -> Labels:
-        if memory.found is None or memory.version != version:
+        if memory.found is LOST or memory.version != version:
             return LOST
         size, layout = tensor.element_size(), Layout.of(tensor)
+        if memory.step and size == memory.size:  # most memories
+            step = seen_from(memory.step, 0, *layout, self.count)
+            if step is not None:
+                return step
         if memory.labels and (size, layout) in memory.labels:
             return memory.labels[size, layout]
         owners = memory.owners
@@ -261,22 +269,26 @@ class Provenance:
         found: set[int] = set()
         for labels, before in known:
             place = place_of(labels, tuple(before), self.count) if isinstance(labels, int) and labels != LOST else None
-            dim = -1 if place is None or place[1] > 1 else place[0]
+            dim = -1 if place is None or place.run > 1 else place.dim
             kept = 0 <= dim < len(shape) and tuple(shape[: dim + 1]) == tuple(before[: dim + 1])
-            found.add(step_at(dim, shape) if kept else LOST)
+            found.add(step_at(Place(dim), tuple(shape)) if kept else LOST)
         return found.pop() if len(found) == 1 else LOST
 
 
-def _memory_of(tensor: Tensor) -> int:
+def memory_of(tensor: Tensor) -> int:
     """The address of the memory of a tensor; 0 if it has none of its own, as sparse tensors and those of vmap."""
     try:
-        return 0 if tensor.is_nested else tensor.untyped_storage()._cdata
+        return 0 if tensor.is_nested else address_of_storage(tensor)
     except NotImplementedError:
         return 0
 
 
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+def version_of(tensor: Tensor) -> int:
+    """The number of changes of a tensor in place; 0 if torch does not count them, as in inference."""
+    try:
+        return tensor._version
+    except RuntimeError:
+        return 0
 
 
 def _same(labels: Labels, other: Labels) -> bool:
