@@ -337,9 +337,9 @@ class CapturedLayer:
         before = output if output.requires_grad else None
         where: Place | Tensor | None = None
         if samples is not None and samples.lost:
-            contribute = LostRows(self, contribute, samples.lost)
+            contribute = LostRows(self, contribute, samples.lost, shared=self.labels(samples.tensor) is None)
         elif samples is not None and _are_rows(samples) and self.engine.may_find_rows:
-            contribute = LostRows(self, contribute, 1, len(output))
+            contribute = LostRows(self, contribute, 1, rows=len(output))
         elif samples is not None:
             where = Place(samples.dim, samples.run) if samples.rows is None else samples.rows
             if samples.run > 1 or samples.rows is not None:

@@ -159,7 +159,7 @@ def _with_copies(func: Any, args: Any, kwargs: Any, leaves: list[Any], rebuilt: 
         return NotImplemented
     if call.places:
         output = call.of_batch_or_not(name)
-        sized = {i: layer.engine.batch_dim for i, x in others.items() if _has_size(layer, x, count)}
+        sized = {i: Place(layer.engine.batch_dim) for i, x in others.items() if _has_size(layer, x, count)}
         if output is NotImplemented and sized.keys() - places.keys():  # such as a random mask
             output = _Call(func, leaves, rebuilt, {**sized, **places}, changes).of_batch_or_not(name)
         return output
@@ -172,7 +172,7 @@ def _with_copies(func: Any, args: Any, kwargs: Any, leaves: list[Any], rebuilt: 
         expansion = kind, tuple(first.shape), output.ndim
         if _is_to_batch(layer, expansion, output.shape[dim], count):
             output = _expanded(kind, first.aligned(output.ndim, dim), output)
-            layer.mark(output, dim)
+            layer.mark(output, Place(dim))
             return output
     try:
         each = torch.vmap(call)(*call.copies)

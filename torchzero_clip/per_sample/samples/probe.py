@@ -77,12 +77,20 @@ class LostRows(Call):
     """
 
     def __init__(
-        self, layer: Any, contribute: Callable[..., Iterable[Contribution]], depth: int, rows: int | None = None
+        self,
+        layer: Any,
+        contribute: Callable[..., Iterable[Contribution]],
+        depth: int,
+        *,
+        rows: int | None = None,
+        shared: bool = False,
     ) -> None:
         super().__init__(layer, depth)
         self.seen: int | None = layer.engine.forward.batch_size
         """The number of samples in the forward; None if it is not known."""
         self.rows = rows
+        self.shared = shared and not layer.engine.given
+        """Whether all samples may share the rows, of which the user says nothing."""
         self._contribute = contribute
         self._rows: Tensor | None = None
         self._count = 0
@@ -128,7 +136,7 @@ class LostRows(Call):
             shared = "If all samples share them, as positions, give them a first dimension of size 1: x[None]"
             raise self.refusal(
                 "some belong to several samples, or a function or hook has a backward that is not linear",
-                shared if self.inputs and self.layer.labels(self.inputs[0]) is None else "",
+                shared if self.shared else "",
             )
         usual = torch.arange(len(rows), device=rows.device).clamp(max=len(losses) - 1)
         self._rows = torch.where(rows == ZERO, usual.view(-1, *[1] * (rows.ndim - 1)), rows).flatten()
