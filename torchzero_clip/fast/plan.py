@@ -48,7 +48,7 @@ from torchzero_clip.engine.table import Table, taking_part
 from torchzero_clip.engine.updates import Updates
 from torchzero_clip.engine.walk import Walk
 from torchzero_clip.fast.fast import Fast
-from torchzero_clip.fast.kernels import Delivered, Ended, call_kernel, run_kernel
+from torchzero_clip.fast.kernels import Delivered, Ended, run_kernel
 from torchzero_clip.fast.ops import Scale
 from torchzero_clip.fast.pieces import run_pieces
 from torchzero_clip.fast.vectors import Vectors, VectorStates
@@ -176,8 +176,8 @@ class _ByRule:
                 step.executor.run(self._kernel, step.table.rows, params, state, self._settings, self._runs)
             else:
                 scratch = scratch.knowing(grads, step.plan.layout)
-                sink = partial(call_kernel, self._kernel, params, state, self._settings)
-                run_pieces([Scale.by_number(float(factor))], grads, self._settings, scratch, sink)
+                scale = Scale.by_number(float(factor))
+                run_pieces([scale], grads, self._settings, scratch, self._kernel, [params, *state])
         except BaseException:
             for counter in step.counters:
                 counter.add_(-1)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim.adam import adam
+from torch.optim.sgd import sgd
 
 from torchzero_clip.compat import FakeTensor, any_distributed
 from torchzero_clip.functional.shards import distributed_like, local, locals_of
@@ -125,6 +126,19 @@ def fused_sgd_(
     # in a first step the kernel would write the gradients over the buffers, which exist already
     options |= {"weight_decay": 0.0, "maximize": False, "is_first_step": False}
     _foreach._fused_sgd_(params, updates, buffers, lr=rate, grad_scale=scale, found_inf=None, **options)
+
+
+def loop_sgd_(
+    params: list[Tensor],
+    updates: list[Tensor],
+    buffers: Sequence[Tensor],
+    *,
+    scale: None,
+    **options: Any,
+) -> None:
+    """Take a step of SGD by torch's loop, for tensors of any layout."""
+    given: list[Tensor | None] = [*buffers] or [None] * len(params)
+    sgd(params, updates, given, foreach=False, fused=False, weight_decay=0.0, maximize=False, **options)
 
 
 def _beside_params(lr: float | Tensor, params: Sequence[Tensor]) -> float | Tensor:
