@@ -22,6 +22,8 @@ ON_CPU = 131072
 """Elements of a piece on CPU, 512 KiB of float32. Smaller pieces need more calls, and larger ones leave the cache. It
 is a multiple of 64, because cuts at other places change the last bits of the kernels' results."""
 
+IN_ONE_PASS = 4 * ON_CPU  # without elementwise transforms, each element is read only once, and calls are what costs
+
 ELSEWHERE = 2**24
 """Elements of a piece on other devices, 64 MiB of float32. Pieces are large, because each one takes launches. There,
 each tensor of a piece fills whole rows of `ROW` elements, so numbers are spread over rows, and not over elements."""
@@ -89,15 +91,17 @@ def run_pieces(
     first = updates[0]
     stages = [op for op in ops if isinstance(op, Pointwise)]
     groups = [own for _, own in by_setting(settings)]
+    most = ELSEWHERE if not first.is_cpu else ON_CPU if stages else IN_ONE_PASS
     depth = max([len(stage.state) + len(stage.flags.numbers) for stage in stages], default=0)
     key = tuple(group.stop for group in groups)
     # with one name for all dtypes and depths, each plan would evict the other in every step
     pieces = scratch.plan(
-        f"pieces {depth} {first.dtype}", updates, lambda: _planned(updates, groups, depth, scratch), key
+        f"pieces {depth} {most} {first.dtype}", updates, lambda: _planned(updates, groups, depth, most, scratch), key
     )
     known = [stage.known() for stage in stages]
     before = _Before.of(ops[0] if ops else None, foreach.wide_dtype(first.dtype))
-    for piece, own in _with_tensors(pieces, [updates, *columns, *(c for stage in stages for c in stage.state)]):
+    tensors = [updates, *columns, *(column for stage in stages for column in stage.state)]
+    for piece, own in _with_tensors(pieces, tensors, most):
         given, states = own[0], iter(own[1 + len(columns) :])
         if kernel is None and piece.part is not None and piece.rounded is None:
             # a part of a long tensor needs no memory of its own, because transforms may write to what they read
@@ -123,7 +127,7 @@ def run_pieces(
 
 
 def _with_tensors(
-    pieces: Sequence[_Piece], columns: Sequence[Sequence[Tensor]]
+    pieces: Sequence[_Piece], columns: Sequence[Sequence[Tensor]], most: int
 ) -> Iterator[tuple[_Piece, list[list[Tensor]]]]:
     """Each piece with its tensors in each column: whole ones, or a part of a long one as a vector."""
     parts: Iterator[tuple[Tensor, ...]] = iter(())
@@ -131,7 +135,6 @@ def _with_tensors(
         if piece.part == 0:
             # one call cuts a tensor in the time of three calls that each cut off a part
             long = [column[piece.rows[0]] for column in columns]
-            most = ON_CPU if long[0].is_cpu else ELSEWHERE
             parts = zip(*(t.view(-1).split(most) if t.ndim else repeat(t) for t in long), strict=False)
         if piece.part is None:
             yield piece, [[column[i] for i in piece.rows] for column in columns]
@@ -244,10 +247,12 @@ def _of_elements(vector: Tensor, piece: _Piece) -> Tensor:
     return own if piece.owner is None else own.index_select(0, piece.owner).unsqueeze(1)
 
 
-def _planned(updates: Sequence[Tensor], groups: Sequence[slice], depth: int, scratch: Scratch) -> list[_Piece]:
+def _planned(
+    updates: Sequence[Tensor], groups: Sequence[slice], depth: int, most: int, scratch: Scratch
+) -> list[_Piece]:
     """Pieces of memory. Short neighbours with equal settings share a piece, and long tensors are cut."""
     first = updates[0]
-    most, alone, row = (ON_CPU, ON_CPU, 1) if first.is_cpu else (ELSEWHERE, ALONE, ROW)
+    alone, row = (ON_CPU, 1) if first.is_cpu else (ALONE, ROW)
     runs: list[tuple[list[int], list[int], int | None]] = []
     for group in groups:
         rows: list[int] = []

@@ -156,7 +156,7 @@ def _reduced(
 def _moved(tensor: Tensor, moves: Moves, i: int) -> Iterator[Tensor]:
     """The rows of a long tensor in parts that are still in the cache after they have moved."""
     for rows, ends in zip(_rows_of(tensor), _rows_of(moves.ends[i]), strict=True):
-        for own, end in zip(rows.split(ROWS // 4), ends.split(ROWS // 4), strict=True):
+        for own, end in zip(rows.split(ROWS), ends.split(ROWS), strict=True):
             yield own.lerp_(end, moves.weights[i])
 
 
