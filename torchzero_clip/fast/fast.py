@@ -109,7 +109,7 @@ class Fast(Executor):
         each = [setting for setting, own in settings for _ in range(own.start, own.stop)]
         if not averages[0].is_cpu and _fit_pieces(updates, [averages]):
             op = Pointwise(Average(begins_with_update), each, [list(averages)], Flags(usable, started))
-            run_pieces([op], updates, each, self._scratch, _keep, [list(averages)])
+            run_pieces([op], updates, each, self._scratch, writes=False)
             return None
         all_move = may_look(usable) and bool((usable & started if begins_with_update else usable).all())
         if all_move and max(map(Tensor.numel, averages)) > SHORT and foreach.fit_kernels([averages, updates]):
@@ -352,10 +352,6 @@ def _call_for(fused: Fused, tensors: Sequence[Tensor]) -> Kernel | None:
     if fused.kernel is not None and foreach.laid_out_alike(*tensors):
         return fused.kernel
     return fused.loop if first.is_cpu else None  # on other devices torch's loop would wait for the step counts
-
-
-def _keep(params: list[Tensor], updates: list[Tensor], state: list[list[Tensor]], setting: Setting, scale: Any) -> None:
-    """Leave parameters unchanged."""
 
 
 def _fit_pieces(tensors: Sequence[Tensor], state: Sequence[Sequence[Tensor]]) -> bool:

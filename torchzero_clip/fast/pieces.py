@@ -77,6 +77,7 @@ def run_pieces(
     scratch: Scratch,
     kernel: Kernel | None = None,
     columns: Sequence[list[Tensor]] = (),
+    writes: bool = True,
 ) -> None:
     """Send updates through operations, and pass the results to a kernel.
 
@@ -85,8 +86,9 @@ def run_pieces(
         updates: The updates, which are modified only if ``kernel`` is None.
         settings: A setting for each update; neighbours that share one are taken together.
         scratch: Memory for pieces.
-        kernel: Takes the results. None to write them over the updates.
+        kernel: Takes the results. None to write them over the updates, if ``writes``.
         columns: The parameters, and the state that the kernel takes.
+        writes: False if the operations change only their own state.
     """
     first = updates[0]
     stages = [op for op in ops if isinstance(op, Pointwise)]
@@ -103,7 +105,7 @@ def run_pieces(
     tensors = [updates, *columns, *(column for stage in stages for column in stage.state)]
     for piece, own in _with_tensors(pieces, tensors, most):
         given, states = own[0], iter(own[1 + len(columns) :])
-        if kernel is None and piece.part is not None and piece.rounded is None:
+        if kernel is None and writes and piece.part is not None and piece.rounded is None:
             # a part of a long tensor needs no memory of its own, because transforms may write to what they read
             piece = piece._replace(flat=given[0], views=[])
         if piece.pads:
@@ -120,7 +122,7 @@ def run_pieces(
         views = piece.views if piece.rounded is None else piece.rounded[1]
         if kernel is not None:
             kernel(own[1], views, own[2 : 1 + len(columns)], settings[piece.rows[0]], None)
-        elif views:
+        elif views and writes:
             foreach.copy_plain_(given, views)
     for stage in stages:
         stage.finish()

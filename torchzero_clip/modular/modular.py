@@ -302,7 +302,7 @@ class Modular(Explained, ClassMaker, Optimizer):
             self.skipped_by = ()
             if self._lost_group:
                 refuse_lost()
-            if closure is None and self._repeat(self._reported.loss):
+            if closure is None and self._fast_way.plan is not None and self._repeat(self._reported.loss):
                 return None
             if closure is None and "closure" in self.nodes.targets:
                 raise ValueError("a transform with target='closure' needs a closure: call step(closure)")
@@ -312,7 +312,8 @@ class Modular(Explained, ClassMaker, Optimizer):
             if closure is not None:
                 with torch.enable_grad():
                     result = closure()
-                if self._repeat(self._reported.loss if result is None else partial(Loss, result, 1)):
+                found = self._reported.loss if result is None else partial(Loss, result, 1)
+                if self._fast_way.plan is not None and self._repeat(found):
                     return result
                 # the closure may have changed them, or added groups
                 settings = self.nodes.checked_settings(self.param_groups)
@@ -368,8 +369,8 @@ class Modular(Explained, ClassMaker, Optimizer):
                 self.listener.end(walk)
 
     def _repeat(self, loss: Callable[[], Loss]) -> bool:
-        """Take a step by the plan. Return False if there is none or it does not fit; then nothing has changed."""
-        if self._fast_way.plan is None or not self._may_be_fast():
+        """Take a step by the plan. Return False if it does not fit; then nothing has changed."""
+        if not self._may_be_fast():
             return False
         state = self._chain_state.values
         if state:

@@ -1,6 +1,6 @@
 """SGD with momentum."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -104,7 +104,7 @@ class SGD(UpdateRule):
         is_computed = foreach.is_real_and_wide(first.dtype) or (first.is_floating_point() and not first.is_cpu)
         if not is_computed or isinstance(first, FakeTensor):
             return None
-        kernel, loop = (partial(self._torchs_step, own) for own in (foreach.fused_sgd_, foreach.loop_sgd_))
+        kernel, loop = (partial(foreach.sgd_, fused=fused, nesterov=self.nesterov) for fused in (True, False))
         settings = [setting for setting, _ in step.by_setting()]
         if not self.variant(settings[0]):
             return Fused((), kernel, loop)
@@ -116,19 +116,6 @@ class SGD(UpdateRule):
             for state, param in zip(step.states, step.params, strict=True):
                 state.setdefault("momentum_buffer", torch.zeros_like(param))
         return Fused(("momentum_buffer",), kernel, loop)
-
-    def _torchs_step(
-        self,
-        torchs: Callable[..., None],
-        params: list[Tensor],
-        updates: list[Tensor],
-        state: list[list[Tensor]],
-        setting: Setting,
-        scale: Any,
-    ) -> None:
-        """A step of SGD by one of torch's functions."""
-        settings = {key: setting[key] for key in ("lr", "momentum", "dampening")}
-        torchs(params, updates, state[0] if state else [], **settings, nesterov=self.nesterov, scale=scale)
 
     @override
     def apply_tensors(self, updates: list[Tensor], step: Step) -> Sequence[Tensor]:
