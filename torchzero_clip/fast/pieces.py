@@ -66,8 +66,9 @@ class _Before(NamedTuple):
         if not isinstance(op, Scale):
             return cls(None, None, None)
         # rounded as the kernels do, which divide by the inverse: bits do not depend on what waits before a kernel
-        divides = dtype != torch.float64 and (not op.factor.ndim or op.factor.is_cpu)
-        return cls(op.factor, inverse(op.factor) if divides else None, None)
+        factors = op.factor
+        divides = dtype != torch.float64 and (not factors.ndim or factors.is_cpu)
+        return cls(factors, inverse(factors) if divides else None, None)
 
 
 def run_pieces(
