@@ -74,7 +74,7 @@ def main() -> None:
     spiked = [100.0 if step == SPIKE else norm for step, norm in enumerate(usual[: SPIKE + AFTER + 1])]
     risen = usual[:RISE] + [3 * norm for norm in usual[RISE:]]
     rows: list[str] = []
-    for name, make in tqdm(CHAINS.items()):
+    for name, make in tqdm(CHAINS.items(), disable=None):
         first, second = factors(make, spiked), factors(make, risen)
         ordinary = first[RISE - 500 : SPIKE]
         clipped = mean([abs(factor - 1) > 1e-9 for factor in ordinary])

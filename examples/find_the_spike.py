@@ -87,7 +87,7 @@ def train(name: str, steps: int, path: Path, clip: list[Transform]) -> Run:
     recorder = Recorder(optimizer, path=path, keep=steps)
     generator = torch.Generator().manual_seed(0)
     wrong = corrupted(steps)
-    for step in tqdm(range(steps), desc=name, unit="step"):
+    for step in tqdm(range(steps), desc=name, unit="step", disable=None):
         text, target = sample(data, generator)
         if wrong.get(step) == "one character":
             text = torch.full_like(text, int(text[0, 0]))

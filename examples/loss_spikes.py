@@ -469,7 +469,7 @@ def main() -> None:
     texts = load_texts()
     costs = measure_costs(texts, options)
     rows = len(SITUATIONS) * (len(options.limits) + 2 + len(ADAPTIVE)) + 1
-    with tqdm(total=rows * seeds, unit="run") as progress:
+    with tqdm(total=rows * seeds, unit="run", disable=None) as progress:
         compared = [compare(situation, texts, options, progress) for situation in SITUATIONS]
         clean = train_all(NONE, METHODS[NONE], NOTHING_WRONG, texts, options, progress)
     print(f"\nCross-entropy per character, in nats: the mean of {seeds} seeds, and the lowest and highest of them.")

@@ -324,7 +324,7 @@ def main() -> None:
     torch.set_num_threads(1)  # so small a model gains nothing from more
     epochs = args.steps // STEPS_PER_EPOCH
     runs: dict[tuple[str, Limit], list[Run]] = {(case, limit): [] for case in CASES for limit in LIMITS}
-    with tqdm(total=len(runs) * args.seeds, unit="run") as progress:
+    with tqdm(total=len(runs) * args.seeds, unit="run", disable=None) as progress:
         for (case, limit), own in runs.items():
             for seed in range(args.seeds):
                 progress.set_description(f"{case}, limit {limit}, seed {seed}")

@@ -92,7 +92,7 @@ def train(name: str, steps: int, seed: int) -> Run:
     optimizer = OPTIMIZERS[name](model)
     generator = torch.Generator().manual_seed(seed)
     corrupted = corrupted_steps(steps)
-    for step in tqdm(range(steps), desc=f"{name}, seed {seed}", unit="step"):
+    for step in tqdm(range(steps), desc=f"{name}, seed {seed}", unit="step", disable=None):
         text, target = sample(data, generator)
         logits = model(text).flatten(0, 1)
         loss = F.cross_entropy(logits, target.flatten())

@@ -1,5 +1,6 @@
 """The examples show what they say they show."""
 
+import ast
 import importlib.util
 import math
 from pathlib import Path
@@ -24,6 +25,19 @@ def example(name, *packages):
 def runs_a_trainer(test):
     """Mark a test that runs a trainer, whose warnings are not ours."""
     return pytest.mark.slow(pytest.mark.peers(pytest.mark.filterwarnings("ignore")(test)))
+
+
+@pytest.mark.parametrize("folder", ["benchmarks", "examples"])
+def test_progress_bars_write_to_terminals_only(folder):
+    """In a file or a notebook's shell, each update would be a line."""
+    calls = [
+        node
+        for path in (EXAMPLES.parent / folder).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "tqdm"
+    ]
+    disabled = [{word.arg: ast.unparse(word.value) for word in call.keywords}.get("disable") for call in calls]
+    assert disabled == ["None"] * len(calls) != []
 
 
 @pytest.mark.slow

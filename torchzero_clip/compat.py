@@ -50,10 +50,11 @@ def is_backward_compiled() -> bool:
     return getattr(module, "in_compiled_autograd_region", False)
 
 
-def stores_by_hooks() -> bool:
-    """True if hooks of saved tensors, such as those of checkpoints, see what the graph stores now."""
+def checkpoint_around() -> object:
+    """The innermost checkpoint that repeats in the backward what runs now, if it is not reentrant; None without one."""
     top: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # pyright: ignore
-    return top is None or top(True) is not None
+    hooks = None if top is None else top(True)
+    return hooks[0] if hooks is not None and "checkpoint" in hooks[0].__qualname__ else None
 
 
 def grad_dtype(param: Tensor) -> torch.dtype:

@@ -120,13 +120,14 @@ def check_call(kind: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[
         )
     plain = [p.name for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
     missing = next((key for key in plain[len(args) :] if key in NEEDED and key not in kwargs), None)
+    takes_rules = parameters.keys().isdisjoint(("optimizer", "weight_decay"))
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     for key in kwargs:
         if key not in parameters and not takes_any:
             owner = next((type(value).__name__ for value in args if key in _arguments_of(value)), None)
-            if owner is not None or (key == "lr" and "transforms" in parameters):
+            if owner is not None or (takes_rules and key == "lr" and "transforms" in parameters):
                 way_out = f"; write {owner or 'AdamW'}({key}=...){_class_for_frameworks(kind, key, args)}"
-            elif nearest(key, {*parameters, "weight_decay"}) == "weight_decay" and "weight_decay" not in parameters:
+            elif takes_rules and nearest(key, {*parameters, "weight_decay"}) == "weight_decay":
                 way_out = "; write WeightDecay(0.1) in the chain, or AdamW(weight_decay=...)"
             else:
                 way_out = did_you_mean(key, parameters, listed=missing is None) or f"; {NEEDED[str(missing)]}"

@@ -336,6 +336,18 @@ class InPlace(Formula):
         return x.clamp(-average, average), (average,)
 
 
+class StartsInPlace(Formula):
+    keys = ("average",)
+
+    @override
+    def formula(self, x, state, setting):
+        return x, (state[0] + x,)
+
+    @override
+    def start(self, x, setting):
+        return (x.abs_(),)
+
+
 class Misspells(Formula):
     @override
     def formula(self, x, state, setting):
@@ -347,6 +359,7 @@ class Misspells(Formula):
     ("kind", "message"),
     [
         (InPlace, r"^InPlace\(\)\.formula changes its arguments in place\. Compute new tensors"),
+        (StartsInPlace, r"^StartsInPlace\(\)\.start changes its arguments in place\. Compute new tensors"),
         (Misspells, r"^Misspells\(\)\.formula looked up 'factr', which does not exist"),
     ],
 )

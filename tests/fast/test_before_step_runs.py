@@ -41,6 +41,13 @@ FRONTS = {
         if is_allowed(without_rule(entry.make))
     },
 }
+ANY, LAST = list(FRONTS), ["global", "zclip", "autoclip", "each", "ema"]
+NEW = ["entry ClipValueByEMA-tfm", "entry LimitRMS", "entry ClipByWeights", "entry ClipToUsual"]
+"""They return other tensors."""
+FRONTS |= {
+    f"several {k}": lambda draw: [FRONTS[draw.choice(names)](draw) for names in (draw.choice([ANY, NEW]), LAST)]
+    for k in range(16)
+}
 OF_RULE = ("lr", "initial_lr", "betas", "eps", "weight_decay", "adam/", "weight_decay_2/", IDENTITY, "params")
 
 
@@ -354,7 +361,7 @@ def test_one_factor_for_all_gradients_is_divided_by_the_kernel_as_in_the_chain(n
 
 
 @pytest.mark.quick_cases(2)
-@pytest.mark.parametrize("name", list(FRONTS)[::2])
+@pytest.mark.parametrize("name", list(FRONTS)[::3])
 def test_plans_change_no_bit(name):
     seed = f"{name} plans"
     runs = [Before(seed, name, KINDS["fused"], planned=planned) for planned in (True, False)]
@@ -362,7 +369,7 @@ def test_plans_change_no_bit(name):
 
 
 @pytest.mark.quick_cases(2)
-@pytest.mark.parametrize("name", list(FRONTS)[1::2])
+@pytest.mark.parametrize("name", list(FRONTS)[1::3])
 def test_the_fast_way_is_the_readable_one(name):
     seed = f"{name} fast"
     runs = [Before(seed, name, {}, dtypes=[torch.float64], fast=fast) for fast in (True, False)]

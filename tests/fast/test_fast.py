@@ -140,11 +140,11 @@ def test_rounding_does_not_add_up(name):
     shapes = [(3, 5), (7,), (40, 30)]
     # torch rounds 1 - lr * weight_decay to float32, in its loop too: with decay it is 1.4e-5 from float64 in the end
     runs = list(both(lambda: [CLIPS[name](), AdamW(1e-3, weight_decay=0.0)], shapes))
-    for number in range(1000):
+    for number in range(500):
         for run in runs:
             run.step(noise(shapes, number))
     fast, readable = (nn.utils.parameters_to_vector(run.params).double() for run in runs)
-    assert (fast - readable).norm() <= 1e-5 * readable.norm()
+    assert (fast - readable).norm() <= 5e-6 * readable.norm()
 
 
 @pytest.mark.slow

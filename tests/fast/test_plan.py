@@ -73,8 +73,7 @@ def test_plans_change_no_bit(clip):
 @pytest.mark.filterwarnings("ignore:a max_norm of 0")
 @pytest.mark.parametrize(("clip", "rule"), list(itertools.product(CLIPS, RULES)))
 def test_plans_change_no_bit_in_many_runs(clip, rule, planned):
-    for seed in range(1, 3):
-        compare(f"{clip} {rule} {seed}", clip, rule, 24)
+    compare(f"{clip} {rule} 1", clip, rule, 24)
     assert not (rule == "l2" and any(planned))  # the kernels have no weight decay before Adam
 
 

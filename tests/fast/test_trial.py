@@ -244,6 +244,12 @@ class StartsAtTheMean(Halves):
         return (x.abs().mean().expand_as(x),)
 
 
+class StateWithNaN(Halves):
+    @override
+    def formula(self, x, state, setting):
+        return x / 2, (state[0] / 0,)
+
+
 REST = (
     r"\.change changes the state 'average' of elements that do not take part, such as those .* at\.only_finite\(size\)"
 )
@@ -269,6 +275,7 @@ WRONG = {
     Thirds: r"Thirds\(\)\.change and its formula differ\. .* Correct one of the two methods, or delete change",
     WritesToX: r"WritesToX\(\)\.change changes x in place\. Write the new elements to result",
     FormulaInPlace: r"FormulaInPlace\(\)\.formula changes its arguments in place\. Compute new tensors, for example",
+    StateWithNaN: r"StateWithNaN\(\)\.formula gives NaN in the state 'last' for finite elements$",
     FormulaWithNaN: r"FormulaWithNaN\(\)\.formula gives NaN for finite elements$",
 }
 

@@ -13,8 +13,6 @@ from versions import TORCH
 from torchzero_clip import SGD, Adam, ClipNorm, ClipNormGrowth, ClipValue, Modular, WeightDecay, as_lr, before_step
 
 
-# ReduceLROnPlateau does not store the number that it began with
-@pytest.mark.filterwarnings("ignore:.*max_norm is .* in the checkpoint and 2.0 in the constructor")
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_torchs_schedulers_take_any_setting(name):
     """The limit goes the way that the learning rate of torch's SGD goes; and on from a checkpoint."""
@@ -45,6 +43,30 @@ def test_torchs_schedulers_take_any_setting(name):
         advance(expected)
     assert [group["max_norm"] for group in optimizer.param_groups] == [9.0, 9.0]
     assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("loads_first", [False, True])
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_a_load_compares_the_limits_of_constructors_not_those_of_schedulers(name, loads_first):
+    def build(limit):
+        params = parameters()
+        return params, Modular(params, ClipNorm(limit), Adam(0.5))
+
+    params, optimizer = build(2.0)
+    scheduler = SCHEDULERS[name](as_lr(optimizer, "max_norm"))
+    for row in gradients(params, 3):
+        train(optimizer, params, [row])
+        advance(scheduler)
+    saved = optimizer.state_dict()
+
+    _, same = build(2.0)
+    _, other = build(3.0)
+    if not loads_first:
+        SCHEDULERS[name](as_lr(same, "max_norm"))
+        SCHEDULERS[name](as_lr(other, "max_norm"))
+    same.load_state_dict(saved)  # warns of nothing
+    with pytest.warns(UserWarning, match=r"^max_norm is 2.0 in the checkpoint and 3.0 in the constructor\. "):
+        other.load_state_dict(saved)
 
 
 def test_schedulers_change_settings_of_transforms_before_the_steps_of_an_optimizer_and_resume():

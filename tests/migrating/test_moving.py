@@ -29,6 +29,7 @@ from torchzero_clip import (
     RMSprop,
     WeightDecay,
     Wrap,
+    before_step,
     from_torch_optim,
     to_torch_optim,
 )
@@ -140,6 +141,22 @@ def test_keys_of_schedulers_and_trainers_and_names_come_along():
     assert converted["param_names"] == ["weight", "bias"]
     optimizer.load_state_dict(from_torch_optim(old.state_dict(), optimizer))
     assert to_torch_optim(optimizer, old)["param_groups"][0]["initial_lr"] == 0.5
+
+
+def test_transforms_before_the_old_optimizer_are_not_those_of_the_chain():
+    params, old = parameters(), optim.SGD(parameters())
+    handle = before_step(old, ClipNormByEMA())
+    moved, carried = Modular(params, SGD()), Modular(old.param_groups, SGD())
+    moved.load_state_dict(from_torch_optim(old.state_dict(), moved))
+    for optimizer, own in ((moved, params), (carried, old.param_groups[0]["params"])):
+        assert "before_step" not in optimizer.param_groups[0]
+        train(optimizer, own, gradients(own, 1))  # a warning would raise
+    with pytest.raises(ValueError, match=r"checkpoint is of a chain, .*to_torch_optim"):
+        old.load_state_dict(moved.state_dict())
+    assert "chain" not in old.param_groups[0]
+    old.load_state_dict(to_torch_optim(moved, old))
+    train(old, old.param_groups[0]["params"], gradients(params, 1))
+    assert handle.steps_taken == 1
 
 
 OTHER = r"not from torch\.optim|torch's optimizer has|which .* does not"

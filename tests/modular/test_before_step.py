@@ -4,6 +4,8 @@ import copy
 import gc
 import io
 import pickle
+import subprocess
+import sys
 import weakref
 
 import pytest
@@ -25,6 +27,7 @@ from torchzero_clip import (
     Modular,
     Recorder,
     SkipStep,
+    TensorwiseTransform,
     Transform,
     WeightDecay,
     ZClip,
@@ -37,6 +40,16 @@ JOINTLY = {"dim": "global"}
 
 def sgd(params, lr=1.0, **options):
     return torch.optim.SGD(params, lr=lr, **options)
+
+
+class Negate(TensorwiseTransform):
+    """Returns new tensors."""
+
+    def __init__(self):
+        super().__init__({})
+
+    def apply_tensor(self, tensor, param, grad, loss, state, setting):
+        return -tensor
 
 
 def one(value=0.0):
@@ -258,10 +271,18 @@ def test_refusals_of_optimizers():
     optimizer = sgd([weight])
     with pytest.raises(ValueError, match="at least one transform"):
         before_step(optimizer)
+    with pytest.raises(TypeError, match=r"no argument 'max_norm'; write ClipNorm\(max_norm=...\)$"):
+        before_step(optimizer, ClipNorm(1), max_norm=2)
+    with pytest.raises(TypeError, match="no argument 'lr'; there are: optimizer, transforms"):
+        before_step(optimizer, ClipNorm(1), lr=2)
     handle = before_step(optimizer, ClipNorm(1))
     with pytest.raises(RuntimeError, match="has transforms before its steps already"):
         before_step(optimizer, ClipNorm(1))
     handle.remove()
+    other = before_step(optimizer, ClipNorm(2))
+    handle.remove()
+    assert "before_step" in optimizer.param_groups[0]
+    other.remove()
     with before_step(optimizer, ClipNorm(1)):
         stepped(optimizer, weight, 3.0, 4.0)
     assert weight.tolist() == pytest.approx([-0.6, -0.8])
@@ -521,8 +542,9 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(spoil, message):
     saved = copy.deepcopy(optimizer.state_dict())
     spoil(saved)
     before = copy.deepcopy(optimizer.state_dict())
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) as raised:
         optimizer.load_state_dict(saved)
+    assert not hasattr(raised.value, "__notes__")  # new= and dropped= would not help
     assert_same_checkpoint(optimizer.state_dict(), before)
 
 
@@ -641,6 +663,24 @@ def test_a_copy_has_no_transforms_and_warns_once_by_name(copied):
     before_step(other, ClipNorm(1, dim="global"))
     stepped(other, weight, 3.0, 4.0)
     assert weight.tolist() == pytest.approx([-6.6, -8.8])
+
+
+def test_a_copy_in_another_process_warns_too(tmp_path):
+    """Nothing there has called `before_step`."""
+    optimizer = sgd([one()])
+    before_step(optimizer, ClipNorm(1, dim="global"))
+    tmp_path.joinpath("pickle").write_bytes(pickle.dumps([optimizer, optimizer.state_dict()]))
+    script = """
+import pickle, sys, torch, torchzero_clip
+optimizer, saved = pickle.load(open(sys.argv[1], "rb"))
+optimizer.step()
+resumed = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))])
+resumed.load_state_dict(saved)
+resumed.step()
+"""
+    command = [sys.executable, "-c", script, str(tmp_path / "pickle")]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    assert run.stderr.count("<string>:") == run.stderr.count("call before_step on it") == 2
 
 
 def test_a_checkpoint_that_is_loaded_after_remove_warns_that_transforms_are_missing():
@@ -812,6 +852,22 @@ def test_a_transform_of_an_author_sees_the_gradients_as_they_were():
     before_step(optimizer, ClipNorm(1), ClipValue(0.1), Reads())
     stepped(optimizer, weight, 3.0, 4.0)
     assert weight.tolist() == [-3.0, -4.0]
+
+
+@pytest.mark.parametrize("limit", [1.0, 1e9])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_new_tensors_of_a_transform_reach_the_optimizer_through_a_joint_clip(limit, fused, dtype):
+    """The clip alone may leave its factor to the optimizer, but not after a transform that returns other tensors."""
+    results = []
+    for fast in (True, False):
+        params = parameters(dtype)
+        optimizer = sgd(params, 0.1, fused=fused)
+        before_step(optimizer, Negate(), ClipNorm(limit, dim="global"), fast=fast)
+        train(optimizer, params, gradients(params, 6))
+        results.append([*values(params), *(param.grad for param in params)])
+    for one_of, other in zip(*results, strict=True):
+        torch.testing.assert_close(one_of, other, rtol=1e-5, atol=1e-6)
 
 
 def test_scopes_need_names_of_the_module_or_the_optimizer():

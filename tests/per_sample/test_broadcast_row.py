@@ -4,9 +4,19 @@ import copy
 
 import pytest
 import torch
-from per_sample.harness import Net, assert_close, assert_matches_loop, assert_step, clip, losses_of, weight
+from per_sample.harness import (
+    Net,
+    assert_close,
+    assert_matches_loop,
+    assert_step,
+    clip,
+    losses_of,
+    norms_in_batch,
+    weight,
+)
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 
 def uses(use, layer=None, *, frozen=False):
@@ -135,6 +145,7 @@ BARE = {
     "a layer norm": (lambda m, x: nn.functional.layer_norm(m.lin(x), (3,), m.p, eps=1e-3) * m.p, (3,)),
     "a table of words": (lambda m, x: m.lin(x) + m.p[(x[..., 0] > 0).long()], (2, 3)),
     "a mask": (lambda m, x: masked(m.lin(x), x[..., 0] > 0, m.p), (3,)),
+    "normalized": (lambda m, x: m.lin(x) @ nn.functional.normalize(m.p), (3, 3)),
     "values for the batch": (lambda m, x: m.lin(x) * m.p.to(x) @ x.mT @ m.lin(x), (3,)),
 }
 OF_AUTOGRAD = {
@@ -161,6 +172,18 @@ def test_functions_of_autograd_get_no_parameter_beside_layers(name):
     assert_matches_loop(model, x, modes=("auto", "low"), whole=(Net,))
 
 
+def test_checkpoints_get_a_module_that_holds_the_parameter():
+    def forward(m, x):
+        return checkpoint(m.function or (lambda h: m.lin(h) * m.p), x, use_reentrant=False)
+
+    held = {"function": None, "lin": nn.Linear(3, 3), "p": weight(3)}
+    with clip(model := Net(forward, **held)), pytest.raises(RuntimeError, match=r"^Net uses.*checkpoint.*a module"):
+        model(torch.randn(5, 3))
+    held["function"] = Net(lambda m, h: m.lin(h) * m.p, lin=held["lin"], p=held["p"])
+    for model in (Net(forward, **held), Net(lambda m, x: checkpoint(m.inner, x, use_reentrant=False), inner=scale())):
+        assert_matches_loop(model, torch.randn(5, 3), modes=("auto", "low"))
+
+
 @pytest.mark.parametrize("count", [1, 4, 5])
 @pytest.mark.parametrize("name", BARE)
 def test_parameters_beside_layers_are_right(name, count):
@@ -170,6 +193,27 @@ def test_parameters_beside_layers_are_right(name, count):
     if name == "the weight of a submodule":
         model.lin.bias.requires_grad_(False)
     assert_matches_loop(model, torch.randn(count, 4, 3), modes=("auto", "low"), losses=losses)
+
+
+def test_a_class_token_may_be_joined_to_sequences_that_come_first():
+    def forward(m, x):
+        return torch.cat([m.p[:1].expand(-1, x.shape[1], -1), m.lin(x)]) * m.p
+
+    for x in (torch.randn(3, 5, 3), torch.randn(3, 4, 3)):
+        assert_matches_loop(bare(forward, 4, 1, 3), x, batch_first=False, modes=("auto", "low"))
+
+
+def test_a_random_mask_has_samples():
+    def forward(m, x):
+        torch.manual_seed(len(x))
+        return masked(m.lin(x), torch.rand(len(x), 4) < 0.5, m.p)
+
+    model = bare(forward, 3).double()
+    own = copy.deepcopy(model)
+    with clip(own, 1e9) as clipper:
+        for count in (5, 4, 3):
+            x = torch.randn(count, 4, 3).double()
+            assert_close(clipper.backward(losses_of(own(x))).norms, norms_in_batch(model, x))
 
 
 def test_a_size_that_was_not_the_batch_is_not_taken_for_it_later():

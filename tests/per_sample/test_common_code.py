@@ -304,3 +304,40 @@ def test_nodes_of_graphs_need_the_sample_of_each_node_only():
             with clipper.rows(of, batch_size=count):
                 losses = losses_of(own(nodes, edges, of))
             assert_close(clipper.backward(losses).norms, norms_in_batch(model, nodes, edges, of))
+
+
+def sums_of_edges(m, nodes, edges, of):
+    messages = m.first(nodes[edges[0]] - 2 * nodes[edges[1]]).tanh()
+    return m.last(torch.zeros(int(of.max()) + 1, W, dtype=nodes.dtype).index_add(0, of[edges[1]], messages))
+
+
+def attention(m, nodes, edges, of):
+    h, (source, target) = m.first(nodes), edges
+    weights = ((h * m.source).sum(-1)[source] + (h * m.target).sum(-1)[target]).exp()
+    total = torch.zeros(len(h), dtype=h.dtype).index_add(0, target, weights)
+    h = torch.zeros_like(h).index_add(0, target, h[source] * (weights / total[target])[:, None]) + m.bias
+    return m.last(torch.zeros(int(of.max()) + 1, W, dtype=h.dtype).index_add(0, of, h.relu()) + m.table(of.bincount()))
+
+
+GRAPHS = {
+    "convolution": (convolved, ["bias"]),
+    "attention": (attention, ["source", "target", "bias"]),
+    "edges": (sums_of_edges, []),
+}
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_graphs_without_rows_are_found_by_a_probe(name):
+    forward, own = GRAPHS[name]
+    held = {"first": lin(), "last": lin(), "table": nn.Embedding(8, W), **{key: weight(W) for key in own}}
+    model = Net(forward, **held).double()
+    nodes = data(7, W)
+    # as many edges as samples, of which one has none
+    few = nodes[:4], torch.tensor([[0, 1, 3], [1, 0, 3]]), torch.tensor([0, 0, 1, 2])
+    for verify in ("never", "always"):
+        own = copy.deepcopy(model)
+        with clip(own, verify=verify) as clipper:
+            for given in (graphs(3), graphs(5), few, (nodes[:0], few[1][:, :0], few[2][:0]), graphs(3)):
+                expected = norms_in_batch(model, *given) if len(given[2]) else torch.zeros(0)
+                losses = losses_of(own(*given)) if len(given[2]) else own.first(given[0]).sum(1)
+                assert_close(clipper.backward(losses).norms, expected.double())

@@ -170,6 +170,17 @@ def test_rows_are_found(name, settings):
     assert_right(model.double(), *inputs, **settings)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_rows_of_nested_tensors_are_found(layout):
+    def padded(m, x):
+        parts = torch.nested.as_nested_tensor([row[: 1 + i % T] for i, row in enumerate(m.first(x))], layout=layout)
+        return m.last(torch.nested.to_padded_tensor(parts, 0.0)).sum(1) + sum(x.sum() for x in parts.unbind()) * 0
+
+    for count in (B, 1):
+        assert_right(Net(padded, first=lin(), last=lin()).double(), data(T, W, count=count).double(), verify="always")
+
+
 @pytest.mark.parametrize("name", ["linear layers", "an embedding", "bags", "two forms"])
 @pytest.mark.parametrize("form", [by_classic_form, by_two_passes])
 def test_other_forms_refuse_lost_rows(form, name):
@@ -311,6 +322,21 @@ def test_a_refusal_changes_nothing(name):
         clipper.discard()
     model, x = plain().double(), data().double()
     assert_right(model, x)
+
+
+def test_rows_that_all_samples_share_are_right_with_a_first_dimension():
+    """A network of the inputs, and one of the points at which all of them are evaluated."""
+    points = torch.linspace(0, 1, T, dtype=torch.float64)[:, None]
+
+    def forward(m, x):
+        at = points[None] if m.right else points * 1
+        return torch.einsum("bd,nd->bn", m.branch(x), m.trunk(at).view(T, -1))
+
+    model, x = Net(forward, branch=lin(), trunk=lin(1), right=False).double(), data().double()
+    with clip(model) as clipper, pytest.raises(ValueError, match=r"several samples.*of size 1: x\[None\]\. Or run"):
+        clipper.backward(losses_of(model(x)))
+    model.right = True
+    assert_right(model, x, verify="always")
 
 
 def test_rows_in_a_reentrant_checkpoint_are_refused():

@@ -342,8 +342,10 @@ def test_nodes_and_edges_without_rows_name_both_vectors():
     model = Net(forward, edge=nn.Linear(4, 4), node=nn.Linear(4, 4))
     nodes, edges, of = torch.randn(5, 4), torch.tensor([0, 1, 1, 3, 4, 4, 2]), torch.tensor([0, 0, 1, 1, 1])
     line = r"clipper\.rows\(sample_of_node, sample_of_edge, batch_size=2\)"
-    with clip(model) as clipper, pytest.raises(ValueError, match=rf"samples, the batch has 2\..*{line}"):
-        clipper.backward(losses_of(model(nodes, edges, of)))
+    with clip(model) as clipper:
+        losses_of(model(nodes, edges, of)).mean().backward()
+        with pytest.raises(ValueError, match=rf"samples, the batch has 2\..*{line}"):
+            clipper.clip_and_accumulate(batch_size=2)
 
 
 def test_a_forgotten_block_of_rows_is_named():

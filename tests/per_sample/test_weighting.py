@@ -3,6 +3,7 @@
 import pytest
 import torch
 from per_sample.harness import (
+    Net,
     assert_grads,
     batch,
     by_backward,
@@ -12,6 +13,7 @@ from per_sample.harness import (
     losses_of,
     reference,
     small,
+    weight,
 )
 from per_sample.layers import LAYERS, MODELS, tied
 from torch import nn
@@ -58,6 +60,7 @@ EMPTY = (
     *("conv1d", "conv2d", "conv2d, few positions", "conv2d, depthwise", "embedding", "bag, mean", "layer norm"),
     *("rms norm", "group norm", "instance norm 1d", "prelu", "lstm, batch first", "gru", "linear layers of GPT-2"),
     *("padding in a module with bare parameters", "tied embedding and head, 6", "vision transformer"),
+    *("conv transpose 2d", "conv2d, standardized", "weight norm", "GRU cells", "LSTM cells", "transformer layer"),
 )
 
 
@@ -69,6 +72,21 @@ def test_batches_of_no_samples_give_gradients_of_zeros(name, form, settings):
     norms, _ = form(model, **settings)(lambda model: losses_of(model(x[:0])))
     assert norms.shape == (0,)
     assert_grads(model, [torch.zeros_like(param) for param in model.parameters()])
+
+
+def test_an_empty_batch_may_be_in_any_dimension():
+    def forward(m, x):
+        positions = m.position(torch.linspace(0, 1, x.shape[1])[:, None])
+        h = m.first(x.transpose(0, 1)) + positions[:, None] + m.shift.expand(3, len(x), 4)
+        return m.last(h.flatten(0, 1)).view(3, len(x), 2).transpose(0, 1).masked_fill(x[..., :2] > 0, m.shift[0])
+
+    held = {"position": nn.Linear(1, 4), "first": nn.Linear(4, 4), "last": nn.Linear(4, 2), "shift": weight(4)}
+    model = Net(forward, **held)
+    for form in (by_backward, by_classic_form):
+        norms, _ = form(model)(lambda model: losses_of(model(torch.randn(0, 3, 4))))
+        assert norms.shape == (0,)
+        assert_grads(model, [torch.zeros_like(param) for param in model.parameters()])
+        model.zero_grad()
 
 
 class Giving(NormClipper):

@@ -108,8 +108,8 @@ class Load:
         found: dict[str, str] = {}
         for own, loaded in zip(groups, self.groups, strict=True):
             for key in (stored for node in self.nodes for stored in _limits(node)):
-                # a scheduler changes a limit, and stores what the constructor said
-                said, saved = (group.get(f"{key}:initial_lr", group[key]) for group in (own, loaded))
+                # as_lr lets schedulers change a limit, and stores what the constructor said
+                said, saved = (group.get(f"{key}:constructed", group[key]) for group in (own, loaded))
                 if not isinstance(said, Tensor) and not isinstance(saved, Tensor) and said != saved:
                     found.setdefault(key, f"{key} is {saved} in the checkpoint and {said} in the constructor")
         if found:

@@ -145,17 +145,15 @@ class Elementwise(TensorwiseTransform):
             at: The elements that take part. Its methods leave the others unchanged.
         """
         own = state[: len(self.keys)]
-        given = [tensor.clone() for tensor in (x, *state)] if at.is_first else [x, *state]
+        copies = [tensor.clone() for tensor in (x, *state)] if at.is_first else []
+        given = copies or [x, *state]
         found = self.formula(given[0], given[1:], setting)
-        if at.is_first and any(tensor._version for tensor in given if not tensor.is_inference()):
-            raise RuntimeError(
-                f"{self!r}.formula changes its arguments in place. Compute new tensors, for example by lerp instead of "
-                "lerp_"
-            )
+        self._check_unchanged("formula", copies)
         new, *moved = self._tensors("formula", found, [x, *own])
         if own:
             at = at.only_finite(x.abs())
-            first = self.start(x, setting) if at.may_start else None
+            first = self.start(given[0], setting) if at.may_start else None
+            self._check_unchanged("start", copies)
             if first is not None:
                 first = self._tensors("start", first, own)
                 new, *moved = at.unless_new([new, *moved], [x, *first])
@@ -166,6 +164,13 @@ class Elementwise(TensorwiseTransform):
         at.write(new, x, result)
         foreach.copy_(own, moved)
         return count
+
+    def _check_unchanged(self, name: str, given: Sequence[Tensor]) -> None:
+        if any(tensor._version for tensor in given if not tensor.is_inference()):
+            raise RuntimeError(
+                f"{self!r}.{name} changes its arguments in place. Compute new tensors, for example by lerp instead of "
+                "lerp_"
+            )
 
     def _tensors(self, name: str, found: Any, like: Sequence[Tensor]) -> list[Tensor]:
         """The tensors that a method returned. Raise if their number, a shape or a dtype is wrong."""

@@ -15,6 +15,9 @@ from torchzero_clip.core.nodes import Nodes
 from torchzero_clip.core.transform import Transform, as_text
 from torchzero_clip.hints import did_you_mean, nearest
 
+BEFORE_STEP = "before_step"
+"""The key under which `before_step` keeps its transforms in the groups of an optimizer. Chains leave it out."""
+
 # arguments of torch's optimizers that do not change the result of a step
 HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
 

@@ -161,7 +161,8 @@ class Fast(Executor):
     @override
     def deliver(self, rows: list[int], scale: DeliveredScale) -> None:
         queue, columns = self._queues.on(rows), self._columns
-        alone = queue.ops[0] if queue is not None and len(queue.ops) == 1 else None
+        # other tensors, which a transform has returned, have to be written into the gradients
+        alone = queue.ops[0] if queue is not None and len(queue.ops) == 1 and self.memory.untouched else None
         if self._layout is not None and columns is not None and len(rows) == len(columns["params"]):
             self.ended = Delivered(self._layout, columns, scale)
             if queue is not None and isinstance(alone, Scale) and alone.is_one_number and alone.fits_kernels:

@@ -89,6 +89,8 @@ def _changed(
     if bool(result[x.isfinite()].isnan().any()):
         raise RuntimeError(f"{method} gives NaN for finite elements{'' if by_formula else WRITE_ALL}")
     for key, new, old in zip(transform.keys, given[1:], copies[1:], strict=False):
+        if by_formula and bool(new[x.isfinite()].isnan().any()):
+            raise RuntimeError(f"{method} gives NaN in the state {key!r} for finite elements")
         if transform.keeps_statistics and not torch.equal(new[rest], old[rest]):
             raise RuntimeError(
                 f"{method} changes the state {key!r} of elements that do not take part, such as those that an earlier "

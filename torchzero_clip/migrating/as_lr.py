@@ -93,6 +93,8 @@ class _Group(MutableMapping[str, Any]):
         return self._group[self._stored(key)]
 
     def __setitem__(self, key: str, value: Any) -> None:
+        if key == "lr":  # not every scheduler stores it, and some store another number as initial_lr
+            self._group.setdefault(f"{self._key}:constructed", self._group[self._key])
         self._group[self._stored(key)] = value
 
     def __delitem__(self, key: str) -> None:

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from torchzero_clip.checkpoints.identity import IDENTITY
 from torchzero_clip.checks import as_builtin
 from torchzero_clip.core.chain_state import COUNTERS
-from torchzero_clip.core.group_keys import HOW, torchs_arguments
+from torchzero_clip.core.group_keys import BEFORE_STEP, HOW, torchs_arguments
 from torchzero_clip.core.learning_rate import LR
 from torchzero_clip.core.scope import NamedParam
 from torchzero_clip.core.transform import Transform
@@ -65,7 +65,7 @@ def settings_from(old: Group, optimizer: Modular, name: str, known: Sequence[Nam
             result[optimizer.storage_keys[f"{name}/{key}"]] = as_builtin(value)
         elif key in usual:
             _check_same(key, value, optimizer, transform)
-        else:
+        elif key != BEFORE_STEP:
             result[key] = value  # keys of schedulers and trainers
     return result | _decay_from(old, optimizer, name, known) | {"lr": old["lr"]}
 

@@ -15,13 +15,15 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torchzero_clip.checks import instance
 from torchzero_clip.compat import may_be_template, never_compiled, steps_being_taken
 from torchzero_clip.core.chain import Transforms, flatten
+from torchzero_clip.core.group_keys import BEFORE_STEP as KEY
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.engine.listener import Attached, Listener
 from torchzero_clip.engine.nonfinite import Nonfinite
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.bad import BadGradients
 from torchzero_clip.functional.clip import inverse
-from torchzero_clip.modular.entries import KEY, Entries
+from torchzero_clip.hints import explained
+from torchzero_clip.modular.entries import Entries
 from torchzero_clip.modular.front import Front
 from torchzero_clip.modular.host import Patient, are_zero, check_host, end_surely, takes_factor, unwrapped_host
 from torchzero_clip.modular.modular import Modular
@@ -122,6 +124,8 @@ class BeforeStep:
 
     def remove(self) -> None:
         """Let the optimizer take its steps with the gradients as they are. Its checkpoints have no entry any more."""
+        if self not in _HANDLES:  # the optimizer may have another handle by now
+            return
         optimizer = self._found()
         _HANDLES.discard(self)
         for hook in self._hooks:
@@ -240,6 +244,7 @@ class BeforeStep:
         return refused is not None
 
 
+@explained
 def before_step(
     optimizer: Optimizer,
     *transforms: Transforms,
@@ -322,8 +327,6 @@ def before_step(
     )
     handle = BeforeStep(found, front, partial(Entries, new=new, dropped=dropped))
     _HANDLES.add(handle)
-    if not _WATCHING:
-        _WATCHING.append(register_optimizer_step_pre_hook(_warn_of_copy))
     recorder = _attached(found, Attached)
     handle.listener = None if recorder is None else recorder.listener
     return handle
@@ -340,23 +343,28 @@ def handle_of(optimizer: Optimizer) -> BeforeStep | None:
     return _attached(optimizer, BeforeStep)
 
 
-_WATCHING: list[Any] = []
 _HANDLES: weakref.WeakSet[BeforeStep] = weakref.WeakSet()
 _WARNED: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 def _warn_of_copy(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Warn before the first step of an optimizer that has lost its transforms, as copies and pickles lose hooks."""
+    if torch.compiler.is_compiling():
+        return
     groups = optimizer.param_groups
-    if torch.compiler.is_compiling() or not groups or KEY not in groups[0] or optimizer in _WARNED:
+    if not groups or KEY not in groups[0] or optimizer in _WARNED:
         return
     if not any(handle.has(groups[0]) for handle in _HANDLES):  # the groups of SAM are those of its base optimizer
         _WARNED.add(optimizer)
         warnings.warn(
             f"the {type(optimizer).__name__} that this one was copied or loaded from had transforms before its steps. "
             "This one has none: call before_step on it",
-            stacklevel=4,
+            stacklevel=3,
         )
+
+
+# at import, because a pickle or a checkpoint may come to a process that never calls before_step
+register_optimizer_step_pre_hook(_warn_of_copy)
 
 
 def _attached(optimizer: Optimizer, kind: type[T]) -> T | None:

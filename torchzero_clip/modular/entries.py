@@ -9,19 +9,18 @@ from torch.utils.hooks import RemovableHandle
 
 from torchzero_clip.checkpoints.identity import IDENTITY
 from torchzero_clip.checkpoints.saving import Load, without_device
+from torchzero_clip.core.group_keys import BEFORE_STEP as KEY
 from torchzero_clip.core.scope import named_params
 from torchzero_clip.modular.front import Front
 
 Group = dict[str, Any]
 
-KEY = "before_step"
-"""The key of the entry. The groups themselves hold the name of the chain there, so that flat checkpoints have it."""
-
 
 class Entries:
     """Saves and loads the state of a `Front` with the optimizer that it stands before.
 
-    An entry of a group has the settings and the state of its parameters. It is in the groups because loaders drop other
+    An entry of a group has the settings and the state of its parameters. The groups themselves hold the name of the
+    chain in its place, so that flat checkpoints have it. It is in the groups because loaders drop other
     keys of a checkpoint, and because tensors in ``optimizer.state`` would keep some optimizers from starting their own.
 
     Args:
@@ -86,6 +85,8 @@ class Entries:
         if not isinstance(groups, list | tuple):
             return None  # torch raises
         self._front.sync(optimizer.param_groups)
+        if IDENTITY in set[str]().union(*groups).difference(*optimizer.param_groups):
+            self._front.new_load((), ()).agree(_of_chain(), self._front.param_groups)
         self._check(groups, [group.get(KEY) for group in groups])
         return {**state_dict, "param_groups": [{k: v for k, v in g.items() if k != KEY} for g in groups]}
 
@@ -113,7 +114,8 @@ class Entries:
         try:
             load.check(_as_checkpoint(groups, entries), front.param_groups)
         except ValueError as error:
-            error.add_note("pass new= and dropped= to before_step instead of load_state_dict")
+            if "load_state_dict(" in str(error):  # it shows what to pass
+                error.add_note("pass new= and dropped= to before_step instead of load_state_dict")
             raise
         self._load = load
 
@@ -148,6 +150,13 @@ def _as_checkpoint(groups: Sequence[Group], entries: Sequence[Mapping[str, Any]]
 
 def _states(entry: Mapping[str, Any]) -> Mapping[Any, Any]:
     return entry.get("state", {})  # torch.distributed.checkpoint drops it if it is empty
+
+
+def _of_chain() -> ValueError:
+    return ValueError(
+        "the checkpoint is of a chain, a Modular, which no other optimizer can load: load it into such a Modular, and "
+        "then load_state_dict(to_torch_optim(modular, optimizer))"
+    )
 
 
 def _incomplete() -> ValueError:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 from torchzero_clip.checks import as_builtin
-from torchzero_clip.core.group_keys import keys_of_rules, torchs_arguments, why_refused
+from torchzero_clip.core.group_keys import BEFORE_STEP, keys_of_rules, torchs_arguments, why_refused
 from torchzero_clip.core.learning_rate import rates_of
 from torchzero_clip.core.nodes import Node, Nodes
 from torchzero_clip.core.schedules import Schedules
@@ -38,7 +38,8 @@ def accepted(
     ignored: Container[str],
 ) -> dict[str, Any]:
     """A group that is added, with every setting under the key that stores it, and names if the others have them."""
-    given = _with_names({key: value for key, value in group.items() if key not in ignored}, others, module)
+    kept = {key: value for key, value in group.items() if key != BEFORE_STEP and key not in ignored}
+    given = _with_names(kept, others, module)
     _check_new(given, others)
     return _normalized(given, nodes)
 

@@ -34,6 +34,9 @@ class Rule(ABC):
     runs_layers = False
     """Whether submodules run as layers that have rules of their own."""
 
+    runs_empty = False
+    """Whether it also runs empty batches. `EmptyRule` runs them for other rules, as torch does."""
+
     def refusal(self, module: nn.Module) -> str | None:
         """The reason why per-sample gradients of this layer would be wrong, and the way out; None if there is none."""
         return None
@@ -91,7 +94,7 @@ class CapturedLayer:
         module, engine = self.module, self.engine
         if not torch.is_grad_enabled() or not engine.captures or self.lent or get_interpreter_stack():
             return type(module).forward(module, *args, **kwargs)
-        engine.enter(self)
+        rule = engine.enter(self)
         now = module.__dict__.get("forward")
         if isinstance(now, CapturedLayer) and now is not self:  # this call of the model has attached the layer anew
             return now(*args, **kwargs)
@@ -101,8 +104,8 @@ class CapturedLayer:
             raise ValueError(f"{self} got a nested tensor: pad it, with x.to_padded_tensor(0.0), and mask the loss")
         around, engine.running = engine.running, self
         try:
-            with nullcontext() if self.rule.runs_layers else WithoutOwnModes():
-                output = self.rule.run(self, *args, **kwargs)
+            with nullcontext() if rule.runs_layers else WithoutOwnModes():
+                output = rule.run(self, *args, **kwargs)
             if type(output) is Tensor:
                 engine.outputs.append(weakref.ref(output))
             return output
@@ -233,11 +236,11 @@ class CapturedLayer:
             raise self.unknown_rows()
         return labels.flatten().expand(input.shape[dim])
 
-    def unknown_rows(self, *, why: str = "", instead: str = "") -> ValueError:
-        """The error for rows of which it is not known which samples they belong to."""
+    def unknown_rows(self, *, why: str = "", instead: str = "", how: str = "") -> ValueError:
+        """The error for rows of which it is not known which samples they belong to. ``how`` is another way out."""
         provenance = self.engine.forward.provenance
         given = sorted(provenance.given) if provenance is not None else []
-        how = (
+        how = how or (
             f"rows() got vectors for {' and '.join(map(str, given))} rows only: give it one for each number of rows"
             if given
             else "Say which sample each row belongs to, with `with clipper.rows(sample_of_row, batch_size=B):` around "
@@ -334,7 +337,10 @@ class CapturedLayer:
             contribute = _regrouping(contribute, rows.flatten(), self.engine.forward.batch_size)
         elif samples is not None and samples.lost:
             contribute = LostRows(self, contribute, samples.lost)
-        where = None if samples is None or samples.lost else samples.dim if rows is None else rows
+        elif samples is not None and samples.dim == 0 and self.engine.may_find_rows:
+            contribute = LostRows(self, contribute, 1, len(output))
+        lost = isinstance(contribute, LostRows)
+        where = None if samples is None or lost else samples.dim if rows is None else rows
         kept = self.kept(inputs)
         watched: Any = _Watched.apply(self.engine.anchor, before, [output.detach()], kept, self, contribute, where)
         if rows is not None:

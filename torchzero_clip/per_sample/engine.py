@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from torchzero_clip.checks import boolean, instance, one_of
 from torchzero_clip.compat import current_graph_task_id
 from torchzero_clip.per_sample.attachment import Attachment
-from torchzero_clip.per_sample.captured_layer import CapturedLayer, trainable
+from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule, trainable
 from torchzero_clip.per_sample.gradients.autograd_graph import leaves_of
 from torchzero_clip.per_sample.gradients.captured_gradients import CapturedGradients, Forward, GivenRows, in_backward
 from torchzero_clip.per_sample.gradients.contributions import Contribution, Dense, Memory
@@ -24,6 +24,7 @@ from torchzero_clip.per_sample.gradients.squared_norms import without_autocast
 from torchzero_clip.per_sample.mixing import MixingCheck, Verify
 from torchzero_clip.per_sample.processes.processes import Processes
 from torchzero_clip.per_sample.processes.sharding import group_of_shards, reshard
+from torchzero_clip.per_sample.rules.copies import EMPTY
 from torchzero_clip.per_sample.rules.whole import Whole, whole_line
 from torchzero_clip.per_sample.samples.arguments import tensors_held
 from torchzero_clip.per_sample.samples.following import Following
@@ -131,6 +132,11 @@ class Engine:
             return False
         return self.forward.captured if in_backward() else self.enabled
 
+    @property
+    def may_find_rows(self) -> bool:
+        """True if only the losses tell whether the rows of layers are samples, and a probe can find these."""
+        return self.forward.batch_size is None and self.probe.possible
+
     def norm_dtype(self) -> torch.dtype:
         """Float32, or float64 if a parameter is."""
         return (
@@ -234,12 +240,13 @@ class Engine:
         if following is not None:
             following.__enter__()
 
-    def enter(self, layer: CapturedLayer) -> None:
-        """A layer runs."""
+    def enter(self, layer: CapturedLayer) -> Rule:
+        """A layer runs. Return its rule, or that for empty batches."""
         if self.phase is not Phase.FORWARD and not in_backward():
             self.begin(self.forward if self.forward.direct else Forward())
         self._calls[id(layer)] += 1
         self.mixing.note(layer.name)
+        return EMPTY if self.forward.batch_size == 0 and not layer.rule.runs_empty else layer.rule
 
     def begin(self, forward: Forward) -> None:
         """A forward starts."""

@@ -5,9 +5,11 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import override
 
+from torchzero_clip.compat import checkpoint_around
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
 from torchzero_clip.per_sample.gradients.autograd_graph import leaves_of
-from torchzero_clip.per_sample.rules.generic import GenericRule, copy_of
+from torchzero_clip.per_sample.rules.copies import copy_of
+from torchzero_clip.per_sample.rules.generic import GenericRule
 from torchzero_clip.per_sample.samples.arguments import flattened, tensors_in
 from torchzero_clip.per_sample.samples.broadcast_row import TRANSPOSED, BroadcastRow, row_of_param
 from torchzero_clip.per_sample.samples.modes import OwnMode, WithoutOwnModes
@@ -47,6 +49,7 @@ class _Rows(OwnMode):
         self._count = count
         self._params = {id(param) for param in layer.module.parameters() if param.requires_grad}
         self._rows: dict[int, BroadcastRow] = {}
+        self._around = checkpoint_around()
 
     def _row(self, x: Any) -> Any:
         """The row of a parameter; any other value itself."""
@@ -80,5 +83,10 @@ class _Rows(OwnMode):
             return func(*args, **kwargs)
         leaves, rebuilt = flattened(args, kwargs)
         if not self._params.isdisjoint(map(id, leaves)):
+            if checkpoint_around() is not self._around:
+                raise RuntimeError(
+                    f"{self._layer} uses a parameter in a function that it gives to torch.utils.checkpoint, which "
+                    "repeats the function alone: give it a module that holds the parameter, or call the function"
+                )
             args, kwargs = rebuilt([self._row(x) for x in leaves])
         return func(*args, **kwargs)

@@ -104,11 +104,9 @@ def _positions(layer: CapturedLayer, input: Tensor) -> Samples | None:
     """
     forward, dim = layer.engine.forward, layer.engine.batch_dim
     count, along = forward.batch_size, min(dim, input.ndim - 1)
-    if count is None or not input.ndim or input.shape[along] == 1 or forward.is_only_input(input):
+    if forward.provenance is None or not input.ndim or input.shape[along] == 1 or forward.is_only_input(input):
         return None
-    if forward.provenance is None:
-        shared = input.ndim == 1 and not count
-    elif forward.is_argument(input):
+    if forward.is_argument(input):
         shared = counts_up(input)
     else:  # as many equal indices as samples may be either
         known = _relative(input) or (input.ndim == 1 and (len(input) != count or bool((input != input[0]).any())))

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrize
@@ -17,11 +17,10 @@ from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from torchzero_clip.compat import fully_sharded, get_unwrapped, is_batchedtensor
-from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule, Samples
+from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
 from torchzero_clip.per_sample.gradients.captured_gradients import in_backward
-from torchzero_clip.per_sample.gradients.contributions import Dense
-from torchzero_clip.per_sample.gradients.squared_norms import wide
 from torchzero_clip.per_sample.processes.sharding import memory_of
+from torchzero_clip.per_sample.rules.copies import EMPTY, Bare, copy_of
 from torchzero_clip.per_sample.rules.state import State
 from torchzero_clip.per_sample.samples.arguments import counts_up
 from torchzero_clip.per_sample.samples.broadcast_row import HOOKS, IN_PLACE, is_row, row_of
@@ -64,9 +63,9 @@ class GenericRule(Rule):
         dims, shared = self.dims(layer, args, kwargs, leaves)
         inputs = _inputs(layer, leaves, dims)
         count = _batch_size(layer, leaves, {len(x) for x in inputs.values()})
-        copies = copies_of(layer, count)
         if not count:
-            return _of_nothing(layer, copies, args, kwargs)
+            return EMPTY.run(layer, *args, **kwargs)
+        copies = copies_of(layer, count)
         has_samples, outputs = any(dim is not None for dim in dims), _Outputs(layer)
 
         def output_dim(i: int) -> int | None:
@@ -132,13 +131,6 @@ def _inputs(layer: CapturedLayer, leaves: Sequence[Any], dims: Sequence[int | No
     return inputs
 
 
-def _of_nothing(layer: CapturedLayer, copies: dict[str, Tensor], args: Any, kwargs: Any) -> Any:
-    """The output for an empty batch, which vmap cannot run. It depends on the copies, so that they get gradients."""
-    nothing = torch.stack([copy.sum() for copy in copies.values()]).sum()
-    output = run_detached(layer, args, kwargs)
-    return pytree.tree_map_only(Tensor, lambda value: value + nothing.to(value.dtype), output)
-
-
 class _One:
     """Runs the module for one sample."""
 
@@ -153,7 +145,7 @@ class _One:
     ) -> None:
         self._layer, self._leaves, self._structure, self._dims = layer, leaves, structure, dims
         self._outputs, self._output_dim = outputs, output_dim
-        self._bare, self._inside = _Bare(layer.module), _Inside(layer)
+        self._bare, self._inside = Bare(layer.module), _Inside(layer)
 
     def __call__(self, copies: dict[str, Tensor], *samples: Tensor) -> tuple[Tensor, ...]:
         given = list(self._leaves)
@@ -189,18 +181,6 @@ def _alone(layer: CapturedLayer, leaves: Sequence[Any]) -> Generator[State]:
         raise
     finally:
         layer.engine.inside, parametrize._cache_enabled = False, caches
-
-
-class _Bare(nn.Module):
-    """The forward of a module without its hooks, which have run already."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    @override
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return type(self.inner).forward(self.inner, *args, **kwargs)
 
 
 class _Inside(TorchFunctionMode):
@@ -267,16 +247,6 @@ class _Outputs:
         return pytree.tree_unflatten(leaves, self._structure)
 
 
-def copy_of(layer: CapturedLayer, param: nn.Parameter, value: Tensor, count: int) -> Tensor:
-    """A view of the value of a parameter for each sample, whose gradients are the per-sample gradients."""
-
-    def contribute(grad: Tensor) -> list[Dense]:
-        return [Dense(param, *wide(grad))]
-
-    copies = value.detach().expand(count, *value.shape)
-    return layer.watch(copies, [], contribute, Samples(copies, 0))
-
-
 def copies_of(layer: CapturedLayer, count: int) -> dict[str, Tensor]:
     """The views of each parameter of a layer, under all its names."""
     of = {id(value): copy_of(layer, param, value, count) for param, value in layer.values}
@@ -317,7 +287,7 @@ def run_detached(layer: CapturedLayer, args: tuple[Any, ...], kwargs: dict[str, 
     params = {f"inner.{name}": param.detach() for name, param in layer.module.named_parameters()}
     layer.engine.inside = True
     try:
-        return functional_call(_Bare(layer.module), params, args, kwargs)
+        return functional_call(Bare(layer.module), params, args, kwargs)
     finally:
         layer.engine.inside = False
 

@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
 from torchzero_clip.per_sample.gradients.contributions import Dense
-from torchzero_clip.per_sample.rules.generic import copy_of
+from torchzero_clip.per_sample.rules.copies import copy_of
 
 Normalize = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
 """A function of an input, a weight and a bias."""
@@ -27,6 +27,7 @@ class NormalizationRule(Rule):
     def __init__(self, function: Callable[[Any], Normalize], *, channels: bool = False) -> None:
         self._function = function
         self._channels = channels
+        self.runs_empty = channels  # torch's instance_norm with a weight does not
 
     @override
     def run(self, layer: CapturedLayer, input: Tensor) -> Tensor:

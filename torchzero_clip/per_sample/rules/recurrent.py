@@ -26,6 +26,7 @@ class RecurrentRule(Rule):
     """Runs each layer and direction on rows, which a packed sequence has already."""
 
     covers_submodules = True
+    runs_empty = True
 
     @override
     def run(self, layer: CapturedLayer, /, input: Any, hx: Any = None) -> Any:

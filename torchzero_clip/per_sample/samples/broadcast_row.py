@@ -143,7 +143,7 @@ def _with_copies(func: Any, args: Any, kwargs: Any, leaves: list[Any], rebuilt: 
     name, first = getattr(func, "__name__", ""), next(x for x in leaves if isinstance(x, BroadcastRow))
     layer, count, kind = first._layer, len(first._each), name.strip("_")
     changes = name == "__setitem__" or (name.endswith("_") and not name.startswith("__")) or kind in IN_PLACE
-    if "out" in kwargs:
+    if kwargs.get("out") is not None:
         return NotImplemented
     if func is F.embedding:
         func, args, kwargs = _without_padding(*args, **kwargs)
@@ -157,10 +157,11 @@ def _with_copies(func: Any, args: Any, kwargs: Any, leaves: list[Any], rebuilt: 
     if call.places and changes and 0 not in call.places:
         return NotImplemented
     if call.places:
-        try:
-            return call.of_batch(name)
-        except (IndexError, RuntimeError, ValueError):  # if the function itself is called wrongly, it raises again
-            return NotImplemented
+        output = call.of_batch_or_not(name)
+        sized = {i: layer.engine.batch_dim for i, x in others.items() if _has_size(layer, x, count)}
+        if output is NotImplemented and sized.keys() - places.keys():  # such as a random mask
+            output = _Call(func, leaves, rebuilt, {**sized, **places}, changes).of_batch_or_not(name)
+        return output
     if changes:
         return _changed(call, args[0], first, lambda: func(*args, **kwargs))
     output = func(*args, **kwargs)
@@ -169,7 +170,9 @@ def _with_copies(func: Any, args: Any, kwargs: Any, leaves: list[Any], rebuilt: 
     if kind in EXPANSIONS and first.fits(output.ndim, dim := layer.engine.batch_dim):
         expansion = kind, tuple(first.shape), output.ndim
         if _is_to_batch(layer, expansion, output.shape[dim], count):
-            return _expanded(kind, first.aligned(output.ndim, dim), output)
+            output = _expanded(kind, first.aligned(output.ndim, dim), output)
+            layer.mark(output, dim)
+            return output
     try:
         each = torch.vmap(call)(*call.copies)
     except (RuntimeError, ValueError):  # it cannot run under vmap
@@ -202,10 +205,16 @@ def _places(layer: Any, tensors: dict[int, Tensor], count: int) -> dict[int, Kno
         if places[i] is None and x.ndim > dim:
             if isinstance(first, Tensor) and len(x) == len(tensors[beside[0]]) and not layer.is_constant(x):
                 places[i] = first  # such as zeros for all rows
-            elif x.shape[dim] == count:
+            elif _has_size(layer, x, count):
                 layer.refuse_outside(x)
                 places[i] = None if layer.is_constant(x, of_batch=bool(beside)) else dim
     return {i: place for i, place in places.items() if place is not None}
+
+
+def _has_size(layer: Any, x: Tensor, count: int) -> bool:
+    """True if a tensor has the size of the batch."""
+    dim = layer.engine.batch_dim
+    return x.ndim > dim and x.shape[dim] == count
 
 
 class _Call:
@@ -225,6 +234,13 @@ class _Call:
         args, kwargs = self._rebuilt(leaves)
         output = self._func(*args, **kwargs)
         return leaves[0] if self._changes else output
+
+    def of_batch_or_not(self, name: str) -> Any:
+        """The output of the batch; NotImplemented if the function cannot run for each sample."""
+        try:
+            return self.of_batch(name)
+        except (IndexError, RuntimeError, ValueError):  # if the function itself is called wrongly, it raises again
+            return NotImplemented
 
     def of_batch(self, name: str) -> Any:
         """The output of the batch, from those of its samples; NotImplemented if it is none."""

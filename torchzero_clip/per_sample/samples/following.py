@@ -109,7 +109,7 @@ class Functions:
         target: Any = args[0] if args else None
         changes = isinstance(target, Tensor) and type(target) is not BroadcastRow and not target.is_inference()
         version = target._version if changes else 0
-        if inside or _is_known(name) or not self._has_samples(args, kwargs):
+        if inside or _is_known(name) or "nested" in name or not self._has_samples(args, kwargs):
             output = func(*args, **kwargs)
         else:
             with _Inside(self):
@@ -128,7 +128,10 @@ class Functions:
     def _has_samples(self, args: Any, kwargs: Any) -> bool:
         leaves, _ = flattened(args, kwargs)
         with DisableTorchFunctionSubclass():
-            return any(isinstance(x, Tensor) and self._provenance.of(x) is not None for x in leaves)
+            tensors = [x for x in leaves if isinstance(x, Tensor)]
+            if any(x.is_nested for x in tensors):
+                return False
+            return any(self._provenance.of(x) is not None for x in tensors)
 
     def _returned(self, func: Any, name: str, args: Any, kwargs: Any, new: Sequence[Tensor]) -> None:
         """Note the labels of new tensors that a function has returned."""
@@ -138,7 +141,9 @@ class Functions:
             if isinstance(x, Tensor) and (found := of(x)) is not None:
                 known[i] = found
         results: Sequence[Labels] = [None] * len(new)
-        if known and name in ELEMENTS and [*known] == [0] and leaves[0].shape == new[0].shape:  # most functions
+        if any(leaves[i].is_nested for i in known):
+            results = [LOST] * len(new)
+        elif known and name in ELEMENTS and [*known] == [0] and leaves[0].shape == new[0].shape:  # most functions
             results = [known[0]] * len(new)
         elif known and name != "composite":
             results = self._found(_Call(func, name, args, kwargs, leaves, rebuilt, known), new)
@@ -168,7 +173,7 @@ class Functions:
     def _after(self, call: "_Call", outputs: Sequence[Tensor]) -> Sequence[Labels]:
         """The labels of new outputs of a function that got labels."""
         name, labels, count = call.name, call.labels, self._provenance.count
-        if "out" in call.kwargs:
+        if call.kwargs.get("out") is not None:
             return [LOST] * len(outputs)
         if name in SAME and isinstance(labels.get(0), int):
             return [labels[0]]

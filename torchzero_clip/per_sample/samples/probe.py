@@ -72,13 +72,16 @@ class Call:
 class LostRows(Call):
     """A call with rows of unknown samples. It is the function that makes the contributions of the call.
 
-    ``contribute`` makes them with each row as a sample.
+    ``contribute`` makes them with each row as a sample, which is right if there are as many losses as ``rows``.
     """
 
-    def __init__(self, layer: Any, contribute: Callable[..., Iterable[Contribution]], depth: int) -> None:
+    def __init__(
+        self, layer: Any, contribute: Callable[..., Iterable[Contribution]], depth: int, rows: int | None = None
+    ) -> None:
         super().__init__(layer, depth)
-        self.seen: int = layer.engine.forward.batch_size
-        """The number of samples in the forward."""
+        self.seen: int | None = layer.engine.forward.batch_size
+        """The number of samples in the forward; None if it is not known."""
+        self.rows = rows
         self._contribute = contribute
         self._rows: Tensor | None = None
         self._count = 0
@@ -89,6 +92,8 @@ class LostRows(Call):
         if self._rows is not None:
             return [regrouped(part, self._rows, self._count) for part in self._contribute(grad, *inputs)]
         engine = self.layer.engine
+        if self.rows is not None and not engine.probe.passes:
+            return [*self._contribute(grad, *inputs)]
         if engine.probe.passes is None:
             engine.clear()
             raise next(iter(engine.probe.live)).layer.unknown_rows(instead=", or use backward(losses)")
@@ -97,9 +102,9 @@ class LostRows(Call):
         self.grad, self.inputs = grad, inputs
         return []
 
-    def refusal(self, reason: str) -> ValueError:
+    def refusal(self, reason: str, how: str = "") -> ValueError:
         """The error for rows whose samples cannot be found."""
-        return self.layer.unknown_rows(why=f", and backward(losses) cannot find them: {reason}")
+        return self.layer.unknown_rows(why=f", and backward(losses) cannot find them: {reason}", how=how)
 
     def found(self, numbers: Tensor, losses: Tensor) -> Sequence[Contribution]:
         """The contributions, once the further backwards have run.
@@ -119,8 +124,10 @@ class LostRows(Call):
                 f"their gradients are {small}{f'; losses of samples {bad} are not finite' if bad else ''}"
             )
         if bool((rows == WRONG).any()):
+            shared = "If all samples share them, as positions, give them a first dimension of size 1: x[None]"
             raise self.refusal(
-                "some belong to several samples, or a function or hook has a backward that is not linear"
+                "some belong to several samples, or a function or hook has a backward that is not linear",
+                shared if self.inputs and self.layer.labels(self.inputs[0]) is None else "",
             )
         usual = torch.arange(len(rows), device=rows.device).clamp(max=len(losses) - 1)
         self._rows = torch.where(rows == ZERO, usual.view(-1, *[1] * (rows.ndim - 1)), rows).flatten()
@@ -162,6 +169,7 @@ class Probe:
         self.exact = True
         """Whether backwards on the CPU add up in the same order each time."""
         self._engine = engine
+        self._of_several = False  # a layer had more rows than there were losses: others may have as many by chance
         self._lost: list[LostRows] = []
         self._known: list[KnownRows] = []
         self._numbers = torch.zeros(0, dtype=torch.int64, device="cpu")  # of the samples: their digits are the powers
@@ -173,13 +181,15 @@ class Probe:
         Raises:
             ValueError: If a part of the graph computes in float16, whose gradients have no room for the powers.
         """
-        if not self.live:
+        if not len(losses) or (not self._of_several and all(call.rows == len(losses) for call in self.live)):
             return 0
         nodes = list(nodes_of([losses]))
         calls = {getattr(node, "contribute", None) for node in nodes}
-        self._lost = [call for call in self.live if call in calls]
-        if not self._lost:
+        found = [call for call in self.live if call in calls]
+        self._of_several |= any((call.rows or 0) > len(losses) for call in found)
+        if not found or not (self._of_several or any(call.rows is None for call in found)):
             return 0
+        self._lost = found
         if any(part.dtype == torch.float16 for node in nodes for part in node._input_metadata):
             raise self._lost[0].refusal("a part of the graph computes in float16")
         # several threads add up the gradients of x[index] in another order each time
@@ -218,7 +228,7 @@ class Probe:
         """Make the contributions of calls with lost rows."""
         captured = self._engine.captured
         for call in self._lost:
-            captured.saw(call.layer, call.seen)
+            captured.saw(call.layer, len(losses) if call.seen is None else call.seen)
         if self._lost:
             captured.check_counts(len(losses), batch_first=self._engine.batch_first)
         for call in self._lost:

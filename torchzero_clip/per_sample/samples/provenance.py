@@ -103,7 +103,7 @@ class Provenance:
         if not key or (labels is None and key not in self._memories):
             return
         before = self._memories.get(key)
-        base = tensor if tensor._base is None else tensor._base
+        base = tensor if tensor._base is None or tensor._base.is_nested else tensor._base
         layout, whole = Layout.of(tensor), Layout.of(base)
         first, end = min(layout.offset, whole.offset), max(end_of(layout), end_of(whole))
         if before is not None:
@@ -151,7 +151,7 @@ class Provenance:
         """The tensors in memories that are not known. For others, store what a function that is not seen may ask."""
         new: list[Tensor] = []
         for x in tensors:
-            if isinstance(x, Tensor):
+            if isinstance(x, Tensor) and not x.is_nested:
                 if _memory_of(x) not in self._memories:
                     new.append(x)
                 elif x.requires_grad:
@@ -175,6 +175,8 @@ class Provenance:
         memory = self._memories.get(_memory_of(tensor))
         if memory is not None and (memory.whole or self._memory(tensor)):
             labels = self._seen(memory, tensor, _version(tensor))
+        elif tensor.is_nested:  # it has no shape
+            labels = LOST
         elif tensor.grad_fn is not None:
             labels = self._of_node(tensor.grad_fn, tensor.output_nr)
         else:

@@ -1,0 +1,56 @@
+"""Copies of parameters for each sample, and what a layer does if there are none."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils import _pytree as pytree
+from typing_extensions import override
+
+from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule, Samples
+from torchzero_clip.per_sample.gradients.contributions import Dense
+from torchzero_clip.per_sample.gradients.squared_norms import wide
+
+
+def copy_of(layer: CapturedLayer, param: nn.Parameter, value: Tensor, count: int) -> Tensor:
+    """A view of the value of a parameter for each sample, whose gradients are the per-sample gradients."""
+
+    def contribute(grad: Tensor) -> list[Dense]:
+        return [Dense(param, *wide(grad))]
+
+    copies = value.detach().expand(count, *value.shape)
+    return layer.watch(copies, [], contribute, Samples(copies, 0))
+
+
+class Bare(nn.Module):
+    """The forward of a module without its hooks, which have run already."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    @override
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return type(self.inner).forward(self.inner, *args, **kwargs)
+
+
+class EmptyRule(Rule):
+    """Runs any layer on an empty batch. Its parameters get the sums of copies for no samples, which are zeros.
+
+    Its output depends on all of them, also on those of experts that got no row, so that all processes do the same.
+    """
+
+    runs_layers = True
+
+    @override
+    def run(self, layer: CapturedLayer, /, *args: Any, **kwargs: Any) -> Any:
+        pairs = zip(layer.params, layer.values, strict=True)
+        zeros = {name: copy_of(layer, param, x, 0).sum(0) for name, (param, x) in pairs}
+        nothing = torch.stack([x.sum() for x in zeros.values()]).sum()
+        now = {f"inner.{name}": x.detach() + zeros[name] for name, (_, x) in zip(zeros, layer.values, strict=True)}
+        output = functional_call(Bare(layer.module), now, args, kwargs)
+        return pytree.tree_map_only(Tensor, lambda x: x + nothing.to(x.dtype), output)
+
+
+EMPTY = EmptyRule()
