@@ -1,6 +1,6 @@
 """The rows of the tables: torch, the bare calls, and this package as a user writes it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -338,6 +338,40 @@ def four_lines(params: Params) -> Timed:
     return Timed(optimizer.step)
 
 
+def compiled_cases() -> list[Case]:
+    """Steps in `torch.compile`, against torch's two calls and the same steps without it."""
+
+    def compiled(transforms: Sequence[Callable[[], Transform]]) -> Make:
+        def make(params: Params) -> Timed:
+            optimizer = Modular(params, *(made() for made in transforms))
+            for param in params:
+                param.grad = torch.full_like(param, 1e-3)
+            optimizer.step()  # makes the state
+            return Timed(torch.compile(optimizer.step))
+
+        return make
+
+    def clip_and_compiled(params: Params) -> Timed:
+        optimizer = torch.optim.AdamW(params, foreach=True)
+        update = torch.compile(optimizer.step)
+
+        def step() -> None:
+            clip_jointly(params)
+            update()
+
+        return Timed(step)
+
+    cases = [
+        Case(CLIP_AND_FUSED, by_torch(clip_jointly, fused=True), (CLIP_AND_FUSED,)),
+        Case("torch clip_grad_norm_, AdamW(foreach=True) compiled", clip_and_compiled, (CLIP_AND_FUSED,)),
+    ]
+    for first in (partial(ClipNorm, 1, dim="global"), partial(ClipValue, 1e-3), ClipValueByEMA):
+        name = f"{written(first)}, AdamW()"
+        cases.append(Case(name, ours(first, AdamW), (CLIP_AND_FUSED,)))
+        cases.append(Case(f"{name}, compiled", compiled([first, AdamW]), (CLIP_AND_FUSED, name)))
+    return cases
+
+
 def matrices_only(made: Callable[[], Transform]) -> Make:
     """Matrices of hidden layers; no token embeddings."""
     return lambda params: Timed(Modular(params, made().only(lambda p: p.ndim == 2 and len(p) < 10_000)).step)
@@ -350,4 +384,5 @@ CASES: dict[str, Callable[[], list[Case]]] = {
     "adaptive": adaptive_cases,
     "recorder": recorder_cases,
     "before": before_cases,
+    "compiled": compiled_cases,
 }

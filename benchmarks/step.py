@@ -6,7 +6,7 @@ base in the same round, with the 10th and the 90th percentile: below 1 is faster
 shared machine drift.
 
     python -m benchmarks.step --threads 1                    # whole steps
-    python -m benchmarks.step --what memory --set small      # or transforms, functions, before (before_step)
+    python -m benchmarks.step --what memory --set small      # or transforms, functions, before (before_step), compiled
     python -m benchmarks.step --peers --plot step_time.png   # by the number of parameters and of tensors
 """
 

@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 from clipping.statistics import outputs
-from contract.entries import ClipToUsual, ClipToUsualInPlace, Mul
+from contract.entries import ENTRIES, ClipToUsual, ClipToUsualInPlace, Mul
 from contract.training import set_grads, train
 from test_pages_for_authors import DOCS, shown
 from torch import nn
@@ -24,6 +24,9 @@ from torchzero_clip import (
     Modular,
     SpikeAwareClip,
 )
+from torchzero_clip.core.elements import Elements
+from torchzero_clip.core.step import Step
+from torchzero_clip.functional.scratch import Scratch
 
 both_ways = pytest.mark.parametrize("fast", [True, False], ids=["fast", "readable"])
 
@@ -223,6 +226,39 @@ def test_a_compiled_step_with_a_formula_is_one_graph(kind):
         set_grads(params, row)
         step()
     torch.testing.assert_close(params, others)
+
+
+def acts_on_elements(made):
+    return isinstance(made, Elementwise) and made.acts_with(made.defaults)
+
+
+def assert_traced(call, *given):
+    """In one graph, with the results of a call that is not compiled."""
+    torch._dynamo.reset()
+    own, others = ([tensor.clone() for tensor in given] for _ in range(2))
+    found = torch.compile(call, backend="eager", fullgraph=True)(*own)
+    torch.testing.assert_close((found, own), (call(*others), others))
+
+
+@needs_compiler
+@pytest.mark.quick_cases(2)
+@pytest.mark.parametrize("entry", [e for e in ENTRIES if acts_on_elements(e.make())], ids=str)
+def test_every_change_and_every_formula_is_one_graph(entry):
+    transform, x = entry.make(), torch.linspace(-3, 3, 12)
+    setting, state = transform.defaults, transform.init_state(x, transform.defaults)
+    norm = torch.ones(1, dtype=torch.float64)
+    step = Step([x], [x], None, [state], [setting], transform.init_global_state(), gradient_norms=norm)
+    flags = transform.flags([x], step, None)
+    for by_formula in {not transform.has_change, transform.has_formula}:
+        numbers = (flags.of_formula() if by_formula else flags).numbers
+        given = [x, torch.empty_like(x), *(state[key] for key in transform.keys), *(n[0].float() for n in numbers)]
+        for flag in (None, torch.tensor(True)):
+
+            def call(x, result, *own, flag=flag, by_formula=by_formula):
+                at = Elements(flag, flag, finite=flag is None, scratch=Scratch())
+                return transform.counted(x, result, own, setting, at, by_formula=by_formula)
+
+            assert_traced(call, *given)
 
 
 class Returns(Formula):

@@ -12,7 +12,7 @@ from optimizers.twins import same, same_gradients, two_of
 from torch import nn, optim
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchzero_clip import LR, SGD, Adam, AdamW, ClipNorm, Modular, WeightDecay
+from torchzero_clip import LR, SGD, Adam, AdamW, ClipNorm, Modular, TensorwiseTransform, WeightDecay
 
 REAL = [torch.float32, torch.float64, torch.bfloat16]
 WIDE = [torch.float32, torch.float64]
@@ -181,6 +181,29 @@ def test_gradients_laid_out_unlike_their_parameters_take_the_loop(name, dtype):
         train(optimizer, params, [[grad]])
         train(reference, other, [[grad]])
         assert_equal(params, other)
+
+
+class LaidOutUnlike(TensorwiseTransform):
+    """Returns matrices with their columns one after the other, as `SoftSpectralClip` returns tall ones."""
+
+    def __init__(self):
+        super().__init__({})
+
+    def apply_tensor(self, tensor, param, grad, loss, state, setting):
+        return tensor.mT.contiguous().mT if tensor.ndim == 2 else tensor
+
+
+@pytest.mark.parametrize("dtype", WIDE, ids=str)
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "SGD momentum", "SGD nesterov", "SGD tensor lr"])
+def test_one_update_of_another_layout_takes_the_loop_alone(name, dtype):
+    (ours, theirs), _ = GROUPS[name]
+    params, other = two_of([torch.randn(shape, dtype=dtype) for shape in [(40, 33), (7,), (5, 3, 2)]])
+    optimizer = Modular(params, LaidOutUnlike(), ours())
+    references = theirs(other[:1]), theirs(other[1:], fused=True)
+    assert_same_steps([optimizer, *references], params, other, zeros_first=False, scheduled=False)
+    with Kernels() as kernels:
+        optimizer.step()
+    assert kernels.count == 1
 
 
 @each_way

@@ -126,14 +126,18 @@ class Lossy(Scaling):
         return torch.full_like(measured.vector, float(step.loss))
 
 
+@pytest.mark.parametrize("closes", [False, True], ids=["reported loss", "closure"])
 @pytest.mark.parametrize("make", [lambda: Own(0.5, dim="global"), lambda: Half(0.5, dim="global"), Lossy])
-def test_scalings_of_other_authors_are_planned_too(make, planned):
+def test_scalings_of_other_authors_are_planned_too(make, closes, planned):
     runs = []
     for fast in (True, False):
         params = parameters(torch.float64)
         optimizer = Modular(params, make(), SGD(0.1), fast=fast)
         for k, row in enumerate(gradients(params, 8)):
             set_grads(params, row)
+            if closes:
+                assert optimizer.step(lambda k=k: 0.25 * k) == 0.25 * k
+                continue
             optimizer.report_loss(0.25 * k)
             optimizer.step()
         runs.append(values(params))

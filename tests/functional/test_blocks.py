@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+from contract.training import assert_equal
 
 from torchzero_clip.functional.blocks import (
     BLOCK,
     ROW,
     ROWS,
     SHORT,
+    Moves,
     block_maxima,
     block_norms,
     block_sums,
@@ -57,6 +59,16 @@ def test_each_result_is_that_of_a_loop_in_float64(sizes, dtype):
         assert torch.equal(block_maxima(tensors, scratch), maxima)
         sums = torch.stack([tensor.sum() for tensor in wide])
         torch.testing.assert_close(block_sums(tensors, scratch), sums, rtol=0, atol=10 * rtol * norms.max().item())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_tensors_that_move_while_they_are_measured_have_the_bits_of_those_that_moved_before(dtype):
+    sizes = [*SIZES, (ROWS + 1) * BLOCK, (ROWS + 1) * BLOCK + 5]
+    tensors, ends = [tensor.clone() for tensor in tensors_of(sizes, dtype)], tensors_of(sizes, dtype, 1)
+    weights = [0.1 + 0.05 * i for i in range(len(tensors))]
+    moved = [torch.lerp(tensor, end, weight) for tensor, end, weight in zip(tensors, ends, weights, strict=True)]
+    found = joint_and_each(tensors, Scratch(), Moves(ends, weights))
+    assert_equal([*tensors, *found], [*moved, *joint_and_each(moved, Scratch())])
 
 
 def test_the_largest_magnitude_may_be_negative_and_nan_is_not_hidden():

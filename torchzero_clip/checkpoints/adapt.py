@@ -11,11 +11,7 @@ from torchzero_clip.core.scope import named_params
 
 
 def adapted(
-    state_dict: Mapping[str, Any],
-    groups: list[Group],
-    nodes: Nodes,
-    new: Iterable[str],
-    dropped: Iterable[str],
+    state_dict: Mapping[str, Any], groups: list[Group], nodes: Nodes, new: Iterable[str], dropped: Iterable[str]
 ) -> dict[str, Any]:
     """Convert a checkpoint of another chain for this one. Its ``new`` transforms get their settings from ``groups``."""
     saved_ones = saved_groups(state_dict, groups)

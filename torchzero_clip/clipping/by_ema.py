@@ -16,7 +16,7 @@ from torchzero_clip.core.kinds import UpdateRule
 from torchzero_clip.core.step import Step
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.foreach import reals, wide_dtype
-from torchzero_clip.functional.measure import counted, scale_
+from torchzero_clip.functional.measure import Measured, counted, scale_
 from torchzero_clip.types import Ord, Schedule, Setting, Target
 
 EMAInit = Literal["zeros", "update"]
@@ -128,8 +128,8 @@ class ClipNormByEMA(NormStatistics):
         """Move the averages towards the updates, and compare the updates with them."""
         averages = tracked.column("ema")
         own = [updates[i] for i in tracked.indices]
-        tracked.average_(averages, own, begins_with_update=self.ema_init == "update")
-        size = self._grown(averages, tracked)
+        found = tracked.averaged_(averages, own, self.slicing, begins_with_update=self.ema_init == "update")
+        size = self._grown(averages, found, tracked)
 
         ratio = tracked.norms / tracked.root(tracked.by_setting(_at_least_eps, size))
         largest = tracked.by_setting(self._bounded, ratio).reciprocal()
@@ -139,9 +139,8 @@ class ClipNormByEMA(NormStatistics):
         """The ratios by which updates are divided."""
         return ratio.clamp(min=self.slicing.metric.root(setting["eps"]) if self.NORMALIZE else 1.0)
 
-    def _grown(self, averages: Sequence[Tensor], tracked: Tracked) -> Tensor:
+    def _grown(self, averages: Sequence[Tensor], found: Measured, tracked: Tracked) -> Tensor:
         """Keep the averages from growing too fast, and return their norms."""
-        found = tracked.measure(averages, self.slicing)
         size = tracked.metric(tracked.of(found))
         if any(setting["max_ema_growth"] is not None for setting, _ in tracked.shared):
             largest = tracked.where_started(tracked.by_setting(_largest, tracked["prev"]), torch.inf)

@@ -87,20 +87,17 @@ class Tracked:
         is_subset = self._taken is not None and len(measured.indices) > len(self._taken)
         return elements_at(measured.vector, self._taken or []) if is_subset else measured.vector
 
-    def measure(self, tensors: Sequence[Tensor], slicing: Slicing) -> Measured:
-        """The norms of other tensors of the same shapes."""
-        return self._step.tools.measure(tensors, slicing)
-
     def scratch_for(self, tensors: Sequence[Tensor]) -> Scratch | None:
         """Memory for operations on tensors, as `Tools.scratch_for` returns it."""
         return self._step.tools.scratch_for(tensors)
 
-    def average_(self, averages: Sequence[Tensor], updates: Sequence[Tensor], *, begins_with_update: bool) -> None:
-        """Move averages towards usable updates; with ``begins_with_update`` the first ones become the averages."""
-        usable, started = self.per_tensor(self.usable), self.per_tensor(self.started)
-        self._step.tools.average_(
-            averages, updates, self.shared, usable, started, begins_with_update=begins_with_update
-        )
+    def averaged_(
+        self, averages: Sequence[Tensor], updates: Sequence[Tensor], slicing: Slicing, *, begins_with_update: bool
+    ) -> Measured:
+        """Move averages towards usable updates, and measure them; ``begins_with_update`` copies the first updates."""
+        tools, usable, started = self._step.tools, self.per_tensor(self.usable), self.per_tensor(self.started)
+        known = tools.average_(averages, updates, self.shared, usable, started, begins_with_update=begins_with_update)
+        return tools.measure(averages, slicing, known)
 
     def __getitem__(self, key: str) -> Tensor:
         """The stored numbers under one key."""

@@ -28,13 +28,18 @@ class Elements:
         spread: Callable[[Tensor], Tensor] = lambda flags: flags,
     ) -> None:
         self.mask = None if usable is None else spread(usable)
-        self.usual = usable is None and finite
-        """True if all elements take part, are finite and have a statistic that has started, and reading a number does
-        not wait for a device. False if any of this is not known."""
         self._finite, self._started, self._scratch, self._spread = finite, started, scratch, spread
         self._new: Tensor | None = None
         self.is_first = False  # True if the formula gets copies, to see whether it changes them
         self.without_statistics: object = None  # the transform, if it does not declare ``keeps_statistics``
+
+    @property
+    def usual(self) -> bool:
+        """True if all elements take part, are finite and have a statistic that has started, and numbers may be read.
+
+        False if any of this is not known, and under compile, where reading breaks graphs.
+        """
+        return self.mask is None and self._finite and not torch.compiler.is_compiling()
 
     def memory(self, name: str, like: Tensor) -> Tensor:
         """Return memory of the shape and the dtype of ``like``, with any values.

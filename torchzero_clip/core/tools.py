@@ -25,12 +25,14 @@ class Tools:
     someone: Tensor | None = None
     """For a stand-in, after numbers were gathered: a 0-d tensor, True if any process has tensors for the transform."""
 
-    def measure(self, tensors: Sequence[Tensor], slicing: Slicing) -> Measured:
+    def measure(
+        self, tensors: Sequence[Tensor], slicing: Slicing, known: tuple[Tensor, Tensor] | None = None
+    ) -> Measured:
         """The norms of tensors, as `torchzero_clip.functional.measure.measure` returns them.
 
-        A joint norm is that of the tensors of all processes of the ``process_group``.
+        A joint norm is that of the tensors of all processes of the ``process_group``. ``known`` is as in `Way`.
         """
-        measured = measure(tensors, slicing, way=self.way(tensors))
+        measured = measure(tensors, slicing, way=self.way(tensors)._replace(known=known))
         if self.process_group is None or slicing.dim != "global":
             return measured
         count = 0 if self.is_stand_in else sum(map(Tensor.numel, tensors))
@@ -69,11 +71,15 @@ class Tools:
         started: Tensor,
         *,
         begins_with_update: bool,
-    ) -> None:
-        """Move the averages that are usable towards updates by ``1 - beta``, each by its setting, in place."""
+    ) -> tuple[Tensor, Tensor] | None:
+        """Move the averages that are usable towards updates by ``1 - beta``, each by its setting, in place.
+
+        Return their joint L2 norm and that of each if they were measured on the way; else None.
+        """
         # averages that have not moved before start at their update with ``begins_with_update``, else at 0
         if begins_with_update:
             foreach.lerp_rows_(usable & started.logical_not(), averages, updates, 1.0)
         for setting, own in settings:
             chosen = usable.narrow(0, own.start, own.stop - own.start)
             foreach.lerp_rows_(chosen, averages[own], updates[own], 1 - setting["beta"])
+        return None

@@ -328,13 +328,7 @@ class TensorwiseTransform(Transform):
 
     @abstractmethod
     def apply_tensor(
-        self,
-        tensor: Tensor,
-        param: Tensor,
-        grad: Tensor,
-        loss: Tensor | float | None,
-        state: State,
-        setting: Setting,
+        self, tensor: Tensor, param: Tensor, grad: Tensor, loss: Tensor | float | None, state: State, setting: Setting
     ) -> Tensor:
         """Return the new tensor.
 

@@ -20,7 +20,7 @@ from torchzero_clip.core.transform import overridden_last
 from torchzero_clip.engine.executor import DeliveredScale, Executor, Host
 from torchzero_clip.engine.updates import Updates
 from torchzero_clip.fast.averages import Average
-from torchzero_clip.fast.kernels import Delivered, Ended, call_kernel, run_kernel
+from torchzero_clip.fast.kernels import Delivered, Ended, run_kernel
 from torchzero_clip.fast.ops import Op, Pointwise, Scale, Shift
 from torchzero_clip.fast.pieces import run_pieces
 from torchzero_clip.fast.queues import Queues
@@ -28,8 +28,9 @@ from torchzero_clip.fast.trial import try_out
 from torchzero_clip.fast.vectors import VectorStates
 from torchzero_clip.fast.workspace import Workspace
 from torchzero_clip.functional import foreach
+from torchzero_clip.functional.blocks import SHORT, Moves
 from torchzero_clip.functional.measure import Measured
-from torchzero_clip.functional.norms import each_norm, mesh_norm, whole_norm, whole_norm_beside, whole_norms
+from torchzero_clip.functional.norms import each_norm, may_look, mesh_norm, whole_norm, whole_norm_beside, whole_norms
 from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.functional.shards import is_partial, locals_of
 from torchzero_clip.types import Setting, State
@@ -104,13 +105,16 @@ class Fast(Executor):
         started: Tensor,
         *,
         begins_with_update: bool,
-    ) -> None:
-        if averages[0].is_cpu or not _fit_pieces(updates, [averages]):
-            super().average_(averages, updates, settings, usable, started, begins_with_update=begins_with_update)
-            return
+    ) -> tuple[Tensor, Tensor] | None:
         each = [setting for setting, own in settings for _ in range(own.start, own.stop)]
-        op = Pointwise(Average(begins_with_update), each, [list(averages)], Flags(usable, started))
-        run_pieces([op], updates, each, self._scratch, lambda rows, cut, views: None)
+        if not averages[0].is_cpu and _fit_pieces(updates, [averages]):
+            op = Pointwise(Average(begins_with_update), each, [list(averages)], Flags(usable, started))
+            run_pieces([op], updates, each, self._scratch, writes=False)
+            return None
+        all_move = may_look(usable) and bool((usable & started if begins_with_update else usable).all())
+        if all_move and max(map(Tensor.numel, averages)) > SHORT and foreach.fit_kernels([averages, updates]):
+            return whole_norm_beside(averages, self._scratch, Moves(updates, [1 - own["beta"] for own in each]))
+        return super().average_(averages, updates, settings, usable, started, begins_with_update=begins_with_update)
 
     @override
     def joint_norm(self, grads: list[Tensor], *, beside: bool) -> tuple[Tensor, Tensor | None] | None:
@@ -148,7 +152,7 @@ class Fast(Executor):
         if isinstance(op, Shift):
             foreach.subtract_each_(updates, op.numbers)
             return
-        run_pieces([op], updates, op.settings, self._scratch, None)
+        run_pieces([op], updates, op.settings, self._scratch)
 
     @override
     def scale(self, rows: list[int], measured: Measured, factors: Tensor, over_grads: bool) -> None:
@@ -305,8 +309,7 @@ class Fast(Executor):
         ops = self._claimed(rows)
         over_grads = all(isinstance(op, Scale) and op.over_grads for op in ops)
         if self._layout is not None and self._layout.runs_in_pieces and not over_grads:
-            sink = partial(call_kernel, kernel, params, state, settings)
-            run_pieces(ops, self.memory.current(rows), settings, self._scratch, sink)
+            run_pieces(ops, self.memory.current(rows), settings, self._scratch, kernel, [params, *state])
             return
         factors = next((op.factor for op in ops if isinstance(op, Scale)), None)
         updates = self.memory.current(rows, writable=factors is not None, over_grads=over_grads)

@@ -106,22 +106,6 @@ def _call(
         kernel(lists[0], lists[1], lists[2:], setting, scale)
 
 
-def call_kernel(
-    kernel: Kernel,
-    params: list[Tensor],
-    state: list[list[Tensor]],
-    settings: Sequence[Setting],
-    rows: list[int],
-    cut: slice | None,
-    updates: list[Tensor],
-) -> None:
-    """Take the step of some parameters that share a setting; ``cut`` says which elements, None for all."""
-    lists = [[column[i] for i in rows] for column in (params, *state)]
-    if cut is not None:
-        lists = [[t.view(-1)[cut] if t.ndim else t for t in column] for column in lists]
-    kernel(lists[0], updates, lists[1:], settings[rows[0]], None)
-
-
 def _multiply_short_(updates: Sequence[Tensor], factors: Tensor) -> dict[int, Tensor]:
     """Multiply short updates by their factors, on CPU; return the inverse factors of the others by index."""
     sizes = list(map(Tensor.numel, updates))

@@ -1,15 +1,15 @@
 """Runs elementwise transforms and the kernel after them piece by piece, so that pieces stay in the cache."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, islice, repeat
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchzero_clip.core.elements import Elements
-from torchzero_clip.fast.kernels import LONG
+from torchzero_clip.core.kinds import Kernel
 from torchzero_clip.fast.ops import Op, Pointwise, Scale, Shift
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.clip import inverse
@@ -22,21 +22,20 @@ ON_CPU = 131072
 """Elements of a piece on CPU, 512 KiB of float32. Smaller pieces need more calls, and larger ones leave the cache. It
 is a multiple of 64, because cuts at other places change the last bits of the kernels' results."""
 
+IN_ONE_PASS = 4 * ON_CPU  # without elementwise transforms, each element is read only once, and calls are what costs
+
 ELSEWHERE = 2**24
 """Elements of a piece on other devices, 64 MiB of float32. Pieces are large, because each one takes launches. There,
 each tensor of a piece fills whole rows of `ROW` elements, so numbers are spread over rows, and not over elements."""
 
 ALONE = 2**19  # on other devices, longer tensors have pieces of their own, because they then need not be copied
 
-Sink = Callable[[list[int], "slice | None", list[Tensor]], None]
-"""Takes the updates of some parameters: their indices, which of their elements (None for all), and the updates."""
-
 
 class _Piece(NamedTuple):
     rows: list[int]
     views: list[Tensor]  # memory for whole tensors, in their shapes; or for a part of one tensor, as a vector
     flat: Tensor  # the same memory as a vector
-    cut: slice | None
+    part: int | None  # the number of the part of a long tensor; None for whole tensors
     owner: Tensor | None
     """On other devices, the place in ``rows`` that each row of elements belongs to; None for one tensor."""
     pads: list[Tensor]  # the unused ends of rows
@@ -51,91 +50,131 @@ class _Piece(NamedTuple):
         return flat if self.owner is None else flat.view(-1, ROW)
 
 
+class _Before(NamedTuple):
+    """The operation before the elementwise transforms."""
+
+    factors: Tensor | None
+    inverses: Tensor | None
+    """What parts of long tensors, or with one factor all tensors, are divided by instead; None to multiply."""
+    means: Tensor | None
+
+    @classmethod
+    def of(cls, op: Op | None, dtype: torch.dtype) -> "_Before":
+        """What the first operation does to updates that are computed in ``dtype``."""
+        if isinstance(op, Shift):
+            return cls(None, None, op.numbers.to(dtype))
+        if not isinstance(op, Scale):
+            return cls(None, None, None)
+        # rounded as the kernels do, which divide by the inverse: bits do not depend on what waits before a kernel
+        factors = op.factor
+        divides = dtype != torch.float64 and (not factors.ndim or factors.is_cpu)
+        return cls(factors, inverse(factors) if divides else None, None)
+
+
 def run_pieces(
-    ops: Sequence[Op], updates: Sequence[Tensor], settings: Sequence[Setting], scratch: Scratch, sink: Sink | None
+    ops: Sequence[Op],
+    updates: Sequence[Tensor],
+    settings: Sequence[Setting],
+    scratch: Scratch,
+    kernel: Kernel | None = None,
+    columns: Sequence[list[Tensor]] = (),
+    writes: bool = True,
 ) -> None:
-    """Send updates through operations, and pass the results to ``sink``; None to write them over the updates.
+    """Send updates through operations, and pass the results to a kernel.
 
     Args:
         ops: The operations, in order. Only the first may be a scaling or a shift.
-        updates: The updates, which only ``sink=None`` modifies.
+        updates: The updates, which are modified only if ``kernel`` is None.
         settings: A setting for each update; neighbours that share one are taken together.
         scratch: Memory for pieces.
-        sink: As above.
+        kernel: Takes the results. None to write them over the updates, if ``writes``.
+        columns: The parameters, and the state that the kernel takes.
+        writes: False if the operations change only their own state.
     """
     first = updates[0]
     stages = [op for op in ops if isinstance(op, Pointwise)]
     groups = [own for _, own in by_setting(settings)]
+    most = ELSEWHERE if not first.is_cpu else ON_CPU if stages else IN_ONE_PASS
     depth = max([len(stage.state) + len(stage.flags.numbers) for stage in stages], default=0)
     key = tuple(group.stop for group in groups)
     # with one name for all dtypes and depths, each plan would evict the other in every step
     pieces = scratch.plan(
-        f"pieces {depth} {first.dtype}", updates, lambda: _planned(updates, groups, depth, scratch), key
+        f"pieces {depth} {most} {first.dtype}", updates, lambda: _planned(updates, groups, depth, most, scratch), key
     )
     known = [stage.known() for stage in stages]
-    before = ops[0] if ops else None
-    factors = before.factor if isinstance(before, Scale) else None
-    means = before.numbers.to(foreach.wide_dtype(first.dtype)) if isinstance(before, Shift) else None
-    for piece in pieces:
-        if sink is None and piece.cut is not None and piece.rounded is None:
+    before = _Before.of(ops[0] if ops else None, foreach.wide_dtype(first.dtype))
+    tensors = [updates, *columns, *(column for stage in stages for column in stage.state)]
+    for piece, own in _with_tensors(pieces, tensors, most):
+        given, states = own[0], iter(own[1 + len(columns) :])
+        if kernel is None and writes and piece.part is not None and piece.rounded is None:
             # a part of a long tensor needs no memory of its own, because transforms may write to what they read
-            piece = piece._replace(flat=updates[piece.rows[0]].view(-1)[piece.cut], views=[])
+            piece = piece._replace(flat=given[0], views=[])
         if piece.pads:
             foreach.zero_plain_(piece.pads)  # transforms count changed elements there too
-        source = _read(piece, updates, factors, means)
+        source = _read(piece, given, before)
         for stage, rows in zip(stages, known, strict=True):
-            _run(stage, piece, source, rows, scratch)
+            _run(stage, piece, source, list(islice(states, len(stage.state))), rows, scratch)
             source = piece.flat
         if source is not piece.flat:
-            # no transform has copied it, and a sink may write to what it gets
+            # no transform has copied it, and a kernel may write to what it gets
             piece.flat.copy_(source)
         if piece.rounded is not None:
             foreach.copy_plain_([piece.rounded[0]], [piece.flat])
         views = piece.views if piece.rounded is None else piece.rounded[1]
-        if sink is not None:
-            sink(piece.rows, piece.cut, views)
-        elif views:
-            cut = piece.cut
-            own = [updates[i] if cut is None else updates[i].view(-1)[cut] for i in piece.rows]
-            foreach.copy_plain_(own, views)
+        if kernel is not None:
+            kernel(own[1], views, own[2 : 1 + len(columns)], settings[piece.rows[0]], None)
+        elif views and writes:
+            foreach.copy_plain_(given, views)
     for stage in stages:
         stage.finish()
 
 
-def _read(piece: _Piece, updates: Sequence[Tensor], factors: Tensor | None, means: Tensor | None) -> Tensor:
+def _with_tensors(
+    pieces: Sequence[_Piece], columns: Sequence[Sequence[Tensor]], most: int
+) -> Iterator[tuple[_Piece, list[list[Tensor]]]]:
+    """Each piece with its tensors in each column: whole ones, or a part of a long one as a vector."""
+    parts: Iterator[tuple[Tensor, ...]] = iter(())
+    for piece in pieces:
+        if piece.part == 0:
+            # one call cuts a tensor in the time of three calls that each cut off a part
+            long = [column[piece.rows[0]] for column in columns]
+            parts = zip(*(t.view(-1).split(most) if t.ndim else repeat(t) for t in long), strict=False)
+        if piece.part is None:
+            yield piece, [[column[i] for i in piece.rows] for column in columns]
+        else:
+            yield piece, [[part] for part in next(parts)]
+
+
+def _read(piece: _Piece, given: list[Tensor], before: _Before) -> Tensor:
     """The elements of a piece as a vector: a view of the update, or changed elements in the memory of the piece."""
-    if piece.cut is None:
-        foreach.copy_plain_(piece.views, [updates[i] for i in piece.rows])
+    factors, inverses, means = before
+    row = piece.rows[0]
+    if piece.part is None:
+        foreach.copy_plain_(piece.views, given)
         if factors is not None:
-            _multiply(piece, factors)
+            _multiply(piece, factors, inverses)
         if means is not None and piece.owner is not None:
             piece.laid_out(piece.flat).sub_(_of_elements(means, piece))
         elif means is not None:
-            own = means.narrow(0, piece.rows[0], len(piece.rows))
+            own = means.narrow(0, row, len(piece.rows))
             foreach.subtract_plain_(piece.views, own.unbind())
         return piece.flat
-    row = piece.rows[0]
-    source = updates[row].view(-1)[piece.cut]
+    source = given[0]
     if piece.rounded is not None:
-        foreach.copy_plain_([piece.flat], [source])
+        foreach.copy_plain_([piece.flat], given)
         source = piece.flat
-    if factors is not None:
-        own = factors if not factors.ndim else factors.select(0, row)
-        # rounded as the kernels do, which divide by the inverse: bits do not depend on what waits before a kernel
-        if piece.flat.dtype != torch.float64 and (not factors.ndim or (own.is_cpu and updates[row].numel() > LONG)):
-            source = torch.div(source, inverse(own), out=piece.flat)
-        else:
-            source = torch.mul(source, foreach.as_factors(own, piece.flat.dtype), out=piece.flat)
+    if inverses is not None:
+        source = torch.div(source, inverses.select(0, row) if inverses.ndim else inverses, out=piece.flat)
+    elif factors is not None:
+        own = factors.select(0, row) if factors.ndim else factors
+        source = torch.mul(source, foreach.as_factors(own, piece.flat.dtype), out=piece.flat)
     return source if means is None else torch.sub(source, means.select(0, row), out=piece.flat)
 
 
-def _multiply(piece: _Piece, factors: Tensor) -> None:
+def _multiply(piece: _Piece, factors: Tensor, inverses: Tensor | None) -> None:
     """Multiply whole tensors by their factors, with the same rounding as `run_kernel`."""
     if not factors.ndim:
-        if piece.flat.dtype == torch.float64:
-            piece.flat.mul_(factors)
-        else:
-            piece.flat.div_(inverse(factors))
+        _ = piece.flat.mul_(factors) if inverses is None else piece.flat.div_(inverses)
     elif piece.owner is not None:
         piece.laid_out(piece.flat).mul_(_of_elements(foreach.as_factors(factors, piece.flat.dtype), piece))
     else:
@@ -143,12 +182,17 @@ def _multiply(piece: _Piece, factors: Tensor) -> None:
         foreach.multiply_plain_(piece.views, list(foreach.as_factors(own, piece.flat.dtype).unbind()))
 
 
-def _run(stage: Pointwise, piece: _Piece, source: Tensor, known: Sequence[bool], scratch: Scratch) -> None:
-    """Send one piece through one transform, from ``source`` to the memory of the piece."""
-    columns = [[column[i] for i in piece.rows] for column in stage.state]
-    if piece.cut is not None or len(piece.rows) == 1:
-        state = [column[0].view(-1) if piece.cut is None else column[0].view(-1)[piece.cut] for column in columns]
-        _change(stage, source, piece.flat, state, piece.rows[0], known, scratch)
+def _run(
+    stage: Pointwise,
+    piece: _Piece,
+    source: Tensor,
+    columns: list[list[Tensor]],
+    known: Sequence[bool],
+    scratch: Scratch,
+) -> None:
+    """Send one piece through one transform, from ``source`` to the memory of the piece; ``columns`` are its state."""
+    if len(piece.rows) == 1:
+        _change(stage, source, piece.flat, [own.view(-1) for (own,) in columns], piece.rows[0], known, scratch)
         return
     are_known = all(known[i] for i in piece.rows)
     if piece.flat.is_cpu and not are_known:
@@ -206,18 +250,21 @@ def _of_elements(vector: Tensor, piece: _Piece) -> Tensor:
     return own if piece.owner is None else own.index_select(0, piece.owner).unsqueeze(1)
 
 
-def _planned(updates: Sequence[Tensor], groups: Sequence[slice], depth: int, scratch: Scratch) -> list[_Piece]:
+def _planned(
+    updates: Sequence[Tensor], groups: Sequence[slice], depth: int, most: int, scratch: Scratch
+) -> list[_Piece]:
     """Pieces of memory. Short neighbours with equal settings share a piece, and long tensors are cut."""
     first = updates[0]
-    most, alone, row = (ON_CPU, ON_CPU, 1) if first.is_cpu else (ELSEWHERE, ALONE, ROW)
-    runs: list[tuple[list[int], list[int], slice | None]] = []
+    alone, row = (ON_CPU, 1) if first.is_cpu else (ALONE, ROW)
+    runs: list[tuple[list[int], list[int], int | None]] = []
     for group in groups:
         rows: list[int] = []
         sizes: list[int] = []
         for i in range(group.start, group.stop):
             size = -(-updates[i].numel() // row) * row
             if size > alone:
-                runs += [([i], [b - a], slice(a, b)) for a, b in _cuts(updates[i].numel(), most)]
+                total = updates[i].numel()
+                runs += [([i], [min(most, total - k * most)], k) for k in range(-(-total // most))]
                 continue
             if rows and (sum(sizes) + size > most or rows[-1] != i - 1):
                 runs.append((rows, sizes, None))
@@ -231,27 +278,23 @@ def _planned(updates: Sequence[Tensor], groups: Sequence[slice], depth: int, scr
     like = first.new_empty(0, dtype=foreach.wide_dtype(first.dtype))
     memory = [scratch.memory(f"piece {k}", longest, like) for k in range(1 + depth)]
     rounded = None if like.dtype == first.dtype else scratch.memory("rounded", longest, first)
-    return [_piece(rows, sizes, cut, memory, [updates[i].shape for i in rows], rounded) for rows, sizes, cut in runs]
-
-
-def _cuts(size: int, most: int) -> list[tuple[int, int]]:
-    return [(a, min(a + most, size)) for a in range(0, size, most)]
+    return [_piece(rows, sizes, part, memory, [updates[i].shape for i in rows], rounded) for rows, sizes, part in runs]
 
 
 def _piece(
     rows: list[int],
     sizes: list[int],
-    cut: slice | None,
+    part: int | None,
     memory: list[Tensor],
     shapes: list[torch.Size],
     rounded: Tensor | None,
 ) -> _Piece:
     # a tensor that is alone is not padded, because it needs no rows to tell tensors apart
-    total = sum(sizes) if cut is not None or len(rows) > 1 else shapes[0].numel()
+    total = sum(sizes) if part is not None or len(rows) > 1 else shapes[0].numel()
     flats = [vector.narrow(0, 0, total) for vector in (*memory, *([] if rounded is None else [rounded]))]
-    if cut is not None:
+    if part is not None:
         own = None if rounded is None else (flats[-1], flats[-1:])
-        return _Piece(rows, flats[:1], flats[0], cut, None, [], [], own)
+        return _Piece(rows, flats[:1], flats[0], part, None, [], [], own)
     starts = [0, *accumulate(sizes)]
     counts_of = [shape.numel() for shape in shapes]
     shaped = [
@@ -267,5 +310,5 @@ def _piece(
         owner = torch.repeat_interleave(places, counts, output_size=total // ROW)  # a size, so that it does not wait
     state = list(zip(flats[1 : len(memory)], shaped[1 : len(memory)], strict=True))
     return _Piece(
-        rows, shaped[0], flats[0], cut, owner, pads, state, None if rounded is None else (flats[-1], shaped[-1])
+        rows, shaped[0], flats[0], part, owner, pads, state, None if rounded is None else (flats[-1], shaped[-1])
     )

@@ -42,13 +42,13 @@ from torchzero_clip.core.transform import Transform, overridden_last
 from torchzero_clip.engine.executor import Measurer
 from torchzero_clip.engine.judged import Judged
 from torchzero_clip.engine.listener import Listener
-from torchzero_clip.engine.reported_loss import ReportedLoss
+from torchzero_clip.engine.reported_loss import Loss
 from torchzero_clip.engine.scaling import find_factors
 from torchzero_clip.engine.table import Table, taking_part
 from torchzero_clip.engine.updates import Updates
 from torchzero_clip.engine.walk import Walk
 from torchzero_clip.fast.fast import Fast
-from torchzero_clip.fast.kernels import Delivered, Ended, call_kernel, run_kernel
+from torchzero_clip.fast.kernels import Delivered, Ended, run_kernel
 from torchzero_clip.fast.ops import Scale
 from torchzero_clip.fast.pieces import run_pieces
 from torchzero_clip.fast.vectors import Vectors, VectorStates
@@ -80,7 +80,7 @@ class Planned:
     counters: list[Tensor]  # the step counts that the kernel reads: a vector for each key
     workspace: Workspace
     chain_state: dict[str, Any]
-    reported: ReportedLoss
+    loss: Callable[[], Loss]
     listener: Listener | None
     is_watched: bool = False  # somebody has asked for ``walk``
     metrics: Metrics | None = None  # computes the metrics, once the step was taken
@@ -107,7 +107,7 @@ class Planned:
     def walk(self) -> Walk:
         """The step as a policy and a listener see it. Ask for it before `take`."""
         self.is_watched = True
-        plan, table, executor, loss = self.plan, self.table, self.executor, self.reported.loss()
+        plan, table, executor, loss = self.plan, self.table, self.executor, self.loss()
         return Walk(plan.nodes, plan.settings, table, self.chain_state, executor, self.judged, plan.end, loss)
 
     @cached_property
@@ -176,8 +176,8 @@ class _ByRule:
                 step.executor.run(self._kernel, step.table.rows, params, state, self._settings, self._runs)
             else:
                 scratch = scratch.knowing(grads, step.plan.layout)
-                sink = partial(call_kernel, self._kernel, params, state, self._settings)
-                run_pieces([Scale.by_number(float(factor))], grads, self._settings, scratch, sink)
+                scale = Scale.by_number(float(factor))
+                run_pieces([scale], grads, self._settings, scratch, self._kernel, [params, *state])
         except BaseException:
             for counter in step.counters:
                 counter.add_(-1)
@@ -382,10 +382,12 @@ class Plan:
             return transform.init_state(params[i], own[i])
 
         states = VectorStates(step.states, node.path, node.state, begin, step.workspace.vectors, columns)
-        loss = step.reported.loss().value if step.reported.count else None
         state = node.global_state(chain_state)
         # not `Walk.step_for`, which takes five times as long
-        given, rows = Step(params, grads, loss, states, own, state, tools=judged.measurer), list(range(len(grads)))
+        given, rows = (
+            Step(params, grads, step.loss().value, states, own, state, tools=judged.measurer),
+            list(range(len(grads))),
+        )
         updates = grads if self.in_place else step.executor.read(rows)
         measured, factors = find_factors(node, transform, rows, updates, given, judged, None, chain_state)
         kept = None

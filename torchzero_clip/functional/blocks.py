@@ -5,7 +5,7 @@ They take plain tensors of one dtype, float32 or float64, on CPU. Norms outside 
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
@@ -40,6 +40,13 @@ class _Chunk(NamedTuple):
     rows: Tensor
 
 
+class Moves(NamedTuple):
+    """How far each tensor moves towards another one, laid out alike, right before it is measured."""
+
+    ends: Sequence[Tensor]
+    weights: Sequence[float]
+
+
 class _Plan(NamedTuple):
     short: list[int]
     long: list[int]
@@ -57,9 +64,9 @@ def joint_norm(tensors: Sequence[Tensor], scratch: Scratch) -> Tensor:
     return torch.linalg.vector_norm(_reduced(tensors, scratch, _NORMS)[0])
 
 
-def joint_and_each(tensors: Sequence[Tensor], scratch: Scratch) -> tuple[Tensor, Tensor]:
-    """The results of `joint_norm` and of `block_norms`, from one pass."""
-    values, owner = _reduced(tensors, scratch, _NORMS)
+def joint_and_each(tensors: Sequence[Tensor], scratch: Scratch, moves: Moves | None = None) -> tuple[Tensor, Tensor]:
+    """The results of `joint_norm` and of `block_norms`, from one pass, in which tensors can move."""
+    values, owner = _reduced(tensors, scratch, _NORMS, moves)
     return torch.linalg.vector_norm(values), _norms_of(values, owner, len(tensors))
 
 
@@ -126,19 +133,31 @@ def _largest(rows: Tensor) -> Tensor:
     return torch.cat([torch.maximum(part.amax(1), part.amin(1).neg_()) for part in parts])
 
 
-def _reduced(tensors: Sequence[Tensor], scratch: Scratch, reduce: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+def _reduced(
+    tensors: Sequence[Tensor], scratch: Scratch, reduce: Callable[[Tensor], Tensor], moves: Moves | None = None
+) -> tuple[Tensor, Tensor]:
     """Reduce each row in the dtype of the tensors. Return the results in float64, and the tensor of each row."""
     plan = scratch.plan("blocks", tensors, lambda: _planned(tensors, scratch))
     short = tensors if not plan.long else [tensors[i] for i in plan.short]
     found: list[Tensor] = []
+    if moves is not None:
+        for i in plan.short:
+            tensors[i].lerp_(moves.ends[i], moves.weights[i])
     for chunk in plan.chunks:
         if len(plan.chunks) > 1:
             chunk.rows.zero_()  # the chunks share their memory
         foreach.copy_plain_(chunk.views, short[chunk.own])
         found.append(reduce(chunk.rows))
     for i in plan.long:
-        found += [reduce(rows) for rows in _rows_of(tensors[i])]
+        found += [reduce(rows) for rows in (_rows_of(tensors[i]) if moves is None else _moved(tensors[i], moves, i))]
     return (found[0] if len(found) == 1 else torch.cat(found)).double(), plan.owner
+
+
+def _moved(tensor: Tensor, moves: Moves, i: int) -> Iterator[Tensor]:
+    """The rows of a long tensor in parts that are still in the cache after they have moved."""
+    for rows, ends in zip(_rows_of(tensor), _rows_of(moves.ends[i]), strict=True):
+        for own, end in zip(rows.split(ROWS), ends.split(ROWS), strict=True):
+            yield own.lerp_(end, moves.weights[i])
 
 
 def _planned(tensors: Sequence[Tensor], scratch: Scratch) -> _Plan:

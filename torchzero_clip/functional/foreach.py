@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim.adam import adam
+from torch.optim.sgd import sgd
 
 from torchzero_clip.compat import FakeTensor, any_distributed
 from torchzero_clip.functional.shards import distributed_like, local, locals_of
+from torchzero_clip.types import Setting
 
 PLAIN = {Tensor, nn.Parameter, FakeTensor}
 """Types of tensors without a structure beyond their memory. Fake tensors stand for such ones."""
@@ -65,66 +67,47 @@ def fit_kernels(columns: Sequence[Sequence[Tensor]]) -> bool:
     return all(laid_out_alike(*row) for row in zip(*columns, strict=True))
 
 
-def fused_adamw_(
+def adamw_(
+    params: list[Tensor], updates: list[Tensor], state: list[list[Tensor]], setting: Setting, scale: Any, *, fused: bool
+) -> None:
+    """Take a step of AdamW by torch's fused kernel, or by its loop, which takes any layout, but no ``scale``.
+
+    The scale divides updates, in place. The last state are the step counts, which include this step.
+    """
+    first, second, *largest, steps = state
+    beta1, beta2 = setting["betas"]
+    rates: dict[str, Any] = {"beta1": beta1, "beta2": beta2, "eps": setting["eps"], "amsgrad": len(largest) > 0}
+    rates |= {"weight_decay": setting.get("weight_decay", 0.0), "maximize": False}
+    lists = (params, updates, first, second, largest[0] if largest else [])
+    if fused:
+        lr = _beside_params(setting["lr"], params)
+        _foreach._fused_adamw_(*lists, steps, lr=lr, grad_scale=scale, found_inf=None, **rates)
+        return
+    before = [step - 1 for step in steps]  # torch counts this step itself
+    rates |= {"has_complex": params[0].is_complex(), "decoupled_weight_decay": True}
+    adam(*lists, before, lr=setting["lr"], foreach=False, fused=False, **rates)
+
+
+def sgd_(
     params: list[Tensor],
     updates: list[Tensor],
-    averages: Sequence[list[Tensor]],
-    steps: list[Tensor],
+    state: list[list[Tensor]],
+    setting: Setting,
+    scale: Any,
     *,
-    lr: float | Tensor,
-    scale: Tensor | None,
-    **options: Any,
+    fused: bool,
+    nesterov: bool,
 ) -> None:
-    """Take a step of AdamW by torch's fused kernel. ``scale`` divides updates in place; ``steps`` include this one."""
-    first, second, *largest = averages
-    largest = largest[0] if largest else []
-    lists = (params, updates, first, second, largest, steps)
-    _foreach._fused_adamw_(
-        *lists, lr=_beside_params(lr, params), maximize=False, grad_scale=scale, found_inf=None, **options
-    )
-
-
-def loop_adamw_(
-    params: list[Tensor],
-    updates: list[Tensor],
-    averages: Sequence[list[Tensor]],
-    steps: list[Tensor],
-    *,
-    scale: None,
-    **options: Any,
-) -> None:
-    """Take a step of AdamW by torch's loop, for tensors of any layout. ``steps`` include this one."""
-    first, second, *largest = averages
-    adam(
-        params,
-        updates,
-        first,
-        second,
-        largest[0] if largest else [],
-        [step - 1 for step in steps],  # torch counts this step itself
-        foreach=False,
-        fused=False,
-        has_complex=params[0].is_complex(),
-        decoupled_weight_decay=True,
-        maximize=False,
-        **options,
-    )
-
-
-def fused_sgd_(
-    params: list[Tensor],
-    updates: list[Tensor],
-    buffers: list[Tensor],
-    *,
-    lr: float | Tensor,
-    scale: Tensor | None,
-    **options: Any,
-) -> None:
-    """Take a step of SGD by torch's fused kernel. ``scale`` divides the updates, in place."""
-    rate = _beside_params(lr, params)
-    # in a first step the kernel would write the gradients over the buffers, which exist already
-    options |= {"weight_decay": 0.0, "maximize": False, "is_first_step": False}
-    _foreach._fused_sgd_(params, updates, buffers, lr=rate, grad_scale=scale, found_inf=None, **options)
+    """Take a step of SGD, as in `adamw_`. Without state there is no momentum."""
+    rates: dict[str, Any] = {key: setting[key] for key in ("momentum", "dampening")}
+    rates |= {"nesterov": nesterov, "weight_decay": 0.0, "maximize": False}
+    buffers: list[Any] = state[0] if state else []
+    if fused:
+        # in a first step the kernel would write the gradients over the buffers, which exist already
+        rates |= {"is_first_step": False, "lr": _beside_params(setting["lr"], params)}
+        _foreach._fused_sgd_(params, updates, buffers, grad_scale=scale, found_inf=None, **rates)
+        return
+    sgd(params, updates, buffers or [None] * len(params), lr=setting["lr"], foreach=False, fused=False, **rates)
 
 
 def _beside_params(lr: float | Tensor, params: Sequence[Tensor]) -> float | Tensor:

@@ -265,6 +265,8 @@ class Way(NamedTuple):
     """The name of what is measured, the same in each step, under which ``scratch`` has the plan for slices."""
     beside: bool = False
     """The norm of each tensor is wanted beside the joint norm where that takes less than two passes."""
+    known: tuple[Tensor, Tensor] | None = None
+    """The joint norm and the norm of each tensor, if they are plain and were measured before."""
 
 
 READABLE = Way()
@@ -352,14 +354,17 @@ def _measure_plain(tensors: Sequence[Tensor], metric: Metric, joint: bool, each:
     are_local = all(map(operator.is_, targets, tensors))
     if metric == L2 and joint and are_local and not each:
         both = whole_norm_beside(targets, way.scratch) if way.beside and way.scratch is not None else None
-        total, norms = both or (whole_norm(targets, way.scratch), None)
+        total, norms = way.known or both or (whole_norm(targets, way.scratch), None)
         if total is not None:
             return Measured(L2, indices, total.expand(len(targets)), total, targets, True, norms)
     # the joint norm takes one collective of one number, and those of each take one of as many as tensors
     if joint and not are_local and not each:
         return _measure_jointly(tensors, metric, each, way.beside)
     # also if the joint norm above is extreme or not finite, and so None
-    norms = (whole_norms if metric == L2 else whole_maxima)(targets, way.scratch)
+    if way.known is not None and metric == L2:
+        norms = way.known[1]
+    else:
+        norms = (whole_norms if metric == L2 else whole_maxima)(targets, way.scratch)
     if not are_local:  # one collective for all tensors of a mesh
         norms = merged(wholes(tensors), norms, metric.p)
     wide = tensors[0].dtype == torch.float64  # the squares of other dtypes are in the range of float64

@@ -19,6 +19,7 @@ from torchzero_clip.functional import foreach
 from torchzero_clip.functional.blocks import (
     LARGEST,
     SMALLEST,
+    Moves,
     block_maxima,
     block_norms,
     block_sums,
@@ -341,11 +342,16 @@ def whole_norm(tensors: Sequence[Tensor], scratch: Scratch | None) -> Tensor | N
     return total if SMALLEST < total.item() < LARGEST else None
 
 
-def whole_norm_beside(tensors: Sequence[Tensor], scratch: Scratch) -> tuple[Tensor, Tensor] | None:
-    """The result of `whole_norm`, to the last bit, and those of `whole_norms`; None where `whole_norm` is None."""
+def whole_norm_beside(
+    tensors: Sequence[Tensor], scratch: Scratch, moves: Moves | None = None
+) -> tuple[Tensor, Tensor] | None:
+    """The result of `whole_norm`, to the last bit, and those of `whole_norms`; None where `whole_norm` is None.
+
+    Tensors of float32 or float64 on CPU can move before they are measured.
+    """
     if not may_look(tensors[0]) or not foreach.is_real_and_wide(tensors[0].dtype):
         return None
-    total, norms = joint_and_each(tensors, scratch)
+    total, norms = joint_and_each(tensors, scratch, moves)
     return (total, _mended(norms, tensors)) if SMALLEST < total.item() < LARGEST else None
 
 

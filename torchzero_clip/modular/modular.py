@@ -302,7 +302,7 @@ class Modular(Explained, ClassMaker, Optimizer):
             self.skipped_by = ()
             if self._lost_group:
                 refuse_lost()
-            if closure is None and self._fast_way.plan is not None and self._repeat():
+            if closure is None and self._fast_way.plan is not None and self._repeat(self._reported.loss):
                 return None
             if closure is None and "closure" in self.nodes.targets:
                 raise ValueError("a transform with target='closure' needs a closure: call step(closure)")
@@ -312,6 +312,9 @@ class Modular(Explained, ClassMaker, Optimizer):
             if closure is not None:
                 with torch.enable_grad():
                     result = closure()
+                found = self._reported.loss if result is None else partial(Loss, result, 1)
+                if self._fast_way.plan is not None and self._repeat(found):
+                    return result
                 # the closure may have changed them, or added groups
                 settings = self.nodes.checked_settings(self.param_groups)
 
@@ -323,7 +326,7 @@ class Modular(Explained, ClassMaker, Optimizer):
                 walk = self._walk(self.param_groups, self._fast_way, settings, loss)
                 if self.parts is not None:
                     self.parts.refuse_second(walk.table.params)
-                self._take(walk, learns=closure is None)
+                self._take(walk)
             finally:
                 if missing is not None:
                     missing.put_back(walk)
@@ -332,7 +335,7 @@ class Modular(Explained, ClassMaker, Optimizer):
             if self._reported.count:
                 self._reported.clear()
 
-    def _take(self, walk: Walk | None, go: Callable[[], object] | None = None, *, learns: bool = False) -> None:
+    def _take(self, walk: Walk | None, go: Callable[[], object] | None = None) -> None:
         """Take a step, or skip it. A planned one passes ``go``, and no walk if nobody sees it and it is allowed."""
         state, parts = self._chain_state.values, self.parts
         is_taken = walk is None
@@ -352,7 +355,7 @@ class Modular(Explained, ClassMaker, Optimizer):
                     self._metrics.clear()  # torch.compile loses a dict that is assigned
                     self._metrics.update(walk.metrics if parts is None else parts.end(self.nodes, self.param_groups))
                     self._unread = None
-                    if learns and not isinstance(walk.executor, Readable):
+                    if not isinstance(walk.executor, Readable):
                         self._fast_way.learn(walk, (self.maximize, self.keep_grads, parts, self._process_group))
                 if SCHEDULE_STEP in state:
                     state[SCHEDULE_STEP] += 1
@@ -365,7 +368,7 @@ class Modular(Explained, ClassMaker, Optimizer):
             if walk is not None and self.listener is not None:
                 self.listener.end(walk)
 
-    def _repeat(self) -> bool:
+    def _repeat(self, loss: Callable[[], Loss]) -> bool:
         """Take a step by the plan. Return False if it does not fit; then nothing has changed."""
         if not self._may_be_fast():
             return False
@@ -374,7 +377,7 @@ class Modular(Explained, ClassMaker, Optimizer):
             self._take_over()
         options = self.maximize, self.keep_grads, self.parts, self._process_group
         groups, policy = self.param_groups, self._policy
-        step = self._fast_way.begin(groups, self.state, options, state, self._reported, self.listener)
+        step = self._fast_way.begin(groups, self.state, options, state, loss, self.listener)
         if step is None:
             return False
         if self.listener is not None or policy.has_gates or (policy.decides and step.total is None):

@@ -1,6 +1,6 @@
 """Adam."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -139,24 +139,8 @@ class Adam(UpdateRule):
         if not is_adamw or dtype not in TORCHS_DTYPES:
             return None
         may_fuse = self.fused is not False and dtype in KERNELS_DTYPES
-        kernel = partial(self._torchs_step, foreach.fused_adamw_) if may_fuse else None
-        return Fused(self._keys, kernel, partial(self._torchs_step, foreach.loop_adamw_), ("step",))
-
-    def _torchs_step(
-        self,
-        torchs: Callable[..., None],
-        params: list[Tensor],
-        updates: list[Tensor],
-        state: list[list[Tensor]],
-        setting: Setting,
-        scale: Any,
-    ) -> None:
-        """A step of AdamW by one of torch's functions."""
-        *averages, steps = state
-        beta1, beta2 = setting["betas"]
-        rates = {"lr": setting["lr"], "weight_decay": setting.get("weight_decay", 0.0)}
-        settings = {**rates, "beta1": beta1, "beta2": beta2, "eps": setting["eps"], "amsgrad": self.amsgrad}
-        torchs(params, updates, averages, steps, scale=scale, **settings)
+        kernel = partial(foreach.adamw_, fused=True) if may_fuse else None
+        return Fused(self._keys, kernel, partial(foreach.adamw_, fused=False), ("step",))
 
 
 def _bias_corrections(steps: Sequence[Tensor], beta: float, power: float) -> list[Tensor]:

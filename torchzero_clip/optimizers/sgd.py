@@ -1,6 +1,7 @@
 """SGD with momentum."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -103,9 +104,10 @@ class SGD(UpdateRule):
         is_computed = foreach.is_real_and_wide(first.dtype) or (first.is_floating_point() and not first.is_cpu)
         if not is_computed or isinstance(first, FakeTensor):
             return None
+        kernel, loop = (partial(foreach.sgd_, fused=fused, nesterov=self.nesterov) for fused in (True, False))
         settings = [setting for setting, _ in step.by_setting()]
         if not self.variant(settings[0]):
-            return Fused((), self._kernel)
+            return Fused((), kernel, loop)
         if not step.has("momentum_buffer"):
             # a buffer of zeros becomes the update, as in torch, unless the update is dampened
             is_dampened = any(setting["dampening"] for setting in settings)
@@ -113,14 +115,7 @@ class SGD(UpdateRule):
                 return None
             for state, param in zip(step.states, step.params, strict=True):
                 state.setdefault("momentum_buffer", torch.zeros_like(param))
-        return Fused(("momentum_buffer",), self._kernel)
-
-    def _kernel(
-        self, params: list[Tensor], updates: list[Tensor], state: list[list[Tensor]], setting: Setting, scale: Any
-    ) -> None:
-        buffers = state[0] if state else []
-        settings = {key: setting[key] for key in ("lr", "momentum", "dampening")}
-        foreach.fused_sgd_(params, updates, buffers, **settings, nesterov=self.nesterov, scale=scale)
+        return Fused(("momentum_buffer",), kernel, loop)
 
     @override
     def apply_tensors(self, updates: list[Tensor], step: Step) -> Sequence[Tensor]:
