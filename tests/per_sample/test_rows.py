@@ -348,6 +348,19 @@ def test_nodes_and_edges_without_rows_name_both_vectors():
             clipper.clip_and_accumulate(batch_size=2)
 
 
+def test_the_classic_form_warns_where_nodes_may_be_taken_for_samples():
+    model = Net(lambda m, nodes, edges: m.lin(nodes).index_add(0, edges, nodes[edges]), lin=nn.Linear(4, 4))
+    nodes, edges = torch.randn(5, 4), torch.tensor([0, 1, 1, 3, 4, 4, 2])
+    with clip(model) as clipper:
+        losses_of(model(nodes, edges)).mean().backward()
+        with pytest.warns(UserWarning, match="each of 5 rows was taken for a sample"):
+            assert len(clipper.clip_and_accumulate().norms) == 5
+        losses_of(model(nodes, edges)).mean().backward()
+        clipper.clip_and_accumulate(batch_size=5)  # whoever says so is not warned
+        losses_of(model(nodes, edges[:5])).mean().backward()
+        clipper.clip_and_accumulate()
+
+
 def test_a_forgotten_block_of_rows_is_named():
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
     with clip(model) as clipper:

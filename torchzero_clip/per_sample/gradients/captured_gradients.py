@@ -1,6 +1,7 @@
 """What is captured of a forward of the model and of its backwards."""
 
 import functools
+import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -177,7 +178,7 @@ class CapturedGradients:
                 )
 
     def check_one_batch(self) -> None:
-        """Raise a ValueError if the gradients may belong to parts of a batch, or not to samples."""
+        """Raise a ValueError if the gradients may belong to parts of a batch. Warn if they may not belong to samples."""
         of_model = [forward for forward in self.forwards if not forward.tells_size]
         if of_model or len(self.forwards) > 1:
             found = (
@@ -186,6 +187,13 @@ class CapturedGradients:
                 else f"gradients of {len(self.forwards)} forwards have arrived, which may be parts of one batch"
             )
             raise ValueError(f"{found}: call clip_and_accumulate(batch_size=...), or use backward(losses)")
+        if any(forward.batch_size is None and not forward.direct for forward in self.forwards):
+            warnings.warn(
+                "the arguments of the forward have several sizes in the dimension of the samples, so each of "
+                f"{self.batch_size} rows was taken for a sample, which is wrong for nodes of graphs. Let "
+                "clip_and_accumulate(batch_size=...) check it, or backward(losses) find the samples",
+                stacklevel=4,
+            )
 
 
 def merged(parts: Sequence[Contribution]) -> Contribution:
