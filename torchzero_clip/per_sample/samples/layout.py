@@ -34,7 +34,7 @@ def place_of(step: int, shape: tuple[int, ...], count: int) -> Place | None:
     """Where the samples are; None if they change along several dimensions."""
     for dim, along in reversed([*enumerate(strides_of(shape))]):
         reach = along * shape[dim]
-        alone = math.prod(shape[:dim]) == 1 and reach > step  # the first one may end before the last sample
+        alone = math.prod(shape[:dim]) == 1 and reach > step  # the first dimension may end before the last sample
         if step % along == 0 and (alone or reach % (step * count) == 0):
             return Place(dim, step // along)
     return None
@@ -69,13 +69,13 @@ def seen_from(
     if count == 1:
         return 1
     first, inner = divmod(offset - start, step)
-    found = [dim for dim in merged(shape, strides) if dim[1] % (step * count)]  # others repeat all samples
+    found = [dim for dim in merged(shape, strides) if dim[1] % (step * count)]  # along others, all samples repeat
     if not found or first % count:  # a regular tensor starts with sample 0
         return None
     carries = max(found, key=lambda dim: (dim[0] - 1) * dim[1])  # along it, the samples change
     size, stride, behind = carries
     inner += sum((dim[0] - 1) * dim[1] for dim in found if dim is not carries)  # others stay in the run of a sample
-    unit = min(stride, step)  # the others stay in so many entries
+    unit = min(stride, step)  # no step along the others may leave so many entries
     whole = (size * stride) % (step * count) == 0 or math.prod(shape) <= size * behind
     if inner >= unit or step % unit or stride % unit or stride // unit % count != 1:
         return None

@@ -73,14 +73,14 @@ class Provenance:
                 if labels is not None:
                     noted.append((x, labels))
                     self.note(x, labels)
-        # usually no two arguments share a memory, and no argument overlaps with itself
+        # an entry can have several samples only if arguments share a memory, or one overlaps with itself
         apart = len(noted) == len(self._memories) and all(memory.step for memory in self._memories.values())
         for x, labels in () if apart else noted:
             found = self.of(x)
             if memory_of(x) in self._memories and (
                 found is None or found is LOST or not agree(found, labels, x.shape, count)
             ):
-                self.note(x, LOST)  # an entry has several samples, as in sliding windows
+                self.note(x, LOST)  # as in sliding windows
 
     def note(self, tensor: Tensor, labels: Labels) -> None:
         """Store the labels of a new tensor, and so those of its memory."""
