@@ -52,7 +52,7 @@ def table(text):
 
 
 def claims_of_muon_clip(rows):
-    """QK-Clip holds the logits, and the model is as often right."""
+    """QK-Clip keeps the logits small, and the model is right about as often."""
     (*free, right), (*held, right_if_held) = rows["Muon and AdamW"], rows["with QKClip(10)"]
     assert free[-1] > 50
     assert max(held) < 20
@@ -60,7 +60,7 @@ def claims_of_muon_clip(rows):
 
 
 def claims_of_ppo(rows):
-    """All three learn to hold the pole, and the gradients of the value function are far above the limit."""
+    """All three agents learn to balance the pole, and the gradients of the value function are far above the limit."""
     assert len(rows) == 3
     for first, _, _, last, *norms in rows.values():
         assert last > 2 * first
@@ -80,7 +80,7 @@ CLAIMS = {
     "ppo": claims_of_ppo,
     "warm_up_the_limit": claims_of_warm_up_the_limit,
 }
-"""Of programs that amplify rounding, so that another processor prints other numbers."""
+"""Checks of programs that amplify rounding. On another processor, they print other numbers."""
 
 
 def test_each_program_is_on_one_page_after_its_output():

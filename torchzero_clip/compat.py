@@ -58,7 +58,7 @@ def is_backward_compiled() -> bool:
 
 
 def checkpoint_around() -> object:
-    """The innermost checkpoint that repeats in the backward what runs now, if it is not reentrant; None without one."""
+    """The innermost `torch.utils.checkpoint` around the code that runs now; None without one, or in a reentrant one."""
     top: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # pyright: ignore
     hooks = None if top is None else top(True)
     return hooks[0] if hooks is not None and "checkpoint" in hooks[0].__qualname__ else None

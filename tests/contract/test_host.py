@@ -211,7 +211,7 @@ def no_collections():
 
 
 COMPILED_FROM_THE_START = {"ClipNormByEMA", "ClipValueGrowth", "ZClip", "SGD-momentum", "ClipToMedian", "scopes"}
-"""Chains whose state comes into being in each of the ways that there are."""
+"""Chains that create their state in different ways."""
 
 
 @pytest.mark.slow

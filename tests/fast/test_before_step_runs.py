@@ -43,7 +43,7 @@ FRONTS = {
 }
 ANY, LAST = list(FRONTS), ["global", "zclip", "autoclip", "each", "ema"]
 NEW = ["entry ClipValueByEMA-tfm", "entry LimitRMS", "entry ClipByWeights", "entry ClipToUsual"]
-"""They return other tensors."""
+"""Transforms that return other tensors than they get."""
 FRONTS |= {
     f"several {k}": lambda draw: [FRONTS[draw.choice(names)](draw) for names in (draw.choice([ANY, NEW]), LAST)]
     for k in range(16)

@@ -195,7 +195,7 @@ class LaidOutUnlike(TensorwiseTransform):
 
 @pytest.mark.parametrize("dtype", WIDE, ids=str)
 @pytest.mark.parametrize("name", ["AdamW", "SGD", "SGD momentum", "SGD nesterov", "SGD tensor lr"])
-def test_one_update_of_another_layout_takes_the_loop_alone(name, dtype):
+def test_only_an_update_of_another_layout_takes_the_loop(name, dtype):
     (ours, theirs), _ = GROUPS[name]
     params, other = two_of([torch.randn(shape, dtype=dtype) for shape in [(40, 33), (7,), (5, 3, 2)]])
     optimizer = Modular(params, LaidOutUnlike(), ours())

@@ -62,7 +62,7 @@ def test_each_result_is_that_of_a_loop_in_float64(sizes, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_tensors_that_move_while_they_are_measured_have_the_bits_of_those_that_moved_before(dtype):
+def test_moving_and_measuring_together_gives_the_bits_of_first_moving_then_measuring(dtype):
     sizes = [*SIZES, (ROWS + 1) * BLOCK, (ROWS + 1) * BLOCK + 5]
     tensors, ends = [tensor.clone() for tensor in tensors_of(sizes, dtype)], tensors_of(sizes, dtype, 1)
     weights = [0.1 + 0.05 * i for i in range(len(tensors))]

@@ -64,7 +64,7 @@ def test_a_load_compares_the_limits_of_constructors_not_those_of_schedulers(name
     if not loads_first:
         SCHEDULERS[name](as_lr(same, "max_norm"))
         SCHEDULERS[name](as_lr(other, "max_norm"))
-    same.load_state_dict(saved)  # warns of nothing
+    same.load_state_dict(saved)  # without a warning
     with pytest.warns(UserWarning, match=r"^max_norm is 2.0 in the checkpoint and 3.0 in the constructor\. "):
         other.load_state_dict(saved)
 

@@ -666,7 +666,7 @@ def test_a_copy_has_no_transforms_and_warns_once_by_name(copied):
 
 
 def test_a_copy_in_another_process_warns_too(tmp_path):
-    """Nothing there has called `before_step`."""
+    """That process never calls `before_step`."""
     optimizer = sgd([one()])
     before_step(optimizer, ClipNorm(1, dim="global"))
     tmp_path.joinpath("pickle").write_bytes(pickle.dumps([optimizer, optimizer.state_dict()]))
@@ -858,7 +858,7 @@ def test_a_transform_of_an_author_sees_the_gradients_as_they_were():
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_new_tensors_of_a_transform_reach_the_optimizer_through_a_joint_clip(limit, fused, dtype):
-    """The clip alone may leave its factor to the optimizer, but not after a transform that returns other tensors."""
+    """A clip may leave its factor to the optimizer, except after a transform that returns other tensors."""
     results = []
     for fast in (True, False):
         params = parameters(dtype)

@@ -332,7 +332,7 @@ def test_graphs_without_rows_are_found_by_a_probe(name):
     held = {"first": lin(), "last": lin(), "table": nn.Embedding(8, W), **{key: weight(W) for key in own}}
     model = Net(forward, **held).double()
     nodes = data(7, W)
-    # as many edges as samples, of which one has none
+    # as many edges as samples; sample 1 has no edge
     few = nodes[:4], torch.tensor([[0, 1, 3], [1, 0, 3]]), torch.tensor([0, 0, 1, 2])
     for verify in ("never", "always"):
         own = copy.deepcopy(model)

@@ -211,7 +211,7 @@ ADDITIONS = {
 
 
 def addition(name, seed):
-    """Compare the labels after rows were added to others with their samples. Returns whether they were told."""
+    """Compare the labels of sums of rows with their samples. Return False if the labels are lost."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
     count, rows, size = rng.choice((2, 3, 7)), rng.randint(1, 9), rng.randint(1, 7)
@@ -241,7 +241,7 @@ def addition(name, seed):
 
 
 @pytest.mark.parametrize("name", ADDITIONS)
-def test_labels_after_rows_are_added_are_theirs_or_lost_if_samples_are_added_up(name):
+def test_labels_of_sums_of_rows_are_right_or_lost_where_different_samples_are_added_up(name):
     told = [addition(name, seed) for seed in range(100)]
     assert any(told)
     assert not all(told)

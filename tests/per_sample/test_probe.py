@@ -325,7 +325,7 @@ def test_a_refusal_changes_nothing(name):
 
 
 def test_rows_that_all_samples_share_are_right_with_a_first_dimension():
-    """A network of the inputs, and one of the points at which all of them are evaluated."""
+    """One network gets the inputs, and the other one the points at which all samples are evaluated."""
     points = torch.linspace(0, 1, T, dtype=torch.float64)[:, None]
 
     def forward(m, x):

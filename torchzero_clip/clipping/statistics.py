@@ -94,7 +94,7 @@ class Tracked:
     def averaged_(
         self, averages: Sequence[Tensor], updates: Sequence[Tensor], slicing: Slicing, *, begins_with_update: bool
     ) -> Measured:
-        """Move averages towards usable updates, and measure them; ``begins_with_update`` copies the first updates."""
+        """Move averages towards usable updates, or start them as these with ``begins_with_update``; measure them."""
         tools, usable, started = self._step.tools, self.per_tensor(self.usable), self.per_tensor(self.started)
         known = tools.average_(averages, updates, self.shared, usable, started, begins_with_update=begins_with_update)
         return tools.measure(averages, slicing, known)

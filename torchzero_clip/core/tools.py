@@ -74,7 +74,7 @@ class Tools:
     ) -> tuple[Tensor, Tensor] | None:
         """Move the averages that are usable towards updates by ``1 - beta``, each by its setting, in place.
 
-        Return their joint L2 norm and that of each if they were measured on the way; else None.
+        Return their joint L2 norm and the norm of each if moving them has measured them; else None.
         """
         # averages that have not moved before start at their update with ``begins_with_update``, else at 0
         if begins_with_update:

@@ -22,7 +22,7 @@ ON_CPU = 131072
 """Elements of a piece on CPU, 512 KiB of float32. Smaller pieces need more calls, and larger ones leave the cache. It
 is a multiple of 64, because cuts at other places change the last bits of the kernels' results."""
 
-IN_ONE_PASS = 4 * ON_CPU  # without elementwise transforms, each element is read only once, and calls are what costs
+IN_ONE_PASS = 4 * ON_CPU  # without elementwise transforms, a piece is read only once and gains nothing from the cache
 
 ELSEWHERE = 2**24
 """Elements of a piece on other devices, 64 MiB of float32. Pieces are large, because each one takes launches. There,
@@ -55,7 +55,7 @@ class _Before(NamedTuple):
 
     factors: Tensor | None
     inverses: Tensor | None
-    """What parts of long tensors, or with one factor all tensors, are divided by instead; None to multiply."""
+    """Numbers that divide parts of long tensors, and all tensors if there is one factor; None to multiply."""
     means: Tensor | None
 
     @classmethod
@@ -65,7 +65,7 @@ class _Before(NamedTuple):
             return cls(None, None, op.numbers.to(dtype))
         if not isinstance(op, Scale):
             return cls(None, None, None)
-        # rounded as the kernels do, which divide by the inverse: bits do not depend on what waits before a kernel
+        # as the kernels, which divide by the inverse: bits do not depend on what applies the factors
         factors = op.factor
         divides = dtype != torch.float64 and (not factors.ndim or factors.is_cpu)
         return cls(factors, inverse(factors) if divides else None, None)
@@ -87,9 +87,9 @@ def run_pieces(
         updates: The updates, which are modified only if ``kernel`` is None.
         settings: A setting for each update; neighbours that share one are taken together.
         scratch: Memory for pieces.
-        kernel: Takes the results. None to write them over the updates, if ``writes``.
+        kernel: Takes the results. Without a kernel, they are written over the updates if ``writes``.
         columns: The parameters, and the state that the kernel takes.
-        writes: False if the operations change only their own state.
+        writes: False if the results are not needed, because the operations change only their own state.
     """
     first = updates[0]
     stages = [op for op in ops if isinstance(op, Pointwise)]

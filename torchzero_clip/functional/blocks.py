@@ -41,7 +41,7 @@ class _Chunk(NamedTuple):
 
 
 class Moves(NamedTuple):
-    """How far each tensor moves towards another one, laid out alike, right before it is measured."""
+    """Tensors, laid out as those that are measured, towards which these move by weights right before."""
 
     ends: Sequence[Tensor]
     weights: Sequence[float]
@@ -65,7 +65,7 @@ def joint_norm(tensors: Sequence[Tensor], scratch: Scratch) -> Tensor:
 
 
 def joint_and_each(tensors: Sequence[Tensor], scratch: Scratch, moves: Moves | None = None) -> tuple[Tensor, Tensor]:
-    """The results of `joint_norm` and of `block_norms`, from one pass, in which tensors can move."""
+    """The results of `joint_norm` and of `block_norms`, from one pass, in which tensors may also move."""
     values, owner = _reduced(tensors, scratch, _NORMS, moves)
     return torch.linalg.vector_norm(values), _norms_of(values, owner, len(tensors))
 

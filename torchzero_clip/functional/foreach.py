@@ -70,9 +70,9 @@ def fit_kernels(columns: Sequence[Sequence[Tensor]]) -> bool:
 def adamw_(
     params: list[Tensor], updates: list[Tensor], state: list[list[Tensor]], setting: Setting, scale: Any, *, fused: bool
 ) -> None:
-    """Take a step of AdamW by torch's fused kernel, or by its loop, which takes any layout, but no ``scale``.
+    """Take a step of AdamW by torch's fused kernel, which divides updates by ``scale`` in place, or by its loop.
 
-    The scale divides updates, in place. The last state are the step counts, which include this step.
+    The loop takes tensors of any layout, and no scale. The last list of ``state`` has step counts with this step.
     """
     first, second, *largest, steps = state
     beta1, beta2 = setting["betas"]

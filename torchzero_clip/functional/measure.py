@@ -266,7 +266,7 @@ class Way(NamedTuple):
     beside: bool = False
     """The norm of each tensor is wanted beside the joint norm where that takes less than two passes."""
     known: tuple[Tensor, Tensor] | None = None
-    """The joint norm and the norm of each tensor, if they are plain and were measured before."""
+    """The joint L2 norm and the norm of each tensor, if the tensors are plain and were measured before."""
 
 
 READABLE = Way()

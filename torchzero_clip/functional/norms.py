@@ -347,7 +347,7 @@ def whole_norm_beside(
 ) -> tuple[Tensor, Tensor] | None:
     """The result of `whole_norm`, to the last bit, and those of `whole_norms`; None where `whole_norm` is None.
 
-    Tensors of float32 or float64 on CPU can move before they are measured.
+    With ``moves``, tensors move before they are measured.
     """
     if not may_look(tensors[0]) or not foreach.is_real_and_wide(tensors[0].dtype):
         return None

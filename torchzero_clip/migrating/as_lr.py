@@ -93,7 +93,7 @@ class _Group(MutableMapping[str, Any]):
         return self._group[self._stored(key)]
 
     def __setitem__(self, key: str, value: Any) -> None:
-        if key == "lr":  # not every scheduler stores it, and some store another number as initial_lr
+        if key == "lr":  # initial_lr would not do: some schedulers do not store it, and some store another number
             self._group.setdefault(f"{self._key}:constructed", self._group[self._key])
         self._group[self._stored(key)] = value
 

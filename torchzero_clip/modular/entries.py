@@ -19,9 +19,11 @@ Group = dict[str, Any]
 class Entries:
     """Saves and loads the state of a `Front` with the optimizer that it stands before.
 
-    An entry of a group has the settings and the state of its parameters. The groups themselves hold the name of the
-    chain in its place, so that flat checkpoints have it. It is in the groups because loaders drop other
-    keys of a checkpoint, and because tensors in ``optimizer.state`` would keep some optimizers from starting their own.
+    In a checkpoint, each group has an entry with the settings and the state of its parameters. In the optimizer, the
+    groups have only the name of the chain under this key, because flat checkpoints save the keys that groups have.
+
+    Entries are in groups because loaders drop other keys of a checkpoint, and because some optimizers do not start
+    their own state if ``optimizer.state`` has tensors.
 
     Args:
         front: The transforms.
@@ -154,8 +156,8 @@ def _states(entry: Mapping[str, Any]) -> Mapping[Any, Any]:
 
 def _of_chain() -> ValueError:
     return ValueError(
-        "the checkpoint is of a chain, a Modular, which no other optimizer can load: load it into such a Modular, and "
-        "then load_state_dict(to_torch_optim(modular, optimizer))"
+        "the checkpoint is of a chain, which only a Modular can load. Load it into a Modular with the same transforms, "
+        "then call optimizer.load_state_dict(to_torch_optim(modular, optimizer))"
     )
 
 

@@ -35,7 +35,7 @@ class Rule(ABC):
     """Whether submodules run as layers that have rules of their own."""
 
     runs_empty = False
-    """Whether it also runs empty batches. `EmptyRule` runs them for other rules, as torch does."""
+    """Whether the rule also runs empty batches. For other rules, `EmptyRule` runs the forward of the module itself."""
 
     def refusal(self, module: nn.Module) -> str | None:
         """The reason why per-sample gradients of this layer would be wrong, and the way out; None if there is none."""
@@ -63,7 +63,7 @@ class Samples(NamedTuple):
     lost: int = 0
     """The number of first dimensions that have rows of samples which are not known yet."""
     run: int = 1
-    """The number of entries in a row of each sample in its dimension."""
+    """The number of neighboring entries in ``dim`` that belong to one sample."""
 
     @property
     def is_plain(self) -> bool:
@@ -242,7 +242,7 @@ class CapturedLayer:
         return labels.flatten().expand(input.shape[dim])
 
     def unknown_rows(self, *, why: str = "", instead: str = "", how: str = "") -> ValueError:
-        """The error for rows of which it is not known which samples they belong to. ``how`` is another way out."""
+        """The error for rows whose samples are not known. ``how`` replaces the way out that the message shows."""
         provenance = self.engine.forward.provenance
         given = sorted(provenance.given) if provenance is not None else []
         how = how or (
@@ -284,9 +284,9 @@ class CapturedLayer:
         return not is_same(input, dim, input.shape[dim], of_batch=of_batch or input.ndim > 2)
 
     def labels(self, input: Tensor) -> Place | Labels:
-        """The place of the samples in an input, if all are there in order, or the sample of each entry, as in `labels`.
+        """The place of the samples in an input, if it has all of them in order; else labels, as in `samples.labels`.
 
-        None if it does not depend on samples, or if their number is not known.
+        None if the input does not depend on samples, or if their number is not known.
         """
         provenance = self.engine.forward.provenance
         labels = None if provenance is None else provenance.asked(input, self)
@@ -362,7 +362,7 @@ class CapturedLayer:
         return [x.clone() if memory_of((x,)) & shown else x for x in inputs]
 
     def mark(self, output: Tensor, labels: Place | Labels) -> None:
-        """Note the samples of an output, as in `labels`."""
+        """Note the samples of an output, which are as in `CapturedLayer.labels`."""
         provenance = self.engine.forward.provenance
         if provenance is not None and output.ndim:
             if isinstance(labels, Place):

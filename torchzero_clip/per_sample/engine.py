@@ -134,7 +134,7 @@ class Engine:
 
     @property
     def may_find_rows(self) -> bool:
-        """True if only the losses tell whether the rows of layers are samples, and a probe can find these."""
+        """True if the number of samples is known only from the losses, and a probe can find the sample of each row."""
         return self.forward.batch_size is None and self.probe.possible
 
     def norm_dtype(self) -> torch.dtype:
@@ -241,7 +241,7 @@ class Engine:
             following.__enter__()
 
     def enter(self, layer: CapturedLayer) -> Rule:
-        """A layer runs. Return its rule, or that for empty batches."""
+        """Note that a layer runs. Return its rule, or the rule for empty batches."""
         if self.phase is not Phase.FORWARD and not in_backward():
             self.begin(self.forward if self.forward.direct else Forward())
         self._calls[id(layer)] += 1

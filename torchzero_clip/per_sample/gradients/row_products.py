@@ -129,9 +129,9 @@ class RowProducts(Contribution):
 
 
 def regrouped(part: Contribution, rows: Tensor | int, count: int) -> Contribution:
-    """A contribution of rows, each of which was taken for a sample, as one of the samples that they belong to.
+    """The contribution of samples, from one in which each row was taken for a sample.
 
-    ``rows`` has the sample of each row, or the number of rows that each sample has in turn.
+    ``rows`` has the sample of each row. If the rows of each sample follow each other, in order, it is their number.
     """
     if isinstance(rows, int):
         if type(part) is Products:

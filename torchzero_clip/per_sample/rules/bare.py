@@ -86,7 +86,8 @@ class _Rows(OwnMode):
             if checkpoint_around() is not self._around:
                 raise RuntimeError(
                     f"{self._layer} uses a parameter in a function that it gives to torch.utils.checkpoint, which "
-                    "repeats the function alone: give it a module that holds the parameter, or call the function"
+                    "later repeats the function without the layer. Give it a module that holds the parameter, or call "
+                    "the function without a checkpoint"
                 )
             args, kwargs = rebuilt([self._row(x) for x in leaves])
         return func(*args, **kwargs)

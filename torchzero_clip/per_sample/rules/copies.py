@@ -1,4 +1,4 @@
-"""Copies of parameters for each sample, and what a layer does if there are none."""
+"""A copy of each parameter for each sample, and the rule for empty batches, in which there are no copies."""
 
 from typing import Any
 
@@ -36,9 +36,10 @@ class Bare(nn.Module):
 
 
 class EmptyRule(Rule):
-    """Runs any layer on an empty batch. Its parameters get the sums of copies for no samples, which are zeros.
+    """Runs any layer on an empty batch. It adds to each parameter the sum of its copies for no samples, which is 0.
 
-    Its output depends on all of them, also on those of experts that got no row, so that all processes do the same.
+    The output depends on all parameters, even those of experts that got no row, so that the same parameters have
+    gradients in all processes.
     """
 
     runs_layers = True

@@ -28,7 +28,7 @@ class NormalizationRule(Rule):
     def __init__(self, function: Callable[[Any], Normalize], *, channels: bool = False) -> None:
         self._function = function
         self._channels = channels
-        self.runs_empty = channels  # torch's instance_norm with a weight does not
+        self.runs_empty = channels  # instance_norm of torch raises for them if it has a weight
 
     @override
     def run(self, layer: CapturedLayer, input: Tensor) -> Tensor:

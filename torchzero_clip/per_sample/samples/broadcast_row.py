@@ -1,4 +1,9 @@
-"""Values that all samples share, such as embeddings of positions, class tokens and layer scales."""
+"""Values that all samples share, such as embeddings of positions, class tokens and layer scales.
+
+They are made of parameters, but not of samples, so their gradient would be a sum over samples. So a layer without
+samples runs for each sample, on copies, and returns one row with the copies behind it. The model goes on with the row,
+whose shape it expects. A function that joins it with a tensor of the batch, as ``h + positions``, gets the copies.
+"""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -37,8 +42,8 @@ class BroadcastRow(Tensor):
 
     _each: Tensor  # (B, *shape): the copies
     _layer: Any  # the `CapturedLayer` that it comes from
-    _is_param: bool  # raise at once for another use, rather than in the backward
-    _version_then: int
+    _is_param: bool  # made of parameters alone, so that a wrong use raises at once, and not in the backward
+    _version_then: int  # another version means a change in place that the copies have missed
 
     def samples(self, dim: int) -> tuple[Tensor, int, bool]:
         """The copies as the input of a layer, their batch dimension, and whether the value has that dimension."""
@@ -48,13 +53,13 @@ class BroadcastRow(Tensor):
             return self._each.movedim(0, dim), dim, False
 
     def aligned(self, ndim: int, dim: int) -> Tensor:
-        """The copies as a tensor of the batch with some dimensions."""
+        """The copies as a tensor with ``ndim`` dimensions, of which ``dim`` is the batch."""
         with DisableTorchFunctionSubclass():
             shape = (1,) * (ndim - self.ndim) + tuple(self.shape)
             return self._each.reshape(len(self._each), *shape[:dim], *shape[dim + 1 :]).movedim(0, dim)
 
     def fits(self, ndim: int, dim: int) -> bool:
-        """True if the value can be added to a tensor of the batch with some dimensions."""
+        """True if the value can be added to a tensor with ``ndim`` dimensions, of which ``dim`` is the batch."""
         with DisableTorchFunctionSubclass():
             return ndim > dim and self.ndim <= ndim and (self.ndim < ndim - dim or self.shape[dim - ndim] == 1)
 
@@ -140,7 +145,7 @@ def _as_row(row: Any, each: Tensor, layer: Any, *, is_param: bool) -> BroadcastR
 
 
 def _with_copies(func: Any, args: Any, kwargs: Any, leaves: list[Any], rebuilt: Rebuild) -> Any:
-    """The result with the copies in place of the rows; NotImplemented if the function cannot run so."""
+    """The output of a function with the copies in place of the rows; NotImplemented if it cannot run so."""
     name, first = getattr(func, "__name__", ""), next(x for x in leaves if isinstance(x, BroadcastRow))
     layer, count, kind = first._layer, len(first._each), name.strip("_")
     changes = name == "__setitem__" or (name.endswith("_") and not name.startswith("__")) or kind in IN_PLACE
@@ -250,7 +255,7 @@ class _Call:
             return NotImplemented
 
     def of_batch(self, name: str) -> Any:
-        """The output of the batch, from those of its samples; NotImplemented if it is none."""
+        """The output of the batch, from those of its samples; NotImplemented if its samples are in no dimension."""
         layer, of_batch = self._layer, {i: self._leaves[i] for i in self.places}
         places = [*self.places.values()]
         if not all(map(_is_dim, places)):
@@ -267,7 +272,7 @@ class _Call:
                 return output
         kinds = [x if isinstance(x, int | str | None) else x.ndim if isinstance(x, Tensor) else 0 for x in self._leaves]
         inputs = [x.movedim(d, 0).unsqueeze(d + 1) for x, d in zip(of_batch.values(), places, strict=True)]
-        own, dims = self._own_parts(places[0]), None
+        own, dims = self._own_parts(places[0]), None  # B entries may be positions, or one for each sample
         found, structure = list[Any](), pytree.tree_structure(None)
         for copies in filter(None, (self.copies, own)):
             self.copies, key = copies, (name, *kinds, *places, own is not None, copies is own, len(self.copies[0]) == 1)
@@ -289,7 +294,7 @@ class _Call:
         return self._leaves[0].copy_(output) if self._changes else output
 
     def _own_parts(self, dim: int) -> list[Tensor] | None:
-        """The copies with the part of their sample alone, where rows have the size of the batch; None if none has."""
+        """The copies, with only the entry of their sample where a row has one for each; None if no row has."""
         count = len(self.copies[0])
         sized = [x.ndim > dim + 1 and x.shape[dim + 1] == count for x in self.copies]
         pairs = zip(self.copies, sized, strict=True)
@@ -308,7 +313,7 @@ class _Call:
             return pytree.tree_map(lambda *parts: torch.stack(parts), *each)
 
     def _dims(self, found: Sequence[Any], of_batch: Sequence[Tensor], places: Sequence[int]) -> list[int] | None:
-        """The dimensions of the samples in outputs, by those of the function on the batch; None if they are others."""
+        """The dimension of the samples in each output, found from the outputs for the batch; None if these differ."""
         together, count = pytree.tree_leaves(self._together(of_batch)), len(self.copies[0])
         dims: list[int] = []
         for one, whole in zip(found, together, strict=True):

@@ -1,7 +1,8 @@
-"""Follows the functions that a forward calls, and notes whose samples their outputs have.
+"""Follows the functions that a forward calls, and finds the labels of their outputs.
 
-A function that moves entries runs once more, on the labels of these entries. For a function that is in no list, the
-operations that it consists of are followed instead.
+A function that moves entries runs once more, on numbers that stand for the labels: the samples plus 1, and 0 for no
+sample, because functions fill new entries with 0. A function that adds entries needs more: see `Following._added`. If a
+function is in no list, the operations that it consists of are followed instead.
 """
 
 import functools
@@ -57,15 +58,14 @@ ALONG = {
 INDEXED = {"gather", "scatter", "scatteradd", "scatterreduce", "takealongdim"}
 """Functions whose index has a number for each entry."""
 SHAPES = {"resize", "resizeas", "set"}
+"""Functions that give a tensor another memory or size in place, after which its samples are not known."""
 KEEPS = {"asstrided", "squeeze", "swapaxes", "swapdims", "t", "transpose", "unsqueeze", "requiresgrad"}
 """Functions that change only the form of a tensor in place."""
 TENSORS = {"T", "mT", "H", "mH", "data", "real", "imag", "grad"}
 """Attributes that are tensors."""
-
-
 NEUTRAL = {"alpha": 1, "value": 0, "padding_value": 0}
 """Arguments that would change labels: what entries are multiplied by, and the values of padding."""
-FOUND: dict[tuple[Any, ...], Sequence[Labels]] = {}
+FOUND: dict[tuple[Any, ...], Sequence[Labels]] = {}  # by shapes and steps, because forwards repeat their calls
 MOST_FOUND = 4096
 EXACT = 2.0**53  # float64 has all integers up to it
 
@@ -98,7 +98,7 @@ class Following(OwnMode):
         else:
             with _Inside(self):
                 output = func(*args, **kwargs)
-            name = "composite"
+            name = "composite"  # its operations have noted the labels
         with DisableTorchFunctionSubclass():  # the argument may be a `BroadcastRow`
             if changes and version_of(target) != version:
                 self._changed(func, name, target, version, args, kwargs)
@@ -121,12 +121,13 @@ class Following(OwnMode):
         """Note the labels of new tensors that a function has returned."""
         leaves, rebuilt = flattened(args, kwargs)
         provenance, known = self._provenance, dict[int, Known]()
+        # others only give a dtype and a device
         for i, x in enumerate(leaves[:1] if name in ("to", "typeas") else leaves):
             if isinstance(x, Tensor) and (found := provenance.of(x)) is not None:
                 known[i] = found
         results: Sequence[Labels] = [None] * len(new)
         if not known and any(type(x) is BroadcastRow for x in leaves):
-            return  # copies for each sample, of which the graph knows
+            return  # the copies behind it have labels in the graph
         if any(leaves[i].is_nested for i in known):
             results = [LOST] * len(new)
         elif known and name != "composite":
@@ -173,7 +174,7 @@ class Following(OwnMode):
         if name in MOVES:
             return [self._looked_up(call, x) for x in outputs]
         if name == "where" and len(call.tensors) == 1:
-            return [LOST] * len(outputs)
+            return [LOST] * len(outputs)  # the places of a condition, as `nonzero` finds them
         if name in NEW:
             return [None]
         parts = call.parts
@@ -183,7 +184,7 @@ class Following(OwnMode):
     def _moved(self, call: "_Call", outputs: Sequence[Tensor]) -> Sequence[Labels]:
         """The labels after a function that moves entries, which moves their labels too."""
         count, dims = self._provenance.count, call.along
-        if dims is not None and len(outputs) == 1:
+        if dims is not None and len(outputs) == 1:  # without running it, if the samples are in another dimension
             parts = [Part(found, call.leaves[i].shape) for i, found in call.labels.items() if i in call.moved]
             found = [beside(part, outputs[0].shape, count, dims) for part in parts if isinstance(part.labels, int)]
             if found and len(found) == len(parts) and LOST not in found and len({*found}) == 1:
@@ -197,7 +198,7 @@ class Following(OwnMode):
     def _placed(self, call: "_Call", output: Tensor) -> Labels:
         """The labels of a tensor into which a function has put entries, or added them."""
         into, last, count = call.labels.get(0), max(call.tensors), self._provenance.count
-        by_mask = call.name == "setitem" and last != len(call.leaves) - 1  # z[mask] = 0.5
+        by_mask = call.name == "setitem" and last != len(call.leaves) - 1  # z[mask] = 0.5, where the mask is last
         values = None if by_mask else call.labels.get(last)
         if values is None or into is LOST or values is LOST:
             return LOST if into is None or values is not None else into
@@ -217,8 +218,9 @@ class Following(OwnMode):
     def _added(self, call: "_Call", before: Tensor, given: Tensor, place: int) -> Tensor | None:
         """The numbers of labels where a function adds entries; None if different samples are added up.
 
-        The function adds the numbers, plus a power of two that counts them. Where it adds several, k, it also adds
-        their squares: if all k numbers are n, it finds k, k n and k n ** 2.
+        To each number, a power of two is added that is above all sums of numbers. So one run of the function gives, for
+        each entry, how many numbers it adds, k, and their sum. If k > 1, a second run adds the squares: the numbers are
+        equal if and only if k times the sum of the squares is the square of the sum.
         """
         count = self._provenance.count
         if call.along is None:  # one for each entry of the indices
@@ -285,13 +287,13 @@ class Following(OwnMode):
         last, count = max(tensors), self._provenance.count
         index = args[1] if len(args) > 1 and isinstance(args[1], tuple) else args[1:2]
         if name == "setitem" and not any(isinstance(x, Tensor | bool | list) for x in index):
-            tensor, name = tensor.detach()[args[1]], "copy"  # a view, whose place in the memory says it all
+            tensor, name = tensor.detach()[args[1]], "copy"  # z[:, 0] = x copies into a view
             before = self._provenance.before(tensor, tensor, version)
         if name == "copy":
             found = beside(Part(known[last], leaves[last].shape), tensor.shape, count) if last in known else before
         elif name in PLACES or name in SUMS:
             found = self._placed(call, tensor)
-        elif name in SHAPES or not is_listed(name.removeprefix("i")):
+        elif name in SHAPES or not is_listed(name.removeprefix("i")):  # iadd is add in place
             found = LOST
         else:
             dims = dims_of(name, tensor.ndim, args, kwargs)
@@ -303,9 +305,9 @@ class Following(OwnMode):
             self._provenance.note_change(tensor, found)
 
     def _numbers(self, call: "_Call", places: Sequence[int]) -> dict[int, Tensor]:
-        """Numbers that stand for the labels of arguments, with size 1 where the function does not look and none varies.
+        """The samples plus 1 of arguments, and 0 for no sample.
 
-        They are the samples plus 1. Entries of no sample are 0.
+        They have size 1 where labels do not vary and all entries move alike, which takes less time.
         """
         count, free, leaves = self._provenance.count, call.free, call.leaves
         found = {
@@ -350,7 +352,7 @@ class _Call:
 
     @property
     def parts(self) -> list[Part]:
-        """The arguments with labels. Single numbers count only alone: others are scaled by them."""
+        """The arguments with labels. Tensors without dimensions are left out beside others, which they only scale."""
         parts = [Part(found, self.leaves[i].shape, i) for i, found in self.labels.items()]
         return [part for part in parts if part.shape] or parts
 
@@ -381,7 +383,7 @@ class _Call:
 
     @property
     def free(self) -> set[int]:
-        """The dimensions in which the function does not look where entries are, counted from the last."""
+        """The dimensions along which all entries move alike, counted from the last, as negative numbers."""
         if (along := self.along) is not None:
             return {dim - self.ndim for dim in range(self.ndim) if dim not in along and self.name not in INDEXED}
         if self.name not in ("getitem", "index", "indexput", "setitem"):
@@ -430,7 +432,7 @@ def _key(name: str) -> str:
 
 @functools.cache
 def _is_of_shapes(name: str) -> bool:
-    """True if values of tensors have no influence on where the samples are."""
+    """True if the labels of outputs depend only on the shapes and the labels of arguments, not on their values."""
     return is_listed(name) or name in SAME or name in JOINS or name in PADS
 
 

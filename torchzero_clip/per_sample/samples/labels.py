@@ -1,4 +1,4 @@
-"""Labels: the sample that each entry of a tensor belongs to."""
+"""Labels: the sample that each entry of a tensor belongs to, as a step, as a tensor, None or `LOST`."""
 
 import math
 from collections.abc import Sequence
@@ -10,9 +10,9 @@ from torch import Tensor
 from torchzero_clip.per_sample.samples.layout import Place, place_of, step_at, strides_of
 
 Known: TypeAlias = int | Tensor
-"""A step, as in `layout`, or the sample of each entry, in a tensor that can be broadcast.
+"""A step, as in `layout`; or the sample of each entry, in a tensor with size 1 where it does not vary.
 
-`LOST` stands for values of unknown samples. Entries of -1 belong to none.
+`LOST` in place of a step means that the samples are not known. An entry of -1 in a tensor belongs to no sample.
 """
 
 Labels: TypeAlias = Known | None
@@ -37,10 +37,11 @@ def wider(labels: Labels, shape: Sequence[int], count: int) -> Tensor:
 
 
 def simplest(labels: Tensor, shape: Sequence[int], count: int, *, of_batch: bool = True) -> Labels:
-    """The labels with size 1 where they do not vary, as a step if they are regular.
+    """The labels as a step if they are regular, else with size 1 where they do not vary.
 
-    Entries of -1 belong to the sample at their place if all others do, and if only one dimension can have the samples.
-    Without ``of_batch``, the others must be of several samples, because one sample may have a tensor of its own.
+    Entries of no sample, such as zeros that other rows were written beside, are in the batch too if all other entries
+    belong to the sample at their place along a dimension, and only one dimension fits. Without ``of_batch``, these must
+    be of two or more samples, because a tensor may be of one sample alone.
     """
     if not labels.numel():
         return labels
@@ -60,7 +61,7 @@ def simplest(labels: Tensor, shape: Sequence[int], count: int, *, of_batch: bool
         return step_at(Place(found[0]), tuple(shape)) if len(found) == 1 else labels
     depth = depth_of(labels)
     length = math.prod(shape[:depth])
-    if length % count:  # of a regular tensor that ends before the last sample, the labels are as good
+    if length % count:  # if it is regular all the same, and ends before the last sample, the labels do as well
         return labels
     flat = labels.expand(*shape[:depth], *labels.shape[depth:]).reshape(-1)
     run = int((flat > 0).byte().argmax())  # where the second sample begins

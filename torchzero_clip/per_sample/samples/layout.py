@@ -1,7 +1,9 @@
-"""Where the samples are in regular tensors, as one integer.
+"""Where the samples are in regular tensors, as one integer, the step.
 
-Entry k of the flattened tensor belongs to sample (k // step) % count. Views keep it, and so does a memory: the place
-of an entry in it says to which sample it belongs, whatever views there are.
+Entry k of the flattened tensor belongs to sample (k // step) % count. A batch of shape (2, 3, 4) with the samples in
+dimension 0 has the step 12, and one with the samples in dimension 1 the step 4. A `Place` says the same for one shape.
+
+A step also describes a memory, where k is the place of an entry in it. `seen_from` finds the step of a tensor there.
 """
 
 import functools
@@ -11,7 +13,7 @@ from typing import NamedTuple
 
 
 class Place(NamedTuple):
-    """The dimension along which the samples change, and how many entries of it one sample has in a row."""
+    """The dimension along which the samples change, and how many neighboring entries of it each sample has."""
 
     dim: int
     run: int = 1
@@ -32,7 +34,7 @@ def place_of(step: int, shape: tuple[int, ...], count: int) -> Place | None:
     """Where the samples are; None if they change along several dimensions."""
     for dim, along in reversed([*enumerate(strides_of(shape))]):
         reach = along * shape[dim]
-        alone = math.prod(shape[:dim]) == 1 and reach > step  # it may end before the last sample
+        alone = math.prod(shape[:dim]) == 1 and reach > step  # the first dimension may end before the last sample
         if step % along == 0 and (alone or reach % (step * count) == 0):
             return Place(dim, step // along)
     return None
@@ -62,18 +64,18 @@ def seen_from(
 ) -> int | None:
     """The step of a tensor in a memory whose entry a belongs to sample ((a - start) // step) % count.
 
-    None if the samples do not lie in the tensor as one integer says.
+    None if the tensor is not regular.
     """
     if count == 1:
         return 1
     first, inner = divmod(offset - start, step)
-    found = [dim for dim in merged(shape, strides) if dim[1] % (step * count)]  # others go around all samples
-    if not found or first % count:
+    found = [dim for dim in merged(shape, strides) if dim[1] % (step * count)]  # along others, all samples repeat
+    if not found or first % count:  # a regular tensor starts with sample 0
         return None
-    carries = max(found, key=lambda dim: (dim[0] - 1) * dim[1])
+    carries = max(found, key=lambda dim: (dim[0] - 1) * dim[1])  # along it, the samples change
     size, stride, behind = carries
-    inner += sum((dim[0] - 1) * dim[1] for dim in found if dim is not carries)  # within the run of a sample
-    unit = min(stride, step)  # the entries that the dimension leaves to the others
+    inner += sum((dim[0] - 1) * dim[1] for dim in found if dim is not carries)  # others stay in the run of a sample
+    unit = min(stride, step)  # no step along the others may leave so many entries
     whole = (size * stride) % (step * count) == 0 or math.prod(shape) <= size * behind
     if inner >= unit or step % unit or stride % unit or stride // unit % count != 1:
         return None
@@ -81,9 +83,9 @@ def seen_from(
 
 
 def merged(shape: Sequence[int], strides: Sequence[int]) -> list[tuple[int, int, int]]:
-    """The dimensions with more than one entry, and how many entries of the tensor lie behind each.
+    """The size and the stride of dimensions with several entries, and the product of the sizes after each.
 
-    Neighbors through which a memory goes as through one dimension are one.
+    Neighboring dimensions that lie in memory like one dimension are merged. The last ones come first.
     """
     found: list[tuple[int, int, int]] = []
     behind = 1

@@ -1,4 +1,4 @@
-"""Which sample the entries of a memory belong to, so that every view of it knows."""
+"""Which sample each entry of a memory belongs to. The labels of all tensors in it follow from that."""
 
 import functools
 import math
@@ -12,7 +12,10 @@ from torchzero_clip.per_sample.samples.layout import place_of, seen_from
 
 
 class Owners(NamedTuple):
-    """The sample of each run of ``step`` entries from ``start`` on; None for all samples in order, again and again."""
+    """The samples of the entries of a memory, in runs of ``step`` entries from ``start`` on.
+
+    ``of`` has the sample of each run. If it is None, these are 0, 1, ... up to the last sample, then 0 again.
+    """
 
     step: int
     start: int = 0
@@ -40,13 +43,13 @@ def end_of(layout: Layout) -> int:
 
 
 def seen(owners: Owners, layout: Layout, count: int) -> Known:
-    """The labels of a tensor in a memory."""
+    """The labels of a tensor in a memory, as a step if it is regular."""
     step = None if owners.of is not None else seen_from(owners.step, owners.start, *layout, count)
     return spread(owners, layout, count) if step is None else step
 
 
 def spread(owners: Owners, layout: Layout, count: int) -> Tensor:
-    """The sample of each entry of a tensor in a memory."""
+    """The sample of each entry of a tensor in a memory, with size 1 where it does not vary."""
     device = torch.device("cpu") if owners.of is None else owners.of.device
     places = torch.full((1,) * len(layout.shape), layout.offset - owners.start, device=device)
     for dim in _told_apart(owners, layout):
@@ -101,6 +104,7 @@ def written(owners: Owners | None, labels: Labels, layout: Layout, end: int, cou
     None if different samples have one place in it.
     """
     values = wider(labels, layout.shape, count)
+    # the last dimensions are one run if they are contiguous and the labels do not vary
     run, dims = 1, [dim for dim, size in enumerate(layout.shape) if size != 1]
     while dims and values.shape[dims[-1]] == 1 and layout.strides[dims[-1]] == run:
         run *= layout.shape[dims.pop()]
@@ -109,7 +113,7 @@ def written(owners: Owners | None, labels: Labels, layout: Layout, end: int, cou
     if 0 in layout.shape or 0 in strides:
         return owners if 0 in layout.shape else None
     before = () if owners is None else (owners.step, owners.start)
-    unit = math.gcd(run, layout.offset, *strides, *before)
+    unit = math.gcd(run, layout.offset, *strides, *before)  # all borders of old and new runs are multiples of it
     of = _in_units(owners, unit, -(-end // unit), count).to(values.device)
     sizes = [layout.shape[dim] for dim in dims]
     part = of.as_strided((*sizes, run // unit), (*(n // unit for n in strides), 1), layout.offset // unit)

@@ -50,7 +50,7 @@ PRODUCTS = {
 DISTANCES = names("cdist euclidean_dist ger outer")
 """Products that do not sum over samples of the left factor."""
 ROWS = names("embedding one_hot")
-"""Functions of every entry by itself, which give it further dimensions."""
+"""Functions that give each entry a last dimension."""
 LAST = names("fused_rms_norm layer_norm native_layer_norm rms_norm")
 """Functions of the last dimensions, as many as their second argument has."""
 BATCHED = tuple(
@@ -61,9 +61,9 @@ BATCHED = tuple(
 )
 """Beginnings of the names of functions that keep the first dimension, and work on each of its entries alone."""
 CHANNELS = names("batch_norm native_batch_norm cudnn_batch_norm")
-"""Functions of the second dimension, on each of its entries alone."""
+"""Functions that keep the second dimension, and work on each of its entries alone."""
 NEW = names("new new_empty new_full new_ones new_tensor new_zeros")
-"""Functions that use only the kind of their argument."""
+"""Functions that take only the dtype and the device from their argument."""
 MIX = names("""
     argwhere bincount block_diag cartesian_prod combinations diagonal_scatter kron nonzero segment_reduce select_scatter
     slice_scatter trace unique unique_consecutive unique2 vander

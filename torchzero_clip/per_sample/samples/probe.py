@@ -1,7 +1,8 @@
-"""Finds the samples of rows that labels have lost, by further backwards of losses times powers of two.
+"""Finds the samples of rows whose labels are lost, by further backwards of losses times powers of two.
 
-The gradient of a row of one sample is then multiplied by exactly the power of that sample. A row of several samples, or
-behind a backward that is not linear, has another ratio.
+The gradient of a row of one sample is then multiplied by exactly the power of that sample. The ratio is another one
+for a row of several samples, or after a backward that is not linear. There are 16 factors: each sample gets a number,
+and each further backward finds one of its digits in base 16.
 """
 
 import random
@@ -19,18 +20,18 @@ from torchzero_clip.per_sample.gradients.squared_norms import without_autocast
 from torchzero_clip.per_sample.samples.layout import Place
 
 LARGEST = 64  # float32 has room for gradients of up to 2**63
-STEP = 9  # of exponents 1, 10, ..., 64: the share of a sample in a mean of up to 256, a square and a sign have others
+STEP = 9  # exponents are 1, 10, ..., 64: means of up to 256 rows, squares and signs turn none of them into another
 POWERS = [2.0**exponent for exponent in range(1, LARGEST + 1, STEP)]
 FACTORS = [*POWERS, *(-power for power in POWERS)]
 BASE = len(FACTORS)
 SMALL = 2.0**26  # in smallest normal numbers: larger gradients are rounded as their multiples are
 UNDERFLOW = 4.0  # in smallest normal numbers: what underflow may change in an entry of a row
-ZERO, UNTOLD, WRONG = -1, -2, -3  # for rows of zeros, which may belong to any sample; that tell nothing; all others
+ZERO, UNTOLD, WRONG = -1, -2, -3  # in place of a sample: see `Call.samples`
 REENTRANT = "a checkpoint with use_reentrant=True hides them"
 
 
 class Call:
-    """The gradient of the output of one call of a layer in the first backward, and its ratios to those of others.
+    """The gradient of the output of a call of a layer in the first backward, and its ratios in further backwards.
 
     ``depth`` is the number of first dimensions that tell rows apart.
     """
@@ -59,7 +60,11 @@ class Call:
         self.ratios.append(torch.cat(found).view(shape))
 
     def samples(self, numbers: Tensor) -> Tensor:
-        """The sample of each row by its ratios; `ZERO`, `UNTOLD` or, for other ratios, `WRONG`."""
+        """The sample of each row by its ratios.
+
+        `ZERO` for rows of zeros, which may belong to any sample; `UNTOLD` for rows too small or not finite; `WRONG` for
+        rows with other ratios.
+        """
         ratios, ordered = torch.stack(self.ratios), numbers.to(self.ratios[0].device).sort()
         number = sum(((ratio - 1) * BASE**place for place, ratio in enumerate(ratios)), torch.zeros_like(ratios[0]))
         place = torch.searchsorted(ordered.values, number).clamp(max=len(numbers) - 1)
@@ -71,9 +76,9 @@ class Call:
 
 
 class LostRows(Call):
-    """A call with rows of unknown samples. It is the function that makes the contributions of the call.
+    """A call with rows of unknown samples. The object makes the contributions of the call.
 
-    ``contribute`` makes them with each row as a sample, which is right if there are as many losses as ``rows``.
+    ``contribute`` makes them as if each row were a sample. This is right if there are as many losses as ``rows``.
     """
 
     def __init__(
@@ -90,7 +95,7 @@ class LostRows(Call):
         """The number of samples in the forward; None if it is not known."""
         self.rows = rows
         self.shared = shared and not layer.engine.given
-        """Whether all samples may share the rows, of which the user says nothing."""
+        """Whether all samples may share the rows, because they have no labels, and the user has not called `rows()`."""
         self._contribute = contribute
         self._rows: Tensor | None = None
         self._count = 0
@@ -255,7 +260,7 @@ class Probe:
 
 
 def _ratios(first: Tensor, grad: Tensor, rounding: float) -> Tensor:
-    """The numbers of the factors between rows, 1 to 16; 0 for other ratios; `ZERO`, `UNTOLD`."""
+    """The number of the factor between each pair of rows, 1 to 16; 0 for other ratios; or `ZERO`, `UNTOLD`."""
     if not first.numel():
         return torch.full(first.shape[:1], ZERO, device=first.device)
     tiny = torch.finfo(first.dtype).tiny

@@ -1,7 +1,8 @@
-"""Tells which sample each entry of a tensor belongs to.
+"""Stores which sample each entry of a tensor belongs to.
 
 Labels are stored for the memory of a tensor, so all its views have them: see `memory`. If code that is not seen changes
-a tensor, its version is not the one that was noted, and its labels are lost.
+a tensor, torch counts up its version, and its labels are lost. If such code returns a new tensor, as a
+`torch.autograd.Function` does, its labels follow from those of its inputs in the graph.
 """
 
 import functools
@@ -19,10 +20,10 @@ from torchzero_clip.per_sample.samples.memory import Layout, Owners, end_of, own
 
 
 class _Memory:
-    """The owners of the entries of a memory from ``first`` to ``end``; LOST if they are not known.
+    """The owners of the entries of a memory from ``first`` to ``end``.
 
-    A function finds them when somebody asks, if that takes time. A step stands for owners from the first entry on.
-    While the object exists, no other memory has this address.
+    ``found`` is LOST, or the owners, or a step for those that start at entry 0, or a function that finds the owners
+    when they are needed, because this takes time. While the object exists, no other memory gets this address.
     """
 
     __slots__ = "end", "first", "found", "held", "labels", "size", "step", "version", "whole"
@@ -31,13 +32,13 @@ class _Memory:
         self, tensor: Tensor, found: "int | Owners | Callable[[], Owners | None]", first: int, end: int
     ) -> None:
         storage: Any = tensor.untyped_storage()
-        self.held = storage._weak_ref()  # `StorageWeakRef` of torch takes twice as long
+        self.held = storage._weak_ref()  # keeps the address; `StorageWeakRef` of torch takes twice as long
         self.found, self.first, self.end = found, first, end
         self.size = size = tensor.element_size()
         self.version = version_of(tensor)  # it changes with every change in place
         self.whole = first == 0 and end * size == storage.nbytes()  # these are all entries of the memory
-        self.step = found if isinstance(found, int) and self.whole else 0  # of each contiguous tensor of all entries
-        self.labels: dict[tuple[int, Layout], Labels] = {}  # of tensors in it, where these are no step
+        self.step = found if isinstance(found, int) and self.whole else 0  # of contiguous tensors of all entries
+        self.labels: dict[tuple[int, Layout], Labels] = {}  # of irregular tensors in it, once asked
 
     def __del__(self, release: Callable[[int], None] = torch.UntypedStorage._free_weak_ref) -> None:  # pyright: ignore
         release(self.held)
@@ -53,14 +54,15 @@ class _Memory:
 class Provenance:
     """The labels of tensors in one forward, with ``count`` samples in dimension ``dim`` of its arguments.
 
-    ``given`` has the sample of each row of arguments and other tensors without a graph, by the number of rows.
+    ``given`` has what the user has given to `rows()`: the sample of each row, by the number of rows. This is used for
+    arguments and other tensors without a graph.
     """
 
     def __init__(self, count: int, dim: int, arguments: Sequence[Tensor], given: Mapping[int, Tensor]) -> None:
         self.count = count
         self.given = given
         self._memories: dict[int, _Memory] = {}
-        self._asked: dict[tuple[int, tuple[int, ...]], Labels] = {}  # by layers in the forward
+        self._asked: dict[tuple[int, tuple[int, ...]], Labels] = {}  # what layers got in the forward, by shape
         noted: list[tuple[Tensor, Known]] = []
         for x in arguments:
             if x.ndim:
@@ -71,13 +73,14 @@ class Provenance:
                 if labels is not None:
                     noted.append((x, labels))
                     self.note(x, labels)
+        # an entry can have several samples only if arguments share a memory, or one overlaps with itself
         apart = len(noted) == len(self._memories) and all(memory.step for memory in self._memories.values())
         for x, labels in () if apart else noted:
             found = self.of(x)
             if memory_of(x) in self._memories and (
                 found is None or found is LOST or not agree(found, labels, x.shape, count)
             ):
-                self.note(x, LOST)  # an entry has several samples, as in sliding windows
+                self.note(x, LOST)  # as in sliding windows
 
     def note(self, tensor: Tensor, labels: Labels) -> None:
         """Store the labels of a new tensor, and so those of its memory."""
@@ -105,7 +108,7 @@ class Provenance:
                 memory.labels[memory.size, layout] = labels
 
     def note_node(self, tensor: Tensor, labels: Labels) -> None:
-        """Store what a function that is not seen may ask of its input."""
+        """Store the labels of a tensor in the graph, for a function that is not seen and takes it: see `_of_node`."""
         node: Any = tensor.grad_fn
         if node is not None:
             node.metadata[self, tensor.output_nr] = labels
@@ -127,7 +130,7 @@ class Provenance:
         elif covers and labels is not None:
             owners = owned(labels, layout, self.count)
         elif before is not None and before.owners is None:
-            owners = None
+            owners = None  # the other entries stay lost, and a memory is lost as a whole
         else:
             owners = self._part(None if before is None else before.owners, labels, layout, whole)
         self._memories[key] = _Memory(tensor, LOST if owners is None else owners, first, end)
@@ -139,19 +142,20 @@ class Provenance:
         owners = written(owners, labels, layout, max(end_of(layout), end_of(whole)), self.count)
         if owners is None:
             return None
+        # once the last part is written, as in a loop over samples, the memory may be regular
         found = seen(owners, whole, self.count)
         found = simplest(found, whole.shape, self.count, of_batch=False) if isinstance(found, Tensor) else found
         return (owned(found, whole, self.count) if isinstance(found, int) else None) or owners
 
     def note_packed(self, packed: PackedSequence) -> None:
-        """Store the labels of the rows of a packed sequence of all samples."""
+        """Store the labels of a packed sequence of all samples: rows of the first position, then of the second, ..."""
         first = torch.arange(self.count, device="cpu") if packed.sorted_indices is None else packed.sorted_indices.cpu()
         rows = torch.cat([first[:size] for size in packed.batch_sizes.tolist()]).to(packed.data.device)
         rows = rows.view(-1, *[1] * (packed.data.ndim - 1))
         self.note(packed.data, simplest(rows, packed.data.shape, self.count))
 
     def is_new(self, value: Any) -> bool:
-        """True for a tensor in an unknown memory. Of others, store what a function that is not seen may ask."""
+        """True for a tensor in a memory without labels. The labels of others are stored in the graph too."""
         if not isinstance(value, Tensor) or value.is_nested:
             return False
         if memory_of(value) not in self._memories:
@@ -185,7 +189,7 @@ class Provenance:
             labels = self._of_node(tensor.grad_fn, tensor.output_nr)
         else:
             labels = self._of_given(tensor.shape) if self.given else None
-        return 1 if labels is LOST and self.count == 1 else labels
+        return 1 if labels is LOST and self.count == 1 else labels  # only one sample can have them
 
     def _of_given(self, shape: Sequence[int]) -> Labels:
         rows = self.given.get(shape[0]) if shape else None
@@ -207,7 +211,7 @@ class Provenance:
         return None if memory is None else self._seen(memory, tensor, version)
 
     def refresh(self, tensor: Tensor, version: int) -> None:
-        """Note that a tensor was changed in place, and that its labels are as before."""
+        """Note that a tensor was changed in place, and has the same labels as before."""
         memory = self._memory(tensor)
         if memory is not None and memory.version == version:
             memory.version = version_of(tensor)
@@ -217,7 +221,7 @@ class Provenance:
         if memory.found is LOST or memory.version != version:
             return LOST
         size, layout = tensor.element_size(), Layout.of(tensor)
-        if memory.step and size == memory.size:  # most memories
+        if memory.step and size == memory.size:  # as in most cases
             step = seen_from(memory.step, 0, *layout, self.count)
             if step is not None:
                 return step
@@ -263,6 +267,7 @@ class Provenance:
         return node.metadata[self, number]
 
     def _kept(self, parts: Sequence[tuple[Labels, Sequence[int]]], shape: Sequence[int]) -> Labels:
+        """The labels of an output, if all inputs have the samples in the same dimension, and the output has it too."""
         known = [(labels, before) for labels, before in parts if labels is not None]
         if not known:
             return None
