@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from enum import Enum, auto
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 from torchzero_clip.checks import boolean, instance, one_of
-from torchzero_clip.compat import current_graph_task_id
+from torchzero_clip.compat import at_end_of_backward, current_graph_task_id
 from torchzero_clip.per_sample.attachment import Attachment
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule, trainable
 from torchzero_clip.per_sample.gradients.autograd_graph import leaves_of
@@ -297,8 +298,7 @@ class Engine:
             task = current_graph_task_id()
             if task not in self._tasks:
                 self._tasks.add(task)
-                variable: Any = torch.autograd.Variable
-                variable._execution_engine.queue_callback(lambda: self._backward_ended(task))
+                at_end_of_backward(partial(self._backward_ended, task))
         for part in contributions:
             self.receive(layer, part)
 
