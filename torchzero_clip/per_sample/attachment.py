@@ -12,7 +12,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.utils.hooks import RemovableHandle
 
 from torchzero_clip.compat import fully_sharded, is_distributed
-from torchzero_clip.per_sample.captured_layer import CapturedLayer, trainable
+from torchzero_clip.per_sample.captured_layer import CapturedLayer, described, trainable
 from torchzero_clip.per_sample.gradients.captured_gradients import in_backward
 from torchzero_clip.per_sample.hooks import Hook
 from torchzero_clip.per_sample.processes.processes import Processes
@@ -199,8 +199,7 @@ def _check_model(model: nn.Module, processes: Processes) -> None:
 
 def _refuse(name: str, module: nn.Module, reason: str | None) -> None:
     if reason is not None:
-        who = f"{name!r} ({type(module).__name__})" if name else type(module).__name__
-        raise ValueError(f"{who} cannot be clipped per sample: {reason}")
+        raise ValueError(f"{described(name, module)} cannot be clipped per sample: {reason}")
 
 
 def _is_replaced(layer: CapturedLayer) -> bool:

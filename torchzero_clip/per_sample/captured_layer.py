@@ -122,7 +122,7 @@ class CapturedLayer:
 
     @override
     def __str__(self) -> str:
-        return f"{self.name!r} ({type(self.module).__name__})" if self.name else type(self.module).__name__
+        return described(self.name, self.module)
 
     @property
     def line(self) -> str:
@@ -458,6 +458,11 @@ def saved_tensors(ctx: Any, layer: CapturedLayer, name: str) -> tuple[Tensor, ..
         raise RuntimeError(
             f"{name} of {layer} was changed in place after the layer used it: its gradient would be wrong"
         ) from error
+
+
+def described(name: str, module: nn.Module) -> str:
+    """A module in a message: its name in the model, if it has one, and its class."""
+    return f"{name!r} ({type(module).__name__})" if name else type(module).__name__
 
 
 def trainable(module: nn.Module) -> dict[str, nn.Parameter]:

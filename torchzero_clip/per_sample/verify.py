@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from torchzero_clip.checks import instance, non_negative
 from torchzero_clip.compat import any_distributed, is_functorch_wrapped_tensor
-from torchzero_clip.per_sample.captured_layer import trainable
+from torchzero_clip.per_sample.captured_layer import described, trainable
 from torchzero_clip.per_sample.clipper import LossReduction, PerSampleGradientClipper
 from torchzero_clip.per_sample.norm_clippers import STABILITY, ConstantFlatClipper
 from torchzero_clip.per_sample.samples.comparison import differ
@@ -232,8 +232,7 @@ def _seen(twin: nn.Module, batch: Any, loss_fn: LossFunction) -> tuple[Tensors, 
                     found[name, numbers[name]] = leaf.detach().clone()
 
     for name, module in model.named_modules():
-        kind = type(module).__name__
-        module.register_forward_hook(partial(keep, f"{name!r} ({kind})" if name else kind))
+        module.register_forward_hook(partial(keep, described(name, module)))
     with torch.random.fork_rng({param.device for param in model.parameters() if param.is_cuda}):
         keep("the loss", model, (), loss_fn(model, _wide(batch)))
     return outputs, inputs

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from torchzero_clip.checks import boolean, instance, non_negative, one_of
-from torchzero_clip.per_sample.captured_layer import CapturedLayer, trainable
+from torchzero_clip.per_sample.captured_layer import CapturedLayer, described, trainable
 from torchzero_clip.per_sample.clipper import LossReduction
 from torchzero_clip.per_sample.gradients.captured_gradients import Forward
 from torchzero_clip.per_sample.mixing import Verify
@@ -258,7 +258,8 @@ class GradSampleModuleFastGradientClipping(nn.Module):
 def _refuse_buffers(model: nn.Module, *, batch_first: bool) -> None:
     for name, module in model.named_modules():
         if list(module.buffers(recurse=False)):
-            where = f"{name!r} ({type(module).__name__})" if name else type(module).__name__
             reason = refusal(module, batch_first=batch_first) or mixes(module)
             way_out = "use strict=False if it does not, and check_per_sample to be sure"
-            raise NotImplementedError(f"{where} includes a buffer: {reason or f'it may mix samples. {way_out}'}")
+            raise NotImplementedError(
+                f"{described(name, module)} includes a buffer: {reason or f'it may mix samples. {way_out}'}"
+            )
