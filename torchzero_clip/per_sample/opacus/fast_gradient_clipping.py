@@ -13,7 +13,7 @@ from torchzero_clip.per_sample.captured_layer import CapturedLayer, described, t
 from torchzero_clip.per_sample.clipper import LossReduction
 from torchzero_clip.per_sample.gradients.captured_gradients import Forward
 from torchzero_clip.per_sample.mixing import Verify
-from torchzero_clip.per_sample.norm_clippers import STABILITY, ConstantFlatClipper
+from torchzero_clip.per_sample.norm_clippers import ConstantFlatClipper
 from torchzero_clip.per_sample.opacus.two_passes import TwoPassEngine
 from torchzero_clip.per_sample.rules.registry import WHOLE, mixes, refusal
 from torchzero_clip.per_sample.rules.whole import Whole
@@ -183,7 +183,7 @@ class GradSampleModuleFastGradientClipping(nn.Module):
         Raises:
             RuntimeError: If there was no backward since the last forward.
         """
-        return (self.max_grad_norm / (self.get_norm_sample() + STABILITY)).clamp(max=1.0)
+        return next(iter(ConstantFlatClipper(self.max_grad_norm).calc_clipping_factors([self.get_norm_sample()])))
 
     def backward(self, losses: Tensor) -> ClippingResult:
         """Add the sum of the clipped gradients to ``.grad``, with "mean" divided by B, in one backward.
