@@ -94,16 +94,18 @@ class CapturedLayer:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The forward of the module while it is captured."""
         module, engine = self.module, self.engine
+        # what runs under `torch.func`, with lent parameters or in a transformation, is the same as without a clipper
         if not torch.is_grad_enabled() or not engine.captures or self.lent or get_interpreter_stack():
             return type(module).forward(module, *args, **kwargs)
         rule = engine.enter(self)
         now = module.__dict__.get("forward")
         if isinstance(now, CapturedLayer) and now is not self:  # this call of the model has attached the layer anew
             return now(*args, **kwargs)
-        if (reason := self.rule.refusal(module)) is not None:
+        if (reason := self.rule.refusal(module)) is not None:  # settings may have changed since the layer was captured
             raise ValueError(f"{self} cannot be clipped per sample: {reason}")
         around, engine.running = engine.running, self
         try:
+            # rules mark their outputs, so what they compute need not be followed
             with nullcontext() if rule.runs_layers else WithoutOwnModes():
                 if any(isinstance(x, Tensor) and x.is_nested for x in (*args, *kwargs.values())):
                     way_out = "pad it, with x.to_padded_tensor(0.0), and mask the loss"
@@ -172,7 +174,7 @@ class CapturedLayer:
         """
         if leading == 0:
             raise ValueError(f"the input of {self} has no batch dimension: per-sample gradients need one{self.way_out}")
-        dim = 0 if leading == 1 else self.engine.batch_dim
+        dim = 0 if leading == 1 else self.engine.batch_dim  # without positions, samples are first in any case
         forward = self.engine.forward
         count = forward.batch_size
         if isinstance(input, BroadcastRow) and is_row(input):
@@ -194,7 +196,7 @@ class CapturedLayer:
             return Samples(input, dim)
         if isinstance(labels, Place) and labels.dim < leading:
             return Samples(input, labels.dim, run=labels.run)
-        if labels is not LOST and count == 1 == input.shape[dim]:
+        if labels is not LOST and count == 1 == input.shape[dim]:  # a row for all is the row of the only sample
             return Samples(input, dim)
         if isinstance(labels, Tensor):
             depth = max(depth_of(labels), 1)
@@ -293,7 +295,7 @@ class CapturedLayer:
         if provenance is None or not isinstance(labels, int) or labels is LOST:
             return labels
         shape, count, dim = tuple(input.shape), provenance.count, self.engine.batch_dim
-        if count == 1 and len(shape) > dim and shape[dim] == 1:
+        if count == 1 and len(shape) > dim and shape[dim] == 1:  # the only sample is where the layer looks for it
             return Place(dim)
         place = Place(0, shape[0]) if count == 1 and shape and shape[0] else place_of(labels, shape, count)
         if place is None or shape[place.dim] != count * place.run or (place.run > 1 and place.dim):
@@ -423,7 +425,7 @@ class _Watched(torch.autograd.Function):
     ) -> Tensor:
         ctx.layer, ctx.of, ctx.contribute, ctx.goes_on = layer, layer.engine.forward, contribute, before is not None
         ctx.where, ctx.call = where, contribute if isinstance(contribute, LostRows) else None
-        ctx.save_for_backward(*(x.detach() for x in inputs))
+        ctx.save_for_backward(*(x.detach() for x in inputs))  # detached, because it would hold their graph
         return output[0]  # passed in a list, it counts as created here, so later layers may change it in place
 
     @staticmethod
@@ -440,6 +442,7 @@ class _Watched(torch.autograd.Function):
                 layer.engine.add(layer, ctx.of, ctx.contribute(own, *inputs))
         elif ctx.call is not None and layer.engine.probes:
             ctx.call.compare(grad)
+        # torch takes no gradient for a None among the inputs
         return None, grad if ctx.goes_on else None, None, None, None, None, None
 
 

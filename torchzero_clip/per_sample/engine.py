@@ -171,7 +171,7 @@ class Engine:
 
     def release_with(self, owner: object) -> None:
         """Restore the model when the owner is deleted before the model."""
-        weakref.finalize(owner, _release, weakref.ref(self)).atexit = False
+        weakref.finalize(owner, _release, weakref.ref(self)).atexit = False  # at exit, nobody uses the model
 
     def detach(self) -> None:
         """Restore the model."""
@@ -206,6 +206,7 @@ class Engine:
                 "module is run by DistributedDataParallel, which would not average its gradients: give the clipper the "
                 "whole DistributedDataParallel model instead"
             )
+        # packed sequences are named tuples, whose rows do not tell how many samples there are
         leaves = pytree.tree_leaves((args, kwargs), is_leaf=lambda x: isinstance(x, PackedSequence))
         packed = [x for x in leaves if isinstance(x, PackedSequence)]
         leaves = [_first_time(x, self.batch_dim) if isinstance(x, PackedSequence) else x for x in leaves]
@@ -213,7 +214,7 @@ class Engine:
         before = self.attachment.captures_model
         held = [x for leaf in leaves if not isinstance(leaf, Tensor) for x in tensors_held(leaf)]
         self.begin(Forward(inputs, self.batch_dim, held=held, captured=self.enabled, given=self.given))
-        if self.attachment.captures_model and not before:
+        if self.attachment.captures_model and not before:  # torch reads the forward before it calls this hook
             raise RuntimeError(
                 "the module itself got parameters that train, after its forward had been called: call it once more"
             )
@@ -244,6 +245,7 @@ class Engine:
     def enter(self, layer: CapturedLayer) -> Rule:
         """A layer runs. Return its rule, or that for empty batches."""
         if self.phase is not Phase.FORWARD and not in_backward():
+            # layers that the user calls outside of the model's forward share one forward, as parts of one batch
             self.begin(self.forward if self.forward.direct else Forward())
         self._calls[id(layer)] += 1
         self.mixing.note(layer.name)
@@ -276,7 +278,8 @@ class Engine:
             RuntimeError: With ``create_graph=True``, because the parameters are not in the graph; or if the forward ran
                 outside of a block of `paused`, and its backward runs inside.
         """
-        if self.pauses and (torch.is_grad_enabled() or torch.autograd._is_checkpoint_valid()):
+        of_all = torch.autograd._is_checkpoint_valid()  # False in torch.autograd.grad, and with inputs=
+        if self.pauses and (torch.is_grad_enabled() or of_all):
             raise RuntimeError(
                 f"the forward of {layer} ran outside of this paused() block: run it again inside of the block, or run "
                 "the backward after it"
@@ -286,7 +289,7 @@ class Engine:
             raise RuntimeError(
                 f"{layer} is in a backward with create_graph=True: gradients of gradients cannot be clipped per sample"
             )
-        return self.phase is Phase.CHECK or torch.autograd._is_checkpoint_valid()
+        return self.phase is Phase.CHECK or of_all
 
     def add(self, layer: CapturedLayer, forward: Forward, contributions: Iterable[Contribution]) -> None:
         """Store the contributions of one call of a layer."""
@@ -296,7 +299,7 @@ class Engine:
             self.phase = Phase.BACKWARD
             self.captured.forwards.add(forward)
             task = current_graph_task_id()
-            if task not in self._tasks:
+            if task not in self._tasks:  # several, if a reentrant checkpoint runs a backward in a backward
                 self._tasks.add(task)
                 at_end_of_backward(partial(self._backward_ended, task))
         for part in contributions:
@@ -349,7 +352,10 @@ class Engine:
 
         The graph of the losses must have been retained. ``chosen`` holds booleans, (B,).
         """
-        before, self.captured = self.captured, CapturedGradients("low")
+        before, self.captured = (
+            self.captured,
+            CapturedGradients("low"),
+        )  # no sum follows that stored gradients would serve
         try:
             self.repeat(losses, chosen.to(losses))
             return {key: squares for key, (_, squares) in self.captured.gathered().items()}

@@ -32,7 +32,7 @@ class MixingCheck:
         self._decisions: set[Hashable] = set()
         self._seen: Counter[str] = Counter()
         self._steps = self._age = self._checks = 0
-        self._generator = torch.Generator("cpu")
+        self._generator = torch.Generator("cpu")  # of its own, so that the training draws the same numbers
         self._warned = False
         self.must_check = False
         """Raise where a check that is due cannot run, instead of a warning."""
@@ -131,6 +131,7 @@ class MixingCheck:
         checks = _needed(count)
         places = torch.arange(2**checks, device="cpu")  # the binary digits say in which checks a sample is
         places = places[sum(places >> i & 1 for i in range(checks)) == checks // 2]
+        # the same order until a decision is new, because each check reads another digit of it
         order = torch.randperm(len(places), generator=self._generator.manual_seed(len(self._decisions)), device="cpu")
         half = places[order[:count]] >> self._checks % checks & 1
         self._checks += 1

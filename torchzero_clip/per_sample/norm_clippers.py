@@ -169,7 +169,7 @@ class ConstantPerLayerClipper(Explained, NormClipper):
         for i, value in enumerate(flat_values):
             non_negative(f"flat_values[{i}]", value)
         self.flat_values = [float(value) for value in flat_values]
-        self._repeated = 1
+        self._repeated = 1  # how many tensors share a single limit, which the first call tells
 
     @override
     def check_count(self, count: int) -> None:

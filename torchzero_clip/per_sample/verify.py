@@ -123,6 +123,7 @@ def check_per_sample(
 
 def _one_by_one(twin: nn.Module, batch: Any, loss_fn: LossFunction, *, dim: int) -> dict[str, Tensor]:
     samples, params = _samples(batch, dim), trainable(twin)
+    # the first one twice, which shows whether the model draws random numbers
     losses = (loss_fn(_fresh(twin), _wide(one)).sum() for one in (samples[0], *samples))
     try:
         rows = [torch.autograd.grad(loss, list(params.values()), materialize_grads=True) for loss in losses]
@@ -251,6 +252,7 @@ def _rows(together: Tensor, *alone: Tensor) -> list[Tensor]:
 def _differ(rows: list[Tensor], tolerance: float, *, in_order: bool) -> bool:
     """True if rows differ; with ``in_order=False``, if they differ as sets."""
     if not in_order:
+        # sort both by a sum that tells rows apart, in which no large entry outweighs the others
         weights = torch.arange(rows[0].shape[1], dtype=rows[0].dtype, device=rows[0].device).cos()
         rows = [x[((x / (1 + x.abs())).nan_to_num() @ weights).argsort()] for x in rows]
     return differ(rows[0], rows[1], tolerance)

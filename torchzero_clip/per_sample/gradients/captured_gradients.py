@@ -71,7 +71,7 @@ class Forward:
         held = [x for x in held if x.ndim]
         found = found or held
         sizes = {*map(size, found)}
-        if len(sizes) > 1:
+        if len(sizes) > 1:  # positions have as many entries as a sequence, not as the batch
             sizes = {size(x) for x in found if not counts_up(x)}
         others = sizes - {1}
         if len(others) == 1 and size(found[0]) in others:
@@ -194,6 +194,7 @@ class CapturedGradients:
 def merged(parts: Sequence[Contribution]) -> Contribution:
     """Merge the uses of one parameter: those of one kind are joined, and different kinds are combined in `Tied`."""
     joined = [found for kind in (Products, SparseRows, RowProducts, Dense) for found in _joined(kind, parts)]
+    # by their exact type, because convolutions are products too, and have no positions to join
     joined += [part for part in parts if type(part) not in (Products, SparseRows, RowProducts, Dense)]
     match joined:
         case [part]:

@@ -76,6 +76,7 @@ class RowProducts(Contribution):
             squares = [squared_norms(x.index_select(0, starts)) for x in (self.inputs, self.outputs)]
             return squares[0] * squares[1], squares[0], squares[1]
         places = torch.arange(longest, device=sizes.device)
+        # padding reads the last row of the run again, and gets zeros below
         index = (starts[:, None] + torch.minimum(places, sizes[:, None] - 1)).flatten()
         inputs, outputs = (x.index_select(0, index).view(len(starts), longest, -1) for x in (self.inputs, self.outputs))
         padding = (places >= sizes[:, None])[..., None]

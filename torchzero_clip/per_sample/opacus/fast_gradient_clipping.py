@@ -19,6 +19,7 @@ from torchzero_clip.per_sample.rules.registry import WHOLE, mixes, refusal
 from torchzero_clip.per_sample.rules.whole import Whole
 from torchzero_clip.per_sample.weighting import ClippingResult, clipped_backward
 
+# attributes of the wrapper; all others are set in the model
 OWN = {"loss_reduction", "max_grad_norm", "_settings", "_engine"}
 
 
@@ -100,7 +101,7 @@ class GradSampleModuleFastGradientClipping(nn.Module):
             _refuse_buffers(m, batch_first=batch_first)
         for shown in ("_parameters", "_buffers", "_modules"):  # the same dicts: what m gets later, this module has too
             self.__dict__[shown] = m.__dict__[shown]
-        self.__dict__["_module"] = m
+        self.__dict__["_module"] = m  # an attribute would be a submodule, of this module and so of m itself
         self.loss_reduction: LossReduction = loss_reduction
         self.max_grad_norm = max_grad_norm
         self._settings: dict[str, Any] = {

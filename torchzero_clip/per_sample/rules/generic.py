@@ -57,7 +57,8 @@ class GenericRule(Rule):
     @override
     def run(self, layer: CapturedLayer, /, *args: Any, **kwargs: Any) -> Any:
         _refuse_shards(layer)
-        if type(self) is GenericRule:
+        is_known = type(self) is not GenericRule  # `MultiheadAttention` calls no hooks inside, and does not mix samples
+        if not is_known:
             _refuse_backward_hooks(layer)
         leaves, structure = pytree.tree_flatten((args, kwargs))
         dims, shared = self.dims(layer, args, kwargs, leaves)
@@ -72,17 +73,18 @@ class GenericRule(Rule):
             return self.output_dim(layer, i) if has_samples else None
 
         one = _One(layer, leaves, structure, {i: dims[i] for i in inputs}, outputs, output_dim)
+        # tensors of inference have no version
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]
         versions = [leaf._version for leaf in given]
         known, decision = layer.known.setdefault(COMPARED, set()), (*dims, *map(_kind, leaves))
         with _alone(layer, leaves) as state:
             tensors = _mapped(layer, state, one, copies, list(inputs.values()), count)
             changed = versions != [leaf._version for leaf in given]  # so that it cannot run again
-            if type(self) is GenericRule and not changed and decision not in known:
+            if not is_known and not changed and decision not in known:
                 _compare(layer, state, outputs.given_back(tensors), args, kwargs)
                 known.add(decision)
             state.join()
-        if not in_backward():
+        if not in_backward():  # where a checkpoint repeats a call that was noted
             layer.note(*dims)
             layer.known.setdefault(SHARED, set()).update(shared)
         return outputs.given_back(tensors)
@@ -153,6 +155,7 @@ class _One:
             given[i] = sample if dim is None else sample.unsqueeze(dim)
         args, kwargs = pytree.tree_unflatten(given, self._structure)
         with self._inside:
+            # the copies have all names of tied parameters already
             output = functional_call(self._bare, copies, args, kwargs, tie_weights=False)
         after = pytree.tree_leaves((args, kwargs))
         if len(after) != len(given) or any(a is not b for a, b in zip(after, given, strict=True)):
