@@ -52,12 +52,12 @@ class Rule(ABC):
 class Samples(NamedTuple):
     """The input of a layer with a row for each sample, and its batch dimension.
 
-    If the layer got one row for all samples, ``kept`` says whether that had the batch dimension.
+    If the layer got one row for all samples, ``had_dim`` says whether that had the batch dimension.
     """
 
     tensor: Tensor
     dim: int
-    kept: bool | None = None
+    had_dim: bool | None = None
     rows: Tensor | None = None
     """The sample of each entry of the first dimensions, if the samples are in no dimension of their own."""
     lost: int = 0
@@ -68,7 +68,7 @@ class Samples(NamedTuple):
     @property
     def is_plain(self) -> bool:
         """True if the samples are in order in a dimension of their own."""
-        return self.kept is None and self.rows is None and not self.lost and self.run == 1
+        return self.had_dim is None and self.rows is None and not self.lost and self.run == 1
 
     @property
     def depth(self) -> int:
@@ -187,7 +187,7 @@ class CapturedLayer:
                 found = Samples(input.expand(*input.shape[:dim], count, *input.shape[dim + 1 :]), dim, True)
             else:
                 found = self._found(input, labels, leading, dim)
-        self.note(found.dim, found.kept, (found.run > 1 or found.rows is not None) and found.depth, found.lost)
+        self.note(found.dim, found.had_dim, (found.run > 1 or found.rows is not None) and found.depth, found.lost)
         return found
 
     def _found(self, input: Tensor, labels: Place | Labels, leading: int, dim: int) -> Samples:
@@ -203,7 +203,7 @@ class CapturedLayer:
             if depth <= leading and bool((labels >= 0).all()):
                 rows = labels.reshape(labels.shape[:depth]).expand(input.shape[:depth])
                 return Samples(input, 0, rows=rows.reshape(rows.shape))
-        self.refuse_outside(input)
+        self.refuse_made_of_params(input)
         if not self.engine.probe.possible:
             raise self.unknown_rows()
         return Samples(input, 0, lost=leading)
@@ -217,7 +217,7 @@ class CapturedLayer:
         if self.engine.forward.provenance is None and self.engine.forward.batch_size != 0:
             raise self.unknown_rows()
         found = self.samples(input, 1)
-        if found.kept is not None or found.lost:
+        if found.had_dim is not None or found.lost:
             raise self.unknown_rows()
         if found.rows is not None:
             return found.rows.to(input.device), found.rows[:, None]
@@ -255,7 +255,7 @@ class CapturedLayer:
         )
         return ValueError(f"{self} got rows whose samples are not known{why}. {how}{instead}{self.way_out}")
 
-    def refuse_outside(self, input: Tensor) -> None:
+    def refuse_made_of_params(self, input: Tensor) -> None:
         """Raise a ValueError if an input without samples is made of a parameter of the model."""
         attachment = self.engine.attachment
         if not input.requires_grad or self.engine.forward.provenance is None or self.labels(input) is not None:
@@ -347,18 +347,18 @@ class CapturedLayer:
             if samples.run > 1 or samples.rows is not None:
                 rows = samples.run if samples.rows is None else samples.rows.flatten()
                 contribute = _regrouping(contribute, rows, self.engine.forward.batch_size)
-        kept = self.kept(inputs) if self.engine.processes.sharded else inputs
-        watched: Any = _Watched.apply(self.engine.anchor, before, [output.detach()], kept, self, contribute, where)
+        lasting = self.lasting(inputs) if self.engine.processes.sharded else inputs
+        watched: Any = _Watched.apply(self.engine.anchor, before, [output.detach()], lasting, self, contribute, where)
         if isinstance(where, Tensor):
             self.mark(watched, where.view(*where.shape, *[1] * (watched.ndim - where.ndim)))
         elif samples is not None:
             self.mark(watched, LOST if where is None else where)
-        if samples is None or samples.kept is None:
+        if samples is None or samples.had_dim is None:
             return watched
         each = watched.movedim(samples.dim, 0)
-        return row_of(self, each.unsqueeze(samples.dim + 1) if samples.kept else each)
+        return row_of(self, each.unsqueeze(samples.dim + 1) if samples.had_dim else each)
 
-    def kept(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+    def lasting(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """Inputs to keep until the end of the step: copies of those in a parameter that `fully_shard` frees before."""
         shown = memory_of(self.engine.attachment.model.parameters())
         return [x.clone() if memory_of((x,)) & shown else x for x in inputs]

@@ -140,9 +140,8 @@ class Engine:
 
     def norm_dtype(self) -> torch.dtype:
         """Float32, or float64 if a parameter is."""
-        return (
-            torch.float64 if any(p.dtype == torch.float64 for p in self.attachment.params.values()) else torch.float32
-        )
+        dtypes = {param.dtype for param in self.attachment.params.values()}
+        return torch.float64 if torch.float64 in dtypes else torch.float32
 
     def scale(self, count: int) -> float:
         """The factor between the gradients that arrive and those of the losses of ``count`` single samples."""

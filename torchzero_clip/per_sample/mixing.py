@@ -192,7 +192,7 @@ def outside_gradients(losses: Tensor, inside: set[int], retained: Sequence[Tenso
     return restore
 
 
-def refuse_outside(losses: Tensor, inside: set[int]) -> None:
+def refuse_other_leaves(losses: Tensor, inside: set[int]) -> None:
     """Raise a RuntimeError if the backward of the losses may give a gradient to another leaf than some parameters."""
     for node in nodes_of([losses]):
         leaf = getattr(node, "variable", None)

@@ -23,8 +23,6 @@ from torchzero_clip.per_sample.samples.comparison import differ
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
 Norms = Mapping[str, Tensor]
-
-
 Tensors = dict[tuple[str, int], Tensor]
 """Tensors by the name of a module and a number."""
 

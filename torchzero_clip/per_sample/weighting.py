@@ -286,9 +286,9 @@ def weighed(
         distinct = [value.masked_fill(bad, 0) for value in distinct]
     shown = distinct * (len(squares) // len(distinct)) if per_layer else distinct
     result = ClippingResult(norms, shown if per_layer or not one_for_all else shown[0], bad, param_norms)
-    indices = (0 if one_for_all else i for i in range(len(params)))
-    found = [
-        (name, param, i) for (name, param), i in zip(params.items(), indices, strict=True) if id(param) in gathered
+    parts = [
+        (name, gathered.pop(id(param))[0], 0 if one_for_all else i)
+        for i, (name, param) in enumerate(params.items())
+        if id(param) in gathered
     ]
-    parts = [(name, gathered.pop(id(param))[0], i) for name, param, i in found]
     return Weighed(result, parts[::-1], distinct, scale, bad if some_bad else None)

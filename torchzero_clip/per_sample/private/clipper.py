@@ -18,7 +18,7 @@ from torchzero_clip.per_sample.clipper import PerSampleGradientClipper
 from torchzero_clip.per_sample.gradients.contributions import Memory
 from torchzero_clip.per_sample.hooks import replace_gradients
 from torchzero_clip.per_sample.joint_limit import check_within, joint_limit
-from torchzero_clip.per_sample.mixing import Verify, refuse_outside
+from torchzero_clip.per_sample.mixing import Verify, refuse_other_leaves
 from torchzero_clip.per_sample.norm_clippers import NormClipper
 from torchzero_clip.per_sample.private.noise import gaussian
 from torchzero_clip.per_sample.processes.processes import Agreement
@@ -187,7 +187,7 @@ class PrivateGradientClipper(PerSampleGradientClipper):
         with self._start("backward") as start:
             instance("losses", losses, Tensor)
             sensitivity = self._checked_step()
-            refuse_outside(losses, {id(engine.anchor), *map(id, params.values())})
+            refuse_other_leaves(losses, {id(engine.anchor), *map(id, params.values())})
             start.numbers = losses.numel(), sensitivity  # a wrong shape raises later
         _check_same_limit(start)
         if losses.ndim == 1 and not start.total(0):

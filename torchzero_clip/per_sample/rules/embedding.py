@@ -120,7 +120,7 @@ def _positions(layer: CapturedLayer, input: Tensor) -> Samples | None:
     if not shared:
         return None
     layer.note("positions", dim)
-    return Samples(input.expand(count, *input.shape).movedim(0, dim), dim, kept=False)
+    return Samples(input.expand(count, *input.shape).movedim(0, dim), dim, had_dim=False)
 
 
 def _relative(index: Tensor) -> bool:

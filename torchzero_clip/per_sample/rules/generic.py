@@ -103,7 +103,7 @@ class GenericRule(Rule):
             result.append(None)
             if not isinstance(leaf, Tensor) or leaf.ndim <= dim or is_row(leaf):
                 continue
-            layer.refuse_outside(leaf)
+            layer.refuse_made_of_params(leaf)
             if layer.labels(leaf) is not None or not memory_of((leaf,)) & own:  # copies share memory with a parameter
                 argument = str(path), leaf.ndim
                 if leaf.shape[dim] not in (1, size) or layer.is_constant(leaf, of_batch=beside):

@@ -208,7 +208,7 @@ def _places(layer: Any, tensors: dict[int, Tensor], count: int) -> dict[int, Any
             if of_rows and not layer.is_constant(x):
                 places[i] = first  # such as zeros for all rows
             elif _has_size(layer, x, count):
-                layer.refuse_outside(x)
+                layer.refuse_made_of_params(x)
                 places[i] = None if layer.is_constant(x, of_batch=bool(beside)) else Place(dim)
     return {i: place for i, place in places.items() if place is not None}
 
