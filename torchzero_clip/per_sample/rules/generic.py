@@ -23,7 +23,7 @@ from torchzero_clip.per_sample.processes.sharding import memory_of
 from torchzero_clip.per_sample.rules.copies import EMPTY, Bare, copy_of
 from torchzero_clip.per_sample.rules.state import State
 from torchzero_clip.per_sample.samples.arguments import counts_up
-from torchzero_clip.per_sample.samples.broadcast_row import HOOKS, IN_PLACE, is_row, row_of
+from torchzero_clip.per_sample.samples.broadcast_row import HOOKS, detached_row, is_in_place, is_row, row_of
 from torchzero_clip.per_sample.samples.comparison import differ
 from torchzero_clip.per_sample.samples.layout import Place
 
@@ -202,15 +202,14 @@ class _Inside(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in HOOKS:
             raise ValueError("a module that runs sample by sample sets a hook on a tensor, which would get samples")
-        if _is_in_place(name) and memory_of(map(_plain, args[:1])) & self._memory:
+        if is_in_place(name) and memory_of(map(_plain, args[:1])) & self._memory:
             raise ValueError(f"{self._layer} changes a parameter in place in its forward: change it after the step")
         if func is not F.embedding:
             return func(*args, **(kwargs or {}))
         call = _EMBEDDING.bind(*args, **(kwargs or {}))
         weight, padding = call.arguments["weight"], call.arguments.get("padding_idx")
         if padding is not None:
-            row = torch.arange(len(weight), device=weight.device) == padding % len(weight)
-            call.arguments["weight"] = torch.where(row[:, None], weight.detach(), weight)
+            call.arguments["weight"] = detached_row(weight, padding)
         return F.embedding(*call.args, **call.kwargs)
 
 
@@ -293,12 +292,6 @@ def run_detached(layer: CapturedLayer, args: tuple[Any, ...], kwargs: dict[str, 
         return functional_call(Bare(layer.module), params, args, kwargs)
     finally:
         layer.engine.inside = False
-
-
-def _is_in_place(name: str) -> bool:
-    if name.startswith("__"):
-        return name == "__setitem__" or name.strip("_") in IN_PLACE
-    return name.endswith("_") and name != "requires_grad_"
 
 
 def _plain(tensor: Tensor) -> Tensor:
