@@ -298,6 +298,7 @@ class CapturedLayer:
         if count == 1 and len(shape) > dim and shape[dim] == 1:  # the only sample is where the layer looks for it
             return Place(dim)
         place = Place(0, shape[0]) if count == 1 and shape and shape[0] else place_of(labels, shape, count)
+        # a `BroadcastRow` takes rows in turn in the first dimension only
         if place is None or shape[place.dim] != count * place.run or (place.run > 1 and place.dim):
             return wider(labels, shape, count)
         return place

@@ -136,7 +136,7 @@ def regrouped(part: Contribution, rows: Tensor | int, count: int) -> Contributio
     """
     if isinstance(rows, int):
         if type(part) is Products:
-            return Products(part.param, *(x.view(count, -1, x.shape[-1]) for x in (part.inputs, part.outputs)))
+            return Products(part.param, *(x.reshape(count, -1, x.shape[-1]) for x in (part.inputs, part.outputs)))
         rows = torch.arange(count, device=part.param.device).repeat_interleave(rows)
     rows = rows.to(part.param.device)
     if isinstance(part, SparseRows):
