@@ -91,9 +91,8 @@ class MixingCheck:
             self.give_up(f"a second backward raised: {error}")
             return
         if hidden := [name for key, name in names.items() if key not in squares]:
-            self._warn(
-                f"{hidden[0]!r} runs in a checkpoint with use_reentrant=True: use_reentrant=False can be checked"
-            )
+            reason = f"{hidden[0]!r} runs in a checkpoint with use_reentrant=True: use_reentrant=False can be checked"
+            self.give_up(reason, others=False)
         receivers, seen = _receivers(squares, chosen)
         self._seen.update({name: int(key in seen) for key, name in names.items()})
         if not receivers:
@@ -109,17 +108,14 @@ class MixingCheck:
         key, samples = next(iter(receivers.items()))
         raise _mixed(givers, names[key], samples)
 
-    def give_up(self, reason: str) -> None:
-        """Warn that it cannot be checked whether samples mix, and check no more."""
-        self._never = True
-        self._warn(reason)
-
-    def _warn(self, reason: str) -> None:
+    def give_up(self, reason: str, *, others: bool = True) -> None:
+        """Warn that it cannot be checked whether samples mix, and check no more, also not ``others`` than these."""
+        self._never = self._never or others
         if self.must_check:
             raise RuntimeError(f"it cannot be checked whether samples mix, because {reason}")
         if not self._warned:
             text = f'it is not checked whether samples mix, because {reason}. verify="never" silences this'
-            warnings.warn(text, stacklevel=5)
+            warnings.warn(text, stacklevel=7)  # at the line that calls backward(losses)
         self._warned = True
 
     def _half(self, count: int) -> Tensor:
