@@ -161,6 +161,7 @@ class CapturedLayer:
 
     def count_in(self, values: Iterable[Any]) -> int | None:
         """The number of samples: that of the batch, or that of the first tensor if it is not known."""
+        # it is not known in a layer that is called by itself, and where arguments have several sizes
         known, dim = self.engine.forward.batch_size, self.engine.batch_dim
         if known is not None:
             return known

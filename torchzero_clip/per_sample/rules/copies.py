@@ -41,7 +41,7 @@ class EmptyRule(Rule):
     Its output depends on all of them, also on those of experts that got no row, so that all processes do the same.
     """
 
-    runs_layers = True
+    runs_layers = True  # those in a module under `BareRule`
 
     @override
     def run(self, layer: CapturedLayer, /, *args: Any, **kwargs: Any) -> Any:

@@ -27,6 +27,7 @@ from torchzero_clip.per_sample.samples.broadcast_row import HOOKS, detached_row,
 from torchzero_clip.per_sample.samples.comparison import differ
 from torchzero_clip.per_sample.samples.layout import Place
 
+# words in errors of vmap; other errors are those of the module, and raise as they are
 OF_TORCH = ("Batching rule", "vmap", "functorch", "written-to tensor", "data-dependent", "dynamic shape")
 LOOP = (  # in errors of vmap after which a loop over samples may do
     "Batching rule not implemented",
