@@ -332,8 +332,9 @@ def raise_if_retained():
 def test_compiled_functions_that_give_memory_away_are_not_checked_with_one_warning():
     model, criterion, x = linear(), nn.Linear(4, 1), torch.randn(B, 4)
     with clip(model) as clipper:
-        with pytest.warns(UserWarning, match="donated_buffer"):
+        with pytest.warns(UserWarning, match="donated_buffer") as warned:
             clipper.backward(criterion(GivesAway.apply(model(x))).squeeze(1))
+        assert warned[0].filename == __file__
         for _ in range(8):
             criterion.zero_grad()
             clipper.backward(criterion(GivesAway.apply(model(x))).squeeze(1))
@@ -358,8 +359,9 @@ def test_a_loss_that_writes_in_place_in_its_backward_is_right():
     model, x = nn.Linear(4, 4).double(), torch.randn(B, 4).double()
     with clip(model) as clipper:
         expected = clipper.backward(model(x).square().sum(1)).norms
-        with pytest.warns(UserWarning, match="a second backward raised: one of the variables"):
+        with pytest.warns(UserWarning, match="a second backward raised: one of the variables") as warned:
             assert_close(clipper.backward(InPlace.apply(model(x))).norms, expected)
+        assert warned[0].filename == __file__
 
 
 # the classic form

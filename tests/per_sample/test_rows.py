@@ -286,6 +286,18 @@ def test_one_sample_is_known_behind_any_function():
     assert_close(step_of("backward", model.double())([x]), norms_by_loop(model, x))
 
 
+@pytest.mark.parametrize("count", [1, B])
+def test_rows_in_turn_may_be_behind_the_positions(count):
+    def forward(m, x):
+        rows = x.flatten(0, 1).transpose(0, 1)
+        return m.head(m.lin(rows).tanh()).transpose(0, 1).unflatten(0, (len(x), -1))
+
+    model = Net(forward, lin=nn.Linear(W, W), head=nn.Linear(W, 2)).double()
+    x = torch.randn(count, 2, T, W, dtype=torch.float64)
+    with clip(model, verify="never") as clipper:
+        assert_close(clipper.backward(losses_of(model(x))).norms, norms_by_loop(model, x))
+
+
 def test_positions_of_an_empty_batch_are_no_samples():
     net = with_words(lambda m, ids, x, mask: m.lin(m.emb(ids) + m.emb(torch.arange(T))).sum(1))
     data = [part[:0] for part in batch(ONE_EACH)]

@@ -12,7 +12,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.utils.hooks import RemovableHandle
 
 from torchzero_clip.compat import fully_sharded, is_distributed
-from torchzero_clip.per_sample.captured_layer import CapturedLayer, trainable
+from torchzero_clip.per_sample.captured_layer import CapturedLayer, described, trainable
 from torchzero_clip.per_sample.gradients.captured_gradients import in_backward
 from torchzero_clip.per_sample.hooks import Hook
 from torchzero_clip.per_sample.processes.processes import Processes
@@ -50,7 +50,7 @@ class Attachment:
         self._attach()
         self._of_model = [
             model.register_forward_pre_hook(Hook(engine.forward_began), with_kwargs=True),
-            model.register_forward_hook(Hook(engine.forward_ended), always_call=True),
+            model.register_forward_hook(Hook(engine.forward_ended), always_call=True),  # also if the forward raises
         ]
         if engine.processes.sharded:  # before the hook of fully_shard
             self._of_model.append(model.register_forward_pre_hook(Hook(self._shards_change), prepend=True))
@@ -102,7 +102,7 @@ class Attachment:
         reshard(model)
         _check_model(model, self._engine.processes)
         whole = chosen_whole(model, self._given_whole)
-        layers = list(self._found_layers(whole))
+        layers = list(self._found_layers(whole))  # if it raises, the model stays captured as before
         self._remove()
         self.whole = whole
         """The modules that are run whole, by name, with the reason."""
@@ -153,11 +153,13 @@ class Attachment:
         """The layers to capture: those with a rule, and other modules with parameters of their own."""
         inside: set[int] = set()
         for name, module in self.model.named_modules():
+            # of all modules, because those without parameters mix samples too
             _refuse(name, module, refusal(module, batch_first=self._engine.batch_first) or mixes(module))
             rule, params = WHOLE if name in whole else rule_for(module), trainable(module)
             if id(module) in inside or rule is None or not params:
                 continue
             _refuse(name, module, rule.refusal(module))
+            # others, as that of attention, know batch dimensions that the generic rule does not
             if self._force_generic and not rule.covers_submodules:
                 rule = WHOLE
             if rule.covers_submodules:
@@ -199,8 +201,7 @@ def _check_model(model: nn.Module, processes: Processes) -> None:
 
 def _refuse(name: str, module: nn.Module, reason: str | None) -> None:
     if reason is not None:
-        who = f"{name!r} ({type(module).__name__})" if name else type(module).__name__
-        raise ValueError(f"{who} cannot be clipped per sample: {reason}")
+        raise ValueError(f"{described(name, module)} cannot be clipped per sample: {reason}")
 
 
 def _is_replaced(layer: CapturedLayer) -> bool:

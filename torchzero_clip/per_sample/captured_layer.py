@@ -52,12 +52,12 @@ class Rule(ABC):
 class Samples(NamedTuple):
     """The input of a layer with a row for each sample, and its batch dimension.
 
-    If the layer got one row for all samples, ``kept`` says whether that had the batch dimension.
+    If the layer got one row for all samples, ``had_dim`` says whether that had the batch dimension.
     """
 
     tensor: Tensor
     dim: int
-    kept: bool | None = None
+    had_dim: bool | None = None
     rows: Tensor | None = None
     """The sample of each entry of the first dimensions, if the samples are in no dimension of their own."""
     lost: int = 0
@@ -68,7 +68,7 @@ class Samples(NamedTuple):
     @property
     def is_plain(self) -> bool:
         """True if the samples are in order in a dimension of their own."""
-        return self.kept is None and self.rows is None and not self.lost and self.run == 1
+        return self.had_dim is None and self.rows is None and not self.lost and self.run == 1
 
     @property
     def depth(self) -> int:
@@ -94,16 +94,18 @@ class CapturedLayer:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The forward of the module while it is captured."""
         module, engine = self.module, self.engine
+        # what runs under `torch.func`, with lent parameters or in a transformation, is the same as without a clipper
         if not torch.is_grad_enabled() or not engine.captures or self.lent or get_interpreter_stack():
             return type(module).forward(module, *args, **kwargs)
         rule = engine.enter(self)
         now = module.__dict__.get("forward")
         if isinstance(now, CapturedLayer) and now is not self:  # this call of the model has attached the layer anew
             return now(*args, **kwargs)
-        if (reason := self.rule.refusal(module)) is not None:
+        if (reason := self.rule.refusal(module)) is not None:  # settings may have changed since the layer was captured
             raise ValueError(f"{self} cannot be clipped per sample: {reason}")
         around, engine.running = engine.running, self
         try:
+            # rules mark their outputs, so what they compute need not be followed
             with nullcontext() if rule.runs_layers else WithoutOwnModes():
                 if any(isinstance(x, Tensor) and x.is_nested for x in (*args, *kwargs.values())):
                     way_out = "pad it, with x.to_padded_tensor(0.0), and mask the loss"
@@ -122,7 +124,7 @@ class CapturedLayer:
 
     @override
     def __str__(self) -> str:
-        return f"{self.name!r} ({type(self.module).__name__})" if self.name else type(self.module).__name__
+        return described(self.name, self.module)
 
     @property
     def line(self) -> str:
@@ -159,6 +161,7 @@ class CapturedLayer:
 
     def count_in(self, values: Iterable[Any]) -> int | None:
         """The number of samples: that of the batch, or that of the first tensor if it is not known."""
+        # it is not known in a layer that is called by itself, and where arguments have several sizes
         known, dim = self.engine.forward.batch_size, self.engine.batch_dim
         if known is not None:
             return known
@@ -172,7 +175,7 @@ class CapturedLayer:
         """
         if leading == 0:
             raise ValueError(f"the input of {self} has no batch dimension: per-sample gradients need one{self.way_out}")
-        dim = 0 if leading == 1 else self.engine.batch_dim
+        dim = 0 if leading == 1 else self.engine.batch_dim  # without positions, samples are first in any case
         forward = self.engine.forward
         count = forward.batch_size
         if isinstance(input, BroadcastRow) and is_row(input):
@@ -185,7 +188,7 @@ class CapturedLayer:
                 found = Samples(input.expand(*input.shape[:dim], count, *input.shape[dim + 1 :]), dim, True)
             else:
                 found = self._found(input, labels, leading, dim)
-        self.note(found.dim, found.kept, (found.run > 1 or found.rows is not None) and found.depth, found.lost)
+        self.note(found.dim, found.had_dim, (found.run > 1 or found.rows is not None) and found.depth, found.lost)
         return found
 
     def _found(self, input: Tensor, labels: Place | Labels, leading: int, dim: int) -> Samples:
@@ -194,14 +197,14 @@ class CapturedLayer:
             return Samples(input, dim)
         if isinstance(labels, Place) and labels.dim < leading:
             return Samples(input, labels.dim, run=labels.run)
-        if labels is not LOST and count == 1 == input.shape[dim]:
+        if labels is not LOST and count == 1 == input.shape[dim]:  # a row for all is the row of the only sample
             return Samples(input, dim)
         if isinstance(labels, Tensor):
             depth = max(depth_of(labels), 1)
             if depth <= leading and bool((labels >= 0).all()):
                 rows = labels.reshape(labels.shape[:depth]).expand(input.shape[:depth])
                 return Samples(input, 0, rows=rows.reshape(rows.shape))
-        self.refuse_outside(input)
+        self.refuse_made_of_params(input)
         if not self.engine.probe.possible:
             raise self.unknown_rows()
         return Samples(input, 0, lost=leading)
@@ -215,7 +218,7 @@ class CapturedLayer:
         if self.engine.forward.provenance is None and self.engine.forward.batch_size != 0:
             raise self.unknown_rows()
         found = self.samples(input, 1)
-        if found.kept is not None or found.lost:
+        if found.had_dim is not None or found.lost:
             raise self.unknown_rows()
         if found.rows is not None:
             return found.rows.to(input.device), found.rows[:, None]
@@ -253,7 +256,7 @@ class CapturedLayer:
         )
         return ValueError(f"{self} got rows whose samples are not known{why}. {how}{instead}{self.way_out}")
 
-    def refuse_outside(self, input: Tensor) -> None:
+    def refuse_made_of_params(self, input: Tensor) -> None:
         """Raise a ValueError if an input without samples is made of a parameter of the model."""
         attachment = self.engine.attachment
         if not input.requires_grad or self.engine.forward.provenance is None or self.labels(input) is not None:
@@ -293,9 +296,10 @@ class CapturedLayer:
         if provenance is None or not isinstance(labels, int) or labels is LOST:
             return labels
         shape, count, dim = tuple(input.shape), provenance.count, self.engine.batch_dim
-        if count == 1 and len(shape) > dim and shape[dim] == 1:
+        if count == 1 and len(shape) > dim and shape[dim] == 1:  # the only sample is where the layer looks for it
             return Place(dim)
         place = Place(0, shape[0]) if count == 1 and shape and shape[0] else place_of(labels, shape, count)
+        # a `BroadcastRow` takes rows in turn in the first dimension only
         if place is None or shape[place.dim] != count * place.run or (place.run > 1 and place.dim):
             return wider(labels, shape, count)
         return place
@@ -345,18 +349,18 @@ class CapturedLayer:
             if samples.run > 1 or samples.rows is not None:
                 rows = samples.run if samples.rows is None else samples.rows.flatten()
                 contribute = _regrouping(contribute, rows, self.engine.forward.batch_size)
-        kept = self.kept(inputs) if self.engine.processes.sharded else inputs
-        watched: Any = _Watched.apply(self.engine.anchor, before, [output.detach()], kept, self, contribute, where)
+        lasting = self.lasting(inputs) if self.engine.processes.sharded else inputs
+        watched: Any = _Watched.apply(self.engine.anchor, before, [output.detach()], lasting, self, contribute, where)
         if isinstance(where, Tensor):
             self.mark(watched, where.view(*where.shape, *[1] * (watched.ndim - where.ndim)))
         elif samples is not None:
             self.mark(watched, LOST if where is None else where)
-        if samples is None or samples.kept is None:
+        if samples is None or samples.had_dim is None:
             return watched
         each = watched.movedim(samples.dim, 0)
-        return row_of(self, each.unsqueeze(samples.dim + 1) if samples.kept else each)
+        return row_of(self, each.unsqueeze(samples.dim + 1) if samples.had_dim else each)
 
-    def kept(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+    def lasting(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """Inputs to keep until the end of the step: copies of those in a parameter that `fully_shard` frees before."""
         shown = memory_of(self.engine.attachment.model.parameters())
         return [x.clone() if memory_of((x,)) & shown else x for x in inputs]
@@ -423,7 +427,7 @@ class _Watched(torch.autograd.Function):
     ) -> Tensor:
         ctx.layer, ctx.of, ctx.contribute, ctx.goes_on = layer, layer.engine.forward, contribute, before is not None
         ctx.where, ctx.call = where, contribute if isinstance(contribute, LostRows) else None
-        ctx.save_for_backward(*(x.detach() for x in inputs))
+        ctx.save_for_backward(*(x.detach() for x in inputs))  # detached, because it would hold their graph
         return output[0]  # passed in a list, it counts as created here, so later layers may change it in place
 
     @staticmethod
@@ -440,6 +444,7 @@ class _Watched(torch.autograd.Function):
                 layer.engine.add(layer, ctx.of, ctx.contribute(own, *inputs))
         elif ctx.call is not None and layer.engine.probes:
             ctx.call.compare(grad)
+        # torch takes no gradient for a None among the inputs
         return None, grad if ctx.goes_on else None, None, None, None, None, None
 
 
@@ -458,6 +463,11 @@ def saved_tensors(ctx: Any, layer: CapturedLayer, name: str) -> tuple[Tensor, ..
         raise RuntimeError(
             f"{name} of {layer} was changed in place after the layer used it: its gradient would be wrong"
         ) from error
+
+
+def described(name: str, module: nn.Module) -> str:
+    """A module in a message: its name in the model, if it has one, and its class."""
+    return f"{name!r} ({type(module).__name__})" if name else type(module).__name__
 
 
 def trainable(module: nn.Module) -> dict[str, nn.Parameter]:

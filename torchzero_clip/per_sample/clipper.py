@@ -109,7 +109,7 @@ class PerSampleGradientClipper(Explained):
         boolean("keep_grad_samples", keep_grad_samples)
         self.loss_reduction: LossReduction = loss_reduction
         self.nonfinite: Nonfinite = nonfinite
-        checked_norm_clipper(norm_clipper)
+        checked_norm_clipper(norm_clipper)  # before the module, because it explains arguments in the wrong order
         self._engine = Engine(
             module,
             batch_first=batch_first,
@@ -123,7 +123,7 @@ class PerSampleGradientClipper(Explained):
         self._engine.release_with(self)
         try:
             self.norm_clipper = norm_clipper
-        except ValueError:
+        except ValueError:  # limits that are not as many as parameters, which only the engine has counted
             self._engine.detach()
             raise
         self._sums: dict[str, Tensor] = {}
@@ -221,13 +221,14 @@ class PerSampleGradientClipper(Explained):
             ValueError: If there was no `clip_and_accumulate` since the last `pre_step`.
         """
         params, processes, mean = self._engine.attachment.params, self._engine.processes, self.loss_reduction == "mean"
+        # a process that accumulated nothing takes the limit of another one
         limits = torch.zeros(1, dtype=torch.float64, device="cpu") if self._thresholds is None else self._thresholds
         with processes.start("pre_step", params, mean) as start:
             start.numbers = self._count, self._thresholds is not None, torch.linalg.vector_norm(limits).item()
         if not start.anywhere(1):
             raise ValueError("nothing was accumulated: call clip_and_accumulate() after loss.backward() first")
         count = start.total(0)
-        divisor = float(max(count, 1)) if mean else 1.0
+        divisor = float(max(count, 1)) if mean else 1.0  # without samples, the sums are zeros
         sums = {name: value / divisor for name, value in self._sums.items()}
         sums = processes.added_up(sums, params, params)
         replace_gradients(

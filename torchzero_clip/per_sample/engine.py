@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from enum import Enum, auto
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 from torchzero_clip.checks import boolean, instance, one_of
-from torchzero_clip.compat import current_graph_task_id
+from torchzero_clip.compat import at_end_of_backward, current_graph_task_id
 from torchzero_clip.per_sample.attachment import Attachment
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule, trainable
 from torchzero_clip.per_sample.gradients.autograd_graph import leaves_of
@@ -139,9 +140,8 @@ class Engine:
 
     def norm_dtype(self) -> torch.dtype:
         """Float32, or float64 if a parameter is."""
-        return (
-            torch.float64 if any(p.dtype == torch.float64 for p in self.attachment.params.values()) else torch.float32
-        )
+        dtypes = {param.dtype for param in self.attachment.params.values()}
+        return torch.float64 if torch.float64 in dtypes else torch.float32
 
     def scale(self, count: int) -> float:
         """The factor between the gradients that arrive and those of the losses of ``count`` single samples."""
@@ -170,7 +170,7 @@ class Engine:
 
     def release_with(self, owner: object) -> None:
         """Restore the model when the owner is deleted before the model."""
-        weakref.finalize(owner, _release, weakref.ref(self)).atexit = False
+        weakref.finalize(owner, _release, weakref.ref(self)).atexit = False  # at exit, nobody uses the model
 
     def detach(self) -> None:
         """Restore the model."""
@@ -205,6 +205,7 @@ class Engine:
                 "module is run by DistributedDataParallel, which would not average its gradients: give the clipper the "
                 "whole DistributedDataParallel model instead"
             )
+        # packed sequences are named tuples, whose rows do not tell how many samples there are
         leaves = pytree.tree_leaves((args, kwargs), is_leaf=lambda x: isinstance(x, PackedSequence))
         packed = [x for x in leaves if isinstance(x, PackedSequence)]
         leaves = [_first_time(x, self.batch_dim) if isinstance(x, PackedSequence) else x for x in leaves]
@@ -212,7 +213,7 @@ class Engine:
         before = self.attachment.captures_model
         held = [x for leaf in leaves if not isinstance(leaf, Tensor) for x in tensors_held(leaf)]
         self.begin(Forward(inputs, self.batch_dim, held=held, captured=self.enabled, given=self.given))
-        if self.attachment.captures_model and not before:
+        if self.attachment.captures_model and not before:  # torch reads the forward before it calls this hook
             raise RuntimeError(
                 "the module itself got parameters that train, after its forward had been called: call it once more"
             )
@@ -243,6 +244,7 @@ class Engine:
     def enter(self, layer: CapturedLayer) -> Rule:
         """Note that a layer runs. Return its rule, or the rule for empty batches."""
         if self.phase is not Phase.FORWARD and not in_backward():
+            # layers that the user calls outside of the model's forward share one forward, as parts of one batch
             self.begin(self.forward if self.forward.direct else Forward())
         self._calls[id(layer)] += 1
         self.mixing.note(layer.name)
@@ -275,7 +277,8 @@ class Engine:
             RuntimeError: With ``create_graph=True``, because the parameters are not in the graph; or if the forward ran
                 outside of a block of `paused`, and its backward runs inside.
         """
-        if self.pauses and (torch.is_grad_enabled() or torch.autograd._is_checkpoint_valid()):
+        of_all = torch.autograd._is_checkpoint_valid()  # False in torch.autograd.grad, and with inputs=
+        if self.pauses and (torch.is_grad_enabled() or of_all):
             raise RuntimeError(
                 f"the forward of {layer} ran outside of this paused() block: run it again inside of the block, or run "
                 "the backward after it"
@@ -285,7 +288,7 @@ class Engine:
             raise RuntimeError(
                 f"{layer} is in a backward with create_graph=True: gradients of gradients cannot be clipped per sample"
             )
-        return self.phase is Phase.CHECK or torch.autograd._is_checkpoint_valid()
+        return self.phase is Phase.CHECK or of_all
 
     def add(self, layer: CapturedLayer, forward: Forward, contributions: Iterable[Contribution]) -> None:
         """Store the contributions of one call of a layer."""
@@ -295,10 +298,9 @@ class Engine:
             self.phase = Phase.BACKWARD
             self.captured.forwards.add(forward)
             task = current_graph_task_id()
-            if task not in self._tasks:
+            if task not in self._tasks:  # several, if a reentrant checkpoint runs a backward in a backward
                 self._tasks.add(task)
-                variable: Any = torch.autograd.Variable
-                variable._execution_engine.queue_callback(lambda: self._backward_ended(task))
+                at_end_of_backward(partial(self._backward_ended, task))
         for part in contributions:
             self.receive(layer, part)
 
@@ -349,7 +351,10 @@ class Engine:
 
         The graph of the losses must have been retained. ``chosen`` holds booleans, (B,).
         """
-        before, self.captured = self.captured, CapturedGradients("low")
+        before, self.captured = (
+            self.captured,
+            CapturedGradients("low"),
+        )  # no sum follows that stored gradients would serve
         try:
             self.repeat(losses, chosen.to(losses))
             return {key: squares for key, (_, squares) in self.captured.gathered().items()}

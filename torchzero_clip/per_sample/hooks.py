@@ -38,6 +38,7 @@ def accumulate(values: Sequence[tuple[Any, Tensor]]) -> None:
     changed: list[tuple[Any, Tensor]] = []
     for param, value in values:
         value = value.to(param.device, grad_dtype(param)).detach()
+        # ours would raise, because they take any gradient for one from outside of the layers
         hooks = [hook for hook in (param._backward_hooks or {}).values() if not isinstance(hook, Hook)]
         for hook in hooks:
             answer = hook(value)

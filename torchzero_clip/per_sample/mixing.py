@@ -32,7 +32,7 @@ class MixingCheck:
         self._decisions: set[Hashable] = set()
         self._seen: Counter[str] = Counter()
         self._steps = self._age = self._checks = 0
-        self._generator = torch.Generator("cpu")
+        self._generator = torch.Generator("cpu")  # of its own, so that the training draws the same numbers
         self._warned = False
         self.must_check = False
         """Raise where a check that is due cannot run, instead of a warning."""
@@ -91,9 +91,8 @@ class MixingCheck:
             self.give_up(f"a second backward raised: {error}")
             return
         if hidden := [name for key, name in names.items() if key not in squares]:
-            self._warn(
-                f"{hidden[0]!r} runs in a checkpoint with use_reentrant=True: use_reentrant=False can be checked"
-            )
+            reason = f"{hidden[0]!r} runs in a checkpoint with use_reentrant=True: use_reentrant=False can be checked"
+            self.give_up(reason, others=False)
         receivers, seen = _receivers(squares, chosen)
         self._seen.update({name: int(key in seen) for key, name in names.items()})
         if not receivers:
@@ -109,17 +108,14 @@ class MixingCheck:
         key, samples = next(iter(receivers.items()))
         raise _mixed(givers, names[key], samples)
 
-    def give_up(self, reason: str) -> None:
-        """Warn that it cannot be checked whether samples mix, and check no more."""
-        self._never = True
-        self._warn(reason)
-
-    def _warn(self, reason: str) -> None:
+    def give_up(self, reason: str, *, others: bool = True) -> None:
+        """Warn that it cannot be checked whether samples mix, and check no more, also not ``others`` than these."""
+        self._never = self._never or others
         if self.must_check:
             raise RuntimeError(f"it cannot be checked whether samples mix, because {reason}")
         if not self._warned:
             text = f'it is not checked whether samples mix, because {reason}. verify="never" silences this'
-            warnings.warn(text, stacklevel=5)
+            warnings.warn(text, stacklevel=7)  # at the line that calls backward(losses)
         self._warned = True
 
     def _half(self, count: int) -> Tensor:
@@ -131,6 +127,7 @@ class MixingCheck:
         checks = _needed(count)
         places = torch.arange(2**checks, device="cpu")  # the binary digits say in which checks a sample is
         places = places[sum(places >> i & 1 for i in range(checks)) == checks // 2]
+        # the same order until a decision is new, because each check reads another digit of it
         order = torch.randperm(len(places), generator=self._generator.manual_seed(len(self._decisions)), device="cpu")
         half = places[order[:count]] >> self._checks % checks & 1
         self._checks += 1
@@ -191,7 +188,7 @@ def outside_gradients(losses: Tensor, inside: set[int], retained: Sequence[Tenso
     return restore
 
 
-def refuse_outside(losses: Tensor, inside: set[int]) -> None:
+def refuse_other_leaves(losses: Tensor, inside: set[int]) -> None:
     """Raise a RuntimeError if the backward of the losses may give a gradient to another leaf than some parameters."""
     for node in nodes_of([losses]):
         leaf = getattr(node, "variable", None)

@@ -57,7 +57,47 @@ class NormClipper(ABC):
         """The limits as a vector, with a single limit or one for each parameter tensor."""
 
 
-class ConstantFlatClipper(Explained, NormClipper):
+class _FlatClipper(NormClipper):
+    """A limit for the gradient of each sample over all parameters."""
+
+    def __init__(self, flat_value: float) -> None:
+        non_negative("flat_value", flat_value)
+        self.flat_value = float(flat_value)
+
+    @abstractmethod
+    def _factors(self, norms: Tensor) -> Tensor:
+        """The factors of the samples."""
+
+    @override
+    def calc_clipping_factors(self, norms: Sequence[Tensor]) -> Iterable[Tensor]:
+        """Return an iterator that repeats one tensor without end: all parameter tensors have the same factors.
+
+        Args:
+            norms: One tensor of shape (B,): the norms over all parameters.
+
+        Raises:
+            ValueError: If ``norms`` is not exactly one tensor of that shape.
+        """
+        if len(norms) != 1 or norms[0].ndim != 1:
+            shapes = [tuple(norm.shape) for norm in norms]
+            raise ValueError(
+                f"norms must be one tensor of shape (B,) for a flat limit, got shapes {shapes}; "
+                "ConstantPerLayerClipper takes one per parameter tensor"
+            )
+        return repeat(self._factors(norms[0]))
+
+    @property
+    @override
+    def is_per_layer(self) -> bool:
+        return False
+
+    @property
+    @override
+    def thresholds(self) -> Tensor:
+        return torch.tensor([self.flat_value], dtype=torch.float64, device="cpu")
+
+
+class ConstantFlatClipper(Explained, _FlatClipper):
     """Scales each sample so that its gradient over all parameters has a norm of at most ``flat_value``.
 
         factor = min(1, flat_value / (norm + 1e-6))
@@ -85,31 +125,9 @@ class ConstantFlatClipper(Explained, NormClipper):
     Source: Abadi et al., [Deep learning with differential privacy](https://arxiv.org/abs/1607.00133), 2016.
     """
 
-    def __init__(self, flat_value: float) -> None:
-        non_negative("flat_value", flat_value)
-        self.flat_value = float(flat_value)
-
     @override
-    def calc_clipping_factors(self, norms: Sequence[Tensor]) -> Iterable[Tensor]:
-        """Return an iterator that repeats one tensor without end: all parameter tensors have the same factors.
-
-        Args:
-            norms: One tensor of shape (B,): the norms over all parameters.
-
-        Raises:
-            ValueError: If ``norms`` is not exactly one tensor of that shape.
-        """
-        return repeat(_factors(self.flat_value, _joint(norms)))
-
-    @property
-    @override
-    def is_per_layer(self) -> bool:
-        return False
-
-    @property
-    @override
-    def thresholds(self) -> Tensor:
-        return torch.tensor([self.flat_value], dtype=torch.float64, device="cpu")
+    def _factors(self, norms: Tensor) -> Tensor:
+        return _factors(self.flat_value, norms)
 
     @override
     def __repr__(self) -> str:
@@ -151,7 +169,7 @@ class ConstantPerLayerClipper(Explained, NormClipper):
         for i, value in enumerate(flat_values):
             non_negative(f"flat_values[{i}]", value)
         self.flat_values = [float(value) for value in flat_values]
-        self._repeated = 1
+        self._repeated = 1  # how many tensors share a single limit, which the first call tells
 
     @override
     def check_count(self, count: int) -> None:
@@ -194,7 +212,7 @@ class ConstantPerLayerClipper(Explained, NormClipper):
         return f"ConstantPerLayerClipper({self.flat_values})"
 
 
-class AutomaticClipper(NormClipper):
+class AutomaticClipper(_FlatClipper):
     """Scales the gradient of each sample over all parameters to a norm just below ``flat_value``, however small it is.
 
         factor = flat_value / (norm + stability)
@@ -226,46 +244,17 @@ class AutomaticClipper(NormClipper):
     """
 
     def __init__(self, flat_value: float, *, stability: float = 0.01) -> None:
-        non_negative("flat_value", flat_value)
+        super().__init__(flat_value)
         positive("stability", stability)
-        self.flat_value = float(flat_value)
         self.stability = float(stability)
 
     @override
-    def calc_clipping_factors(self, norms: Sequence[Tensor]) -> Iterable[Tensor]:
-        """Return an iterator that repeats one tensor without end: all parameter tensors have the same factors.
-
-        Args:
-            norms: One tensor of shape (B,): the norms over all parameters.
-
-        Raises:
-            ValueError: If ``norms`` is not exactly one tensor of that shape.
-        """
-        return repeat(self.flat_value / (_joint(norms) + self.stability))
-
-    @property
-    @override
-    def thresholds(self) -> Tensor:
-        return torch.tensor([self.flat_value], dtype=torch.float64, device="cpu")
-
-    @property
-    @override
-    def is_per_layer(self) -> bool:
-        return False
+    def _factors(self, norms: Tensor) -> Tensor:
+        return self.flat_value / (norms + self.stability)
 
     @override
     def __repr__(self) -> str:
         return f"AutomaticClipper({self.flat_value}, stability={self.stability})"
-
-
-def _joint(norms: Sequence[Tensor]) -> Tensor:
-    if len(norms) != 1 or norms[0].ndim != 1:
-        shapes = [tuple(norm.shape) for norm in norms]
-        raise ValueError(
-            f"norms must be one tensor of shape (B,) for a flat limit, got shapes {shapes}; "
-            "ConstantPerLayerClipper takes one per parameter tensor"
-        )
-    return norms[0]
 
 
 def _factors(limit: float, norm: Tensor) -> Tensor:

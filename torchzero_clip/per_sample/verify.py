@@ -16,15 +16,13 @@ from typing_extensions import override
 
 from torchzero_clip.checks import instance, non_negative
 from torchzero_clip.compat import any_distributed, is_functorch_wrapped_tensor
-from torchzero_clip.per_sample.captured_layer import trainable
+from torchzero_clip.per_sample.captured_layer import described, trainable
 from torchzero_clip.per_sample.clipper import LossReduction, PerSampleGradientClipper
 from torchzero_clip.per_sample.norm_clippers import STABILITY, ConstantFlatClipper
 from torchzero_clip.per_sample.samples.comparison import differ
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
 Norms = Mapping[str, Tensor]
-
-
 Tensors = dict[tuple[str, int], Tensor]
 """Tensors by the name of a module and a number."""
 
@@ -123,6 +121,7 @@ def check_per_sample(
 
 def _one_by_one(twin: nn.Module, batch: Any, loss_fn: LossFunction, *, dim: int) -> dict[str, Tensor]:
     samples, params = _samples(batch, dim), trainable(twin)
+    # the first one twice, which shows whether the model draws random numbers
     losses = (loss_fn(_fresh(twin), _wide(one)).sum() for one in (samples[0], *samples))
     try:
         rows = [torch.autograd.grad(loss, list(params.values()), materialize_grads=True) for loss in losses]
@@ -232,8 +231,7 @@ def _seen(twin: nn.Module, batch: Any, loss_fn: LossFunction) -> tuple[Tensors, 
                     found[name, numbers[name]] = leaf.detach().clone()
 
     for name, module in model.named_modules():
-        kind = type(module).__name__
-        module.register_forward_hook(partial(keep, f"{name!r} ({kind})" if name else kind))
+        module.register_forward_hook(partial(keep, described(name, module)))
     with torch.random.fork_rng({param.device for param in model.parameters() if param.is_cuda}):
         keep("the loss", model, (), loss_fn(model, _wide(batch)))
     return outputs, inputs
@@ -252,6 +250,7 @@ def _rows(together: Tensor, *alone: Tensor) -> list[Tensor]:
 def _differ(rows: list[Tensor], tolerance: float, *, in_order: bool) -> bool:
     """True if rows differ; with ``in_order=False``, if they differ as sets."""
     if not in_order:
+        # sort both by a sum that tells rows apart, in which no large entry outweighs the others
         weights = torch.arange(rows[0].shape[1], dtype=rows[0].dtype, device=rows[0].device).cos()
         rows = [x[((x / (1 + x.abs())).nan_to_num() @ weights).argsort()] for x in rows]
     return differ(rows[0], rows[1], tolerance)

@@ -81,7 +81,7 @@ def clipped_sums(
     with processes.start("backward", params, mean) as start:
         check, passes = _plan(engine, losses)
         start.numbers = len(losses), check, losses.requires_grad, passes
-    if processes.sharded:
+    if processes.sharded:  # each backward collects shards, so all processes run equally many
         check, passes = start.anywhere(1), int(start.largest(3))
         if not all(row[2] for row in start.rows):
             raise RuntimeError(
@@ -91,7 +91,7 @@ def clipped_sums(
     with _backwards(engine, losses, check, passes) as restore:
         with processes.agreement(params, len(params)) as agreement:
             gathered = _gathered(engine, losses, restore, check=check)
-            agreement.numbers = [id(param) in gathered for param in params.values()]
+            agreement.numbers = [id(param) in gathered for param in params.values()]  # `weighed` empties it
             found = weighed(engine, gathered, norm_clipper, nonfinite)
         used = {name for i, name in enumerate(params) if agreement.anywhere(i)}
         if not used:
@@ -103,7 +103,7 @@ def clipped_sums(
 @contextmanager
 def _backwards(engine: Engine, losses: Tensor, check: bool, passes: int) -> Generator[Callable[[], None] | None]:
     """A block that runs backwards of the losses. It yields a function to restore gradients if there are several."""
-    of_mean, engine.of_mean = engine.of_mean, False
+    of_mean, engine.of_mean = engine.of_mean, False  # the losses are added up, also with "mean"
     engine.probe.passes, engine.repeats = passes, check or passes > 0
     inside = set(map(id, engine.attachment.params.values()))
     restore = outside_gradients(losses, inside, engine.retained()) if engine.repeats else None
@@ -199,7 +199,7 @@ def _factors(norm_clipper: NormClipper, answer: Any, count: int, norms: Tensor) 
     way_out = f"factors for {count} parameter tensors, or itertools.repeat(factors) for the same in all"
     if isinstance(answer, Tensor) or not isinstance(answer, Iterable):
         raise TypeError(f"{who} must return {way_out}; got {type(answer).__name__}")
-    factors = [value for value, _ in zip(answer, range(count), strict=False)]
+    factors = [value for value, _ in zip(answer, range(count), strict=False)]  # iterators may have no end
     given = len(answer) if isinstance(answer, Sized) else len(factors)
     if given != count:
         raise ValueError(f"{who} must return {way_out}; got {given}")
@@ -280,15 +280,15 @@ def weighed(
     per_layer = norm_clipper.is_per_layer
     answer = norm_clipper.calc_clipping_factors(list(param_norms.values()) if per_layer else [norms])
     factors = _factors(norm_clipper, answer, len(squares), norms)
-    one_for_all = len({*map(id, factors)}) < 2
+    one_for_all = len({*map(id, factors)}) < 2  # as `repeat` gives: weights are made once
     distinct = factors[:1] if one_for_all else factors
     if some_bad:
         distinct = [value.masked_fill(bad, 0) for value in distinct]
     shown = distinct * (len(squares) // len(distinct)) if per_layer else distinct
     result = ClippingResult(norms, shown if per_layer or not one_for_all else shown[0], bad, param_norms)
-    indices = (0 if one_for_all else i for i in range(len(params)))
-    found = [
-        (name, param, i) for (name, param), i in zip(params.items(), indices, strict=True) if id(param) in gathered
+    parts = [
+        (name, gathered.pop(id(param))[0], 0 if one_for_all else i)
+        for i, (name, param) in enumerate(params.items())
+        if id(param) in gathered
     ]
-    parts = [(name, gathered.pop(id(param))[0], i) for name, param, i in found]
     return Weighed(result, parts[::-1], distinct, scale, bad if some_bad else None)

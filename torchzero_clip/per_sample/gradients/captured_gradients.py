@@ -62,17 +62,20 @@ class Forward:
         captured: bool = True,
         given: GivenRows | None = None,
     ) -> None:
+        def size(x: Tensor) -> int:
+            return x.shape[min(dim, x.ndim - 1)]
+
         self.captured = captured
         self.direct = inputs is None
         found = [x for x in inputs or () if x.ndim]
         self.tells_size = self.direct or bool(found)
         held = [x for x in held if x.ndim]
         found = found or held
-        sizes = {x.shape[min(dim, x.ndim - 1)] for x in found}
-        if len(sizes) > 1:
-            sizes = {x.shape[min(dim, x.ndim - 1)] for x in found if not counts_up(x)}
+        sizes = {*map(size, found)}
+        if len(sizes) > 1:  # positions have as many entries as a sequence, not as the batch
+            sizes = {size(x) for x in found if not counts_up(x)}
         others = sizes - {1}
-        if len(others) == 1 and found[0].shape[min(dim, found[0].ndim - 1)] in others:
+        if len(others) == 1 and size(found[0]) in others:
             sizes = others  # the rest is one row for all samples
         self.batch_size = sizes.pop() if len(sizes) == 1 else None
         """The size of all inputs in the batch dimension; None if they differ."""
@@ -82,7 +85,7 @@ class Forward:
         """The samples of tensors; None if the number of samples is not known."""
         if self.batch_size and captured and not self.direct:
             of = {} if given is None else given.of
-            found += [x for x in held if x.shape[min(dim, x.ndim - 1)] == self.batch_size]
+            found += [x for x in held if size(x) == self.batch_size]
             self.provenance = Provenance(self.batch_size, dim, found, of)
         self._arguments = [weakref.ref(x) for x in found]
 
@@ -199,6 +202,7 @@ class CapturedGradients:
 def merged(parts: Sequence[Contribution]) -> Contribution:
     """Merge the uses of one parameter: those of one kind are joined, and different kinds are combined in `Tied`."""
     joined = [found for kind in (Products, SparseRows, RowProducts, Dense) for found in _joined(kind, parts)]
+    # by their exact type, because convolutions are products too, and have no positions to join
     joined += [part for part in parts if type(part) not in (Products, SparseRows, RowProducts, Dense)]
     match joined:
         case [part]:

@@ -10,7 +10,7 @@ from typing_extensions import override
 from torchzero_clip.per_sample.gradients.contributions import CANCELLED, Contribution, Reserve, pieces, zeroed
 from torchzero_clip.per_sample.gradients.squared_norms import odd, squared_norms
 
-GRAM_BYTES = 2 << 20
+GRAM_BYTES = 2 << 20  # bytes of Gram matrices that are computed at a time, however large the batch is
 RUN = 4 << 20  # bytes of gradients in one tensor: allocators reuse memory of this size that the backward has freed
 STRIP = 64, 128  # the fewest and the most rows of a strip of a Gram matrix, which is computed strip by strip
 
@@ -44,7 +44,7 @@ class Products(Contribution):
         # stored gradients replace inputs and outputs, and save a second matmul
         if 30 * area < length**2 * sides and self.may_form(reserve):
             return self.formed(pieces(self.batch_size, area * self.inputs.element_size(), limit=RUN), keep=True)
-        if 2 * area < length * sides:
+        if 2 * area < length * sides:  # T p d multiplications for a gradient, T² (p + d) / 2 for Gram matrices
             return self.formed(keep=False)
         return self, self.norms_by(gram_norms, 2 * length**2 * self.inputs.element_size())
 
@@ -52,7 +52,7 @@ class Products(Contribution):
     def weighted_sum(self, factors: Tensor) -> Tensor:
         inputs, outputs = self.inputs, self.outputs
         scale = factors.to(inputs.device, inputs.dtype).view(-1, 1, 1)
-        if inputs.shape[2] < outputs.shape[2]:
+        if inputs.shape[2] < outputs.shape[2]:  # multiply the smaller one, which is copied
             inputs = inputs * scale
         else:
             outputs = outputs * scale
@@ -100,6 +100,7 @@ def exact(
     """
     norms, *traces = (torch.cat(column) for column in zip(*found, strict=True))
     cancelled = (norms < CANCELLED * traces[0] * traces[1]).nonzero()[:, 0].tolist()
+    # three vectors are checked as one
     for i in {*cancelled, *(i % len(norms) for i in odd(torch.cat([norms, *traces])))}:
         inputs, outputs = rows(i)
         if inputs.dtype != torch.float64:

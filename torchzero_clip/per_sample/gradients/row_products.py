@@ -76,6 +76,7 @@ class RowProducts(Contribution):
             squares = [squared_norms(x.index_select(0, starts)) for x in (self.inputs, self.outputs)]
             return squares[0] * squares[1], squares[0], squares[1]
         places = torch.arange(longest, device=sizes.device)
+        # padding reads the last row of the run again, and gets zeros below
         index = (starts[:, None] + torch.minimum(places, sizes[:, None] - 1)).flatten()
         inputs, outputs = (x.index_select(0, index).view(len(starts), longest, -1) for x in (self.inputs, self.outputs))
         padding = (places >= sizes[:, None])[..., None]
@@ -135,22 +136,20 @@ def regrouped(part: Contribution, rows: Tensor | int, count: int) -> Contributio
     """
     if isinstance(rows, int):
         if type(part) is Products:
-            return Products(part.param, *(x.view(count, -1, x.shape[-1]) for x in (part.inputs, part.outputs)))
+            return Products(part.param, *(x.reshape(count, -1, x.shape[-1]) for x in (part.inputs, part.outputs)))
         rows = torch.arange(count, device=part.param.device).repeat_interleave(rows)
     rows = rows.to(part.param.device)
     if isinstance(part, SparseRows):
         return SparseRows(part.param, count, rows[part.samples], part.index, part.values)
     if type(part) is Products:
-        size = len(rows) // max(count, 1)
-        equal = torch.arange(count, device=rows.device).repeat_interleave(size)
-        if torch.equal(rows, equal):
-            return Products(part.param, *(x.reshape(count, -1, x.shape[-1]) for x in (part.inputs, part.outputs)))
-        if torch.equal(rows.bincount(minlength=count), equal.bincount(minlength=count)):
-            order = rows.argsort(stable=True)
-            moved = (x.index_select(0, order) for x in (part.inputs, part.outputs))
-            return Products(part.param, *(x.reshape(count, -1, x.shape[-1]) for x in moved))
-        inputs, outputs = (x.flatten(0, 1) for x in (part.inputs, part.outputs))
-        return RowProducts.sorted(part.param, count, inputs, outputs, rows.repeat_interleave(part.inputs.shape[1]))
+        inputs, outputs = part.inputs, part.outputs
+        in_turn = torch.arange(count, device=rows.device).repeat_interleave(len(rows) // max(count, 1))
+        order, ordered = rows.argsort(stable=True), torch.equal(rows, in_turn)
+        if ordered or torch.equal(rows[order], in_turn):  # the samples have equally many
+            both = (inputs, outputs) if ordered else (x.index_select(0, order) for x in (inputs, outputs))
+            return Products(part.param, *(x.reshape(count, -1, x.shape[-1]) for x in both))
+        of_position = rows.repeat_interleave(inputs.shape[1])
+        return RowProducts.sorted(part.param, count, inputs.flatten(0, 1), outputs.flatten(0, 1), of_position)
     result: Tensor | None = None
     for start, stop in pieces(part.batch_size, part.param.numel() * 4):
         grads = part.dense(start, stop)

@@ -61,4 +61,5 @@ class SparseRows(Contribution):
         return result
 
     def _table(self, rows: int, index: Tensor, values: Tensor) -> Tensor:
+        # no padding row, whose values are 0 already, and no scale by frequency
         return torch.ops.aten.embedding_dense_backward(values, index, rows, -1, False)

@@ -9,16 +9,17 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from torchzero_clip.checks import boolean, instance, non_negative, one_of
-from torchzero_clip.per_sample.captured_layer import CapturedLayer, trainable
+from torchzero_clip.per_sample.captured_layer import CapturedLayer, described, trainable
 from torchzero_clip.per_sample.clipper import LossReduction
 from torchzero_clip.per_sample.gradients.captured_gradients import Forward
 from torchzero_clip.per_sample.mixing import Verify
-from torchzero_clip.per_sample.norm_clippers import STABILITY, ConstantFlatClipper
+from torchzero_clip.per_sample.norm_clippers import ConstantFlatClipper
 from torchzero_clip.per_sample.opacus.two_passes import TwoPassEngine
 from torchzero_clip.per_sample.rules.registry import WHOLE, mixes, refusal
 from torchzero_clip.per_sample.rules.whole import Whole
 from torchzero_clip.per_sample.weighting import ClippingResult, clipped_backward
 
+# attributes of the wrapper; all others are set in the model
 OWN = {"loss_reduction", "max_grad_norm", "_settings", "_engine"}
 
 
@@ -100,7 +101,7 @@ class GradSampleModuleFastGradientClipping(nn.Module):
             _refuse_buffers(m, batch_first=batch_first)
         for shown in ("_parameters", "_buffers", "_modules"):  # the same dicts: what m gets later, this module has too
             self.__dict__[shown] = m.__dict__[shown]
-        self.__dict__["_module"] = m
+        self.__dict__["_module"] = m  # an attribute would be a submodule, of this module and so of m itself
         self.loss_reduction: LossReduction = loss_reduction
         self.max_grad_norm = max_grad_norm
         self._settings: dict[str, Any] = {
@@ -183,7 +184,7 @@ class GradSampleModuleFastGradientClipping(nn.Module):
         Raises:
             RuntimeError: If there was no backward since the last forward.
         """
-        return (self.max_grad_norm / (self.get_norm_sample() + STABILITY)).clamp(max=1.0)
+        return next(iter(ConstantFlatClipper(self.max_grad_norm).calc_clipping_factors([self.get_norm_sample()])))
 
     def backward(self, losses: Tensor) -> ClippingResult:
         """Add the sum of the clipped gradients to ``.grad``, with "mean" divided by B, in one backward.
@@ -258,7 +259,8 @@ class GradSampleModuleFastGradientClipping(nn.Module):
 def _refuse_buffers(model: nn.Module, *, batch_first: bool) -> None:
     for name, module in model.named_modules():
         if list(module.buffers(recurse=False)):
-            where = f"{name!r} ({type(module).__name__})" if name else type(module).__name__
             reason = refusal(module, batch_first=batch_first) or mixes(module)
             way_out = "use strict=False if it does not, and check_per_sample to be sure"
-            raise NotImplementedError(f"{where} includes a buffer: {reason or f'it may mix samples. {way_out}'}")
+            raise NotImplementedError(
+                f"{described(name, module)} includes a buffer: {reason or f'it may mix samples. {way_out}'}"
+            )

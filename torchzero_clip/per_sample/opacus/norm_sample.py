@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from torchzero_clip.checks import count, instance
+from torchzero_clip.functional.foreach import wide_dtype
 from torchzero_clip.per_sample.gradients.squared_norms import squared_norms
 
 
@@ -38,6 +39,6 @@ def create_norm_sample(*, param: Tensor, grad_sample: Tensor, max_batch_len: int
         raise ValueError(f"max_batch_len must be at least the {len(grad_sample)} samples, got {max_batch_len}")
     if param.requires_grad:
         target: Any = param
-        norms = torch.zeros(max_batch_len, dtype=torch.promote_types(param.dtype, torch.float32), device=param.device)
+        norms = torch.zeros(max_batch_len, dtype=wide_dtype(param.dtype), device=param.device)
         norms[: len(grad_sample)] = squared_norms(grad_sample.detach()).sqrt()
         target.norm_sample = target._norm_sample = norms

@@ -70,6 +70,7 @@ class TwoPassEngine(Engine):
         accumulate(list(sums.values()))
         for part, squares in self.gathered(None).values() if self.waits else ():
             norms = (squares.sqrt() * self.scale(len(squares))).to(wide_dtype(part.param.dtype))
+            # Opacus has the second name
             self.show(part.param, norm_sample=norms, _norm_sample=norms)
 
     def read_norms(self) -> Tensor | None:

@@ -18,7 +18,7 @@ from torchzero_clip.per_sample.clipper import PerSampleGradientClipper
 from torchzero_clip.per_sample.gradients.contributions import Memory
 from torchzero_clip.per_sample.hooks import replace_gradients
 from torchzero_clip.per_sample.joint_limit import check_within, joint_limit
-from torchzero_clip.per_sample.mixing import Verify, refuse_outside
+from torchzero_clip.per_sample.mixing import Verify, refuse_other_leaves
 from torchzero_clip.per_sample.norm_clippers import NormClipper
 from torchzero_clip.per_sample.private.noise import gaussian
 from torchzero_clip.per_sample.processes.processes import Agreement
@@ -104,7 +104,7 @@ class PrivateGradientClipper(PerSampleGradientClipper):
         if generator is not None:
             instance("generator", generator, torch.Generator)
         _check_processes(module)
-        self._second_noise_multiplier = math.inf
+        self._second_noise_multiplier = math.inf  # first, because the next setter compares with it
         self.noise_multiplier = noise_multiplier
         self.expected_batch_size = expected_batch_size
         super().__init__(module, norm_clipper, batch_first, "sum", memory=memory, whole=whole, verify=verify)
@@ -187,8 +187,8 @@ class PrivateGradientClipper(PerSampleGradientClipper):
         with self._start("backward") as start:
             instance("losses", losses, Tensor)
             sensitivity = self._checked_step()
-            refuse_outside(losses, {id(engine.anchor), *map(id, params.values())})
-            start.numbers = losses.numel(), sensitivity
+            refuse_other_leaves(losses, {id(engine.anchor), *map(id, params.values())})
+            start.numbers = losses.numel(), sensitivity  # a wrong shape raises later
         _check_same_limit(start)
         if losses.ndim == 1 and not start.total(0):
             self._sensitivity = sensitivity
@@ -237,6 +237,7 @@ class PrivateGradientClipper(PerSampleGradientClipper):
             start.numbers = self._count, sensitivity
         _check_same_limit(start)
         params, processes = self._engine.attachment.params, self._engine.processes
+        # 1 / σ² of two Gaussian releases add up
         alone = self._noise_multiplier / math.sqrt(1 - (self._noise_multiplier / self._second_noise_multiplier) ** 2)
         std = alone * sensitivity
         if processes.is_first:  # it adds the noise for all

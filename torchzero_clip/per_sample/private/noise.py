@@ -6,12 +6,14 @@ import os
 import torch
 from torch import Tensor
 
+from torchzero_clip.functional.foreach import wide_dtype
+
 CHUNK = 1 << 16  # numbers that are made at a time: their temporary tensors, of 512 kB each, stay in the cache
 
 
 def gaussian(like: Tensor, std: float, generator: torch.Generator | None) -> Tensor:
     """Normal numbers of a standard deviation, in the shape and on the device of a tensor, in float32 or wider."""
-    dtype = torch.promote_types(like.dtype, torch.float32)
+    dtype = wide_dtype(like.dtype)
     if generator is not None:
         device = generator.device
         return torch.normal(0.0, std, like.shape, generator=generator, device=device, dtype=dtype).to(like.device)

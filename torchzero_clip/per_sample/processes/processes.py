@@ -45,6 +45,7 @@ class Processes:
             arguments: Arguments of the clipper.
         """
         said = [(name, tuple(param.shape), str(param.dtype)) for name, param in params.items()], arguments
+        # not `hash`, which differs between processes
         digest = zlib.crc32(repr(said).encode()) if self.group is not None else 0
         return Agreement(self, params, (CALLS.index(call), digest), 4)
 
@@ -75,7 +76,7 @@ class Processes:
         found: dict[str, Tensor] = {}
         rest = iter(sums)
         name, value = next(rest, (None, None))
-        for key in (key for key in params if key in used):
+        for key in (key for key in params if key in used):  # all processes add up the same parameter at a time
             param: Any = params[key]
             dtype, partial = wide_dtype(param.dtype), [dtensors().Partial()]
             if value is not None and name == key:
@@ -142,6 +143,7 @@ class Agreement:
         if error is not None and not isinstance(error, Exception):  # an interrupt ends this process
             return
         device = self._processes.device(self._params)
+        # of one length on all processes, also after an error; float64 holds the digest exactly
         row = torch.zeros(1 + len(self._head) + self._width, dtype=torch.float64, device="cpu")
         numbers = () if error is not None else self.numbers
         said = [float(error is not None), *self._head, *numbers]

@@ -21,6 +21,7 @@ class AttentionRule(GenericRule):
     def dims(
         self, layer: CapturedLayer, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any]
     ) -> tuple[list[int | None], set[Any]]:
+        # bind the indices of the leaves, which tells the argument of each
         indices = pytree.tree_unflatten(list(range(len(leaves))), pytree.tree_structure((args, kwargs)))
         names = {i: name for name, i in SIGNATURE.bind(None, *indices[0], **indices[1]).arguments.items()}
         return [self._input_dim(layer, names[i], leaf) for i, leaf in enumerate(leaves)], set()

@@ -78,6 +78,7 @@ class _Rows(OwnMode):
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        # attributes, such as shape, are those of the parameter, and captured submodules have rules of their own
         reads = getattr(func, "__name__", "") == "__get__" and func.__self__.__name__ not in TRANSPOSED
         if reads or self._layer.engine.running is not self._layer:
             return func(*args, **kwargs)

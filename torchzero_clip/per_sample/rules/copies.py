@@ -42,7 +42,7 @@ class EmptyRule(Rule):
     gradients in all processes.
     """
 
-    runs_layers = True
+    runs_layers = True  # those in a module under `BareRule`
 
     @override
     def run(self, layer: CapturedLayer, /, *args: Any, **kwargs: Any) -> Any:

@@ -91,6 +91,7 @@ def _owners(layer: CapturedLayer, input: Tensor, offsets: Tensor, bags: Tensor) 
         return Samples(input, 0)
     if labels is LOST:
         raise layer.unknown_rows()
+    # in one dimension, the run of a sample is its step
     of_index = (
         wider(labels.run if isinstance(labels, Place) else labels, input.shape, count)
         .to(bags.device)
@@ -119,7 +120,7 @@ def _positions(layer: CapturedLayer, input: Tensor) -> Samples | None:
     if not shared:
         return None
     layer.note("positions", dim)
-    return Samples(input.expand(count, *input.shape).movedim(0, dim), dim, kept=False)
+    return Samples(input.expand(count, *input.shape).movedim(0, dim), dim, had_dim=False)
 
 
 def _relative(index: Tensor) -> bool:

@@ -77,21 +77,14 @@ class _Sent:
         weight: Tensor = getattr(module, name).detach()
         bias: Tensor | None = getattr(module, f"{name}_bias").detach() if module.has_bias else None
         turned = bool(module.is_transposed)
-        kind = rows.device.type
-        if torch.is_autocast_enabled(kind):
-            dtype = torch.get_autocast_dtype(kind)
-            rows, weight, bias = rows.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
         output = _multiplied(rows, weight if turned else weight.mT, bias, self._lengths)
 
-        def contributions(grad: Tensor, *inputs: Tensor) -> Iterator[Contribution]:
+        def contribute(grad: Tensor, *inputs: Tensor) -> Iterator[Contribution]:
             grad, *wider = wide(grad, *inputs)
             for x in wider:
                 yield RowProducts(params[name], self._count, x, grad, self._cells, turned=turned)
             if (bias := f"{name}_bias") in params:
                 yield SparseRows(params[bias], self._count, self._samples, self._experts, grad)
-
-        def contribute(*tensors: Tensor) -> list[Contribution]:
-            return list(contributions(*tensors))
 
         return layer.watch(output, [rows] if name in params else [], contribute)
 

@@ -23,10 +23,11 @@ from torchzero_clip.per_sample.processes.sharding import memory_of
 from torchzero_clip.per_sample.rules.copies import EMPTY, Bare, copy_of
 from torchzero_clip.per_sample.rules.state import State
 from torchzero_clip.per_sample.samples.arguments import counts_up
-from torchzero_clip.per_sample.samples.broadcast_row import HOOKS, IN_PLACE, is_row, row_of
+from torchzero_clip.per_sample.samples.broadcast_row import HOOKS, detached_row, is_in_place, is_row, row_of
 from torchzero_clip.per_sample.samples.comparison import differ
 from torchzero_clip.per_sample.samples.layout import Place
 
+# words in errors of vmap; other errors are those of the module, and raise as they are
 OF_TORCH = ("Batching rule", "vmap", "functorch", "written-to tensor", "data-dependent", "dynamic shape")
 LOOP = (  # in errors of vmap after which a loop over samples may do
     "Batching rule not implemented",
@@ -57,7 +58,8 @@ class GenericRule(Rule):
     @override
     def run(self, layer: CapturedLayer, /, *args: Any, **kwargs: Any) -> Any:
         _refuse_shards(layer)
-        if type(self) is GenericRule:
+        is_known = type(self) is not GenericRule  # `MultiheadAttention` calls no hooks inside, and does not mix samples
+        if not is_known:
             _refuse_backward_hooks(layer)
         leaves, structure = pytree.tree_flatten((args, kwargs))
         dims, shared = self.dims(layer, args, kwargs, leaves)
@@ -72,17 +74,18 @@ class GenericRule(Rule):
             return self.output_dim(layer, i) if has_samples else None
 
         one = _One(layer, leaves, structure, {i: dims[i] for i in inputs}, outputs, output_dim)
+        # tensors of inference have no version
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]
         versions = [leaf._version for leaf in given]
         known, decision = layer.known.setdefault(COMPARED, set()), (*dims, *map(_kind, leaves))
         with _alone(layer, leaves) as state:
             tensors = _mapped(layer, state, one, copies, list(inputs.values()), count)
             changed = versions != [leaf._version for leaf in given]  # so that it cannot run again
-            if type(self) is GenericRule and not changed and decision not in known:
+            if not is_known and not changed and decision not in known:
                 _compare(layer, state, outputs.given_back(tensors), args, kwargs)
                 known.add(decision)
             state.join()
-        if not in_backward():
+        if not in_backward():  # where a checkpoint repeats a call that was noted
             layer.note(*dims)
             layer.known.setdefault(SHARED, set()).update(shared)
         return outputs.given_back(tensors)
@@ -101,7 +104,7 @@ class GenericRule(Rule):
             result.append(None)
             if not isinstance(leaf, Tensor) or leaf.ndim <= dim or is_row(leaf):
                 continue
-            layer.refuse_outside(leaf)
+            layer.refuse_made_of_params(leaf)
             if layer.labels(leaf) is not None or not memory_of((leaf,)) & own:  # copies share memory with a parameter
                 argument = str(path), leaf.ndim
                 if leaf.shape[dim] not in (1, size) or layer.is_constant(leaf, of_batch=beside):
@@ -153,6 +156,7 @@ class _One:
             given[i] = sample if dim is None else sample.unsqueeze(dim)
         args, kwargs = pytree.tree_unflatten(given, self._structure)
         with self._inside:
+            # the copies have all names of tied parameters already
             output = functional_call(self._bare, copies, args, kwargs, tie_weights=False)
         after = pytree.tree_leaves((args, kwargs))
         if len(after) != len(given) or any(a is not b for a, b in zip(after, given, strict=True)):
@@ -199,15 +203,14 @@ class _Inside(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in HOOKS:
             raise ValueError("a module that runs sample by sample sets a hook on a tensor, which would get samples")
-        if _is_in_place(name) and memory_of(map(_plain, args[:1])) & self._memory:
+        if is_in_place(name) and memory_of(map(_plain, args[:1])) & self._memory:
             raise ValueError(f"{self._layer} changes a parameter in place in its forward: change it after the step")
         if func is not F.embedding:
             return func(*args, **(kwargs or {}))
         call = _EMBEDDING.bind(*args, **(kwargs or {}))
         weight, padding = call.arguments["weight"], call.arguments.get("padding_idx")
         if padding is not None:
-            row = torch.arange(len(weight), device=weight.device) == padding % len(weight)
-            call.arguments["weight"] = torch.where(row[:, None], weight.detach(), weight)
+            call.arguments["weight"] = detached_row(weight, padding)
         return F.embedding(*call.args, **call.kwargs)
 
 
@@ -290,12 +293,6 @@ def run_detached(layer: CapturedLayer, args: tuple[Any, ...], kwargs: dict[str, 
         return functional_call(Bare(layer.module), params, args, kwargs)
     finally:
         layer.engine.inside = False
-
-
-def _is_in_place(name: str) -> bool:
-    if name.startswith("__"):
-        return name == "__setitem__" or name.strip("_") in IN_PLACE
-    return name.endswith("_") and name != "requires_grad_"
 
 
 def _plain(tensor: Tensor) -> Tensor:

@@ -34,6 +34,7 @@ class NormalizationRule(Rule):
     def run(self, layer: CapturedLayer, input: Tensor) -> Tensor:
         module: Any = layer.module
         normalize, weight, bias = self._function(module), module.weight.detach(), getattr(module, "bias", None)
+        # InstanceNorm takes inputs without a batch, which `samples` refuses
         unbatched = module._get_no_batch_dim() if hasattr(module, "_get_no_batch_dim") else 0
         leading = int(input.ndim != unbatched) if self._channels else input.ndim - weight.ndim
         found = layer.samples(input, leading)
@@ -62,6 +63,7 @@ class GroupNormRule(NormalizationRule):
     @override
     def run(self, layer: CapturedLayer, input: Tensor) -> Tensor:
         module: Any = layer.module
+        # copies in half precision would get rounded gradients
         plain = {x.dtype for x in (input, *module.parameters())} in ({torch.float32}, {torch.float64})
         found = layer.samples(input, 1) if plain and module.bias is not None and input.numel() else None
         if found is None or not found.is_plain or torch.is_autocast_enabled(input.device.type):

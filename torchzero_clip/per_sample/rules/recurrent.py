@@ -25,7 +25,7 @@ NAMES = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")
 class RecurrentRule(Rule):
     """Runs each layer and direction on rows, which a packed sequence has already."""
 
-    covers_submodules = True
+    covers_submodules = True  # so that `rule_for` takes parameters with these names
     runs_empty = True
 
     @override
@@ -78,8 +78,9 @@ class _Direction:
         """The outputs, as rows, and the last states."""
         module: Any = self._layer.module
         of_input, of_state, bias, state_bias, projection = self._values
-        uses: dict[str, list[Tensor]] = {"hh": [], "hr": []}  # what the weights multiply
+        uses: dict[str, list[Tensor]] = {"hh": [], "hr": []}  # what the weights multiply: `step` fills the lists
         if isinstance(module, nn.GRU):  # a gate multiplies what the state adds
+            # `step` adds products with the states to `added`, whose gradient is then that of all of them
             none = of_state.new_zeros(()) if state_bias is None else state_bias
             added = self._watched(none.expand(len(rows), len(of_state)), {"hh": uses["hh"]})
             sums = self._watched(F.linear(rows, of_input, bias), {}, rows)
@@ -92,6 +93,7 @@ class _Direction:
             split.append(projected.split(self._sequences.sizes))
         cell = CELLS[module.mode]
 
+        # with a projection, each time has a third tensor, to which its products are added
         def step(state: list[Tensor], new: Tensor, start: Tensor, place: Tensor = rows) -> list[Tensor]:
             uses["hh"].append(state[0].detach())
             state = cell(torch.addmm(start, state[0], of_state.t()), new, *state)

@@ -96,7 +96,7 @@ def rule_for(module: nn.Module) -> Rule | None:
     found = next((RULES[c] for c in kind.__mro__ if c in RULES and _runs_as(kind, c)), None)
     if parametrize.is_parametrized(module) or "_conv_forward" in vars(module):
         return WHOLE
-    if found is not None and found.covers_submodules:
+    if found is not None and found.covers_submodules:  # before the names of parameters are asked for, which vary
         return found
     if is_experts(module):
         return EXPERTS
@@ -130,6 +130,7 @@ def own_params(module: nn.Module) -> dict[int, str]:
 
 def mixes(module: nn.Module) -> str | None:
     """The reason why a module mixes samples in its present mode, and the way out; None if it does not."""
+    # without running statistics, it takes those of the batch in eval mode too
     if isinstance(module, BatchNorm) and (module.training or getattr(module, "running_mean", None) is None):
         return "it mixes the samples of a batch in training mode: call its eval(), or use GroupNorm or LayerNorm"
     return None

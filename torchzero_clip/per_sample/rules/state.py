@@ -13,7 +13,7 @@ from torchzero_clip.per_sample.captured_layer import CapturedLayer
 
 _Key = tuple[int, str]  # a place: the id of the dict of attributes or buffers, and the name
 
-OF_MODULES = frozenset([*vars(nn.Module()), "forward"])
+OF_MODULES = frozenset([*vars(nn.Module()), "forward"])  # attributes that are no state: those of torch and ours
 MISSING = object()
 SIMPLE = (bool, int, float, complex, str)
 

@@ -66,6 +66,7 @@ def whole_line(model: nn.Module, name: str, holds: object = None) -> str:
     """
     around = [module for _, module in _around(model, name)]
     kinds = [type(module) for module in around if holds is None or any(x is holds for x in module.parameters())]
+    # a line with Sequential would take all of them
     lines = [f"whole=({written(model, kind)},)" for kind in dict.fromkeys(kinds) if kind is not nn.Sequential][:3]
     if not lines:
         return ""

@@ -82,12 +82,19 @@ class BroadcastRow(Tensor):
                 output = _with_copies(func, args, kwargs, leaves, rebuilt)
                 if output is not NotImplemented:
                     return output
-            if param and (name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))):
+            if param and is_in_place(name):
                 _refuse_param(rows, name)
             output = func(*args, **kwargs)
         if param and any(x.requires_grad for x in tensors_in(output)):
             _refuse_param(rows, getattr(func, "__name__", func))
         return output
+
+
+def is_in_place(name: str) -> bool:
+    """True for the names of functions that change their first argument."""
+    if name.startswith("__"):
+        return name == "__setitem__" or name.strip("_") in IN_PLACE
+    return name.endswith("_") and name != "requires_grad_"
 
 
 def _refuse_param(rows: list[BroadcastRow], operation: str) -> NoReturn:
@@ -148,7 +155,7 @@ def _with_copies(func: Any, args: Any, kwargs: Any, leaves: list[Any], rebuilt: 
     """The output of a function with the copies in place of the rows; NotImplemented if it cannot run so."""
     name, first = getattr(func, "__name__", ""), next(x for x in leaves if isinstance(x, BroadcastRow))
     layer, count, kind = first._layer, len(first._each), name.strip("_")
-    changes = name == "__setitem__" or (name.endswith("_") and not name.startswith("__")) or kind in IN_PLACE
+    changes = is_in_place(name)
     if kwargs.get("out") is not None:
         return NotImplemented
     if func is F.embedding:
@@ -213,7 +220,7 @@ def _places(layer: Any, tensors: dict[int, Tensor], count: int) -> dict[int, Any
             if of_rows and not layer.is_constant(x):
                 places[i] = first  # such as zeros for all rows
             elif _has_size(layer, x, count):
-                layer.refuse_outside(x)
+                layer.refuse_made_of_params(x)
                 places[i] = None if layer.is_constant(x, of_batch=bool(beside)) else Place(dim)
     return {i: place for i, place in places.items() if place is not None}
 
@@ -380,13 +387,18 @@ def _are_equal(together: Any, alone: Tensor) -> bool:
     return not differ(together.double(), alone.detach().double(), tolerance)
 
 
+def detached_row(table: Tensor, index: int) -> Tensor:
+    """A table (..., rows, width) of which a row gets no gradient. Embeddings under vmap ignore their padding row."""
+    row = torch.arange(table.shape[-2], device=table.device) == index % table.shape[-2]
+    return torch.where(row[:, None], table.detach(), table)
+
+
 def _without_padding(
     input: Tensor, weight: Any, padding_idx: int | None = None, *args: Any, **kwargs: Any
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """The call of an embedding whose padding row gets no gradient, which embeddings under vmap fail to do."""
+    """The call of an embedding whose padding row gets no gradient."""
     if padding_idx is not None and isinstance(weight, BroadcastRow):
-        row = (torch.arange(len(weight), device=weight.device) == padding_idx % len(weight))[:, None]
-        each = torch.where(row, weight._each.detach(), weight._each)
+        each = detached_row(weight._each, padding_idx)
         weight = _as_row(weight.as_subclass(Tensor).clone(), each, weight._layer, is_param=weight._is_param)
     return F.embedding, (input, weight, None, *args), kwargs
 
