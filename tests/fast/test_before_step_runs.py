@@ -41,7 +41,7 @@ FRONTS = {
         if is_allowed(without_rule(entry.make))
     },
 }
-ANY, LAST = list(FRONTS), ["global", "zclip", "autoclip", "each", "ema"]
+ANY, LAST = list(FRONTS), ["global", "autoclip", "each", "ema"]  # the variance of limited norms is rounding only
 NEW = ["entry ClipValueByEMA-tfm", "entry LimitRMS", "entry ClipByWeights", "entry ClipToUsual"]
 """Transforms that return other tensors than they get."""
 FRONTS |= {
