@@ -181,7 +181,7 @@ class CapturedGradients:
                 )
 
     def check_one_batch(self) -> None:
-        """Raise a ValueError if the gradients may belong to parts of a batch. Warn if they may not belong to samples."""
+        """Raise a ValueError if the gradients may belong to parts of a batch. Warn if rows may not be samples."""
         of_model = [forward for forward in self.forwards if not forward.tells_size]
         if of_model or len(self.forwards) > 1:
             found = (
