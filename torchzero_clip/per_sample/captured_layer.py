@@ -427,7 +427,7 @@ class _Watched(torch.autograd.Function):
     ) -> Tensor:
         ctx.layer, ctx.of, ctx.contribute, ctx.goes_on = layer, layer.engine.forward, contribute, before is not None
         ctx.where, ctx.call = where, contribute if isinstance(contribute, LostRows) else None
-        ctx.save_for_backward(*(x.detach() for x in inputs))  # detached, because it would hold their graph
+        ctx.save_for_backward(*(x.detach() for x in inputs))  # which would hold their graph
         return output[0]  # passed in a list, it counts as created here, so later layers may change it in place
 
     @staticmethod

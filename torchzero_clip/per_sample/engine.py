@@ -351,10 +351,7 @@ class Engine:
 
         The graph of the losses must have been retained. ``chosen`` holds booleans, (B,).
         """
-        before, self.captured = (
-            self.captured,
-            CapturedGradients("low"),
-        )  # no sum follows that stored gradients would serve
+        before, self.captured = self.captured, CapturedGradients("low")  # only the norms are needed
         try:
             self.repeat(losses, chosen.to(losses))
             return {key: squares for key, (_, squares) in self.captured.gathered().items()}

@@ -109,7 +109,7 @@ class MixingCheck:
         raise _mixed(givers, names[key], samples)
 
     def give_up(self, reason: str, *, others: bool = True) -> None:
-        """Warn that it cannot be checked whether samples mix, and check no more, also not ``others`` than these."""
+        """Warn that it cannot be checked whether samples mix. With ``others``, later steps are not checked either."""
         self._never = self._never or others
         if self.must_check:
             raise RuntimeError(f"it cannot be checked whether samples mix, because {reason}")
