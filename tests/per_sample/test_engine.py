@@ -110,6 +110,7 @@ def scaled():
     return Net(lambda m, x, others: x * m.scale + sum(other.sum() for other in others), scale=weight(3))
 
 
+@pytest.mark.filterwarnings("ignore:the arguments of the forward have several sizes")
 @pytest.mark.parametrize("count", [1, 4])
 @pytest.mark.parametrize("make", [encoder, scaled])
 def test_inputs_of_other_sizes_do_not_outvote_the_batch(make, count):

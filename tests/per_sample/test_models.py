@@ -162,6 +162,7 @@ SLOW = [pytest.param(form, marks=pytest.mark.slow) for form in (by_classic_form,
 
 
 @entries
+@pytest.mark.filterwarnings("ignore:the arguments of the forward have several sizes")
 @pytest.mark.parametrize("form", [by_backward, *SLOW, by_two_passes])
 def test_norms_and_clipped_gradients_are_those_of_one_backward_per_sample(name, form):
     entry, (model, batch, expected, limit, buffers) = TABLE[name], truth(name)
