@@ -115,10 +115,8 @@ class Entries:
             load.agree(_incomplete(), front.param_groups)
         try:
             load.check(_as_checkpoint(groups, entries), front.param_groups)
-        except ValueError as error:
-            if "load_state_dict(" in str(error):  # it shows what to pass
-                error.add_note("pass new= and dropped= to before_step instead of load_state_dict")
-            raise
+        except ValueError as error:  # the optimizer's own load_state_dict takes no new= and dropped=
+            raise ValueError(str(error).replace("load_state_dict(state_dict, ", "before_step(optimizer, ..., ")) from error
         self._load = load
 
     def _put(self) -> None:

@@ -145,7 +145,8 @@ def _mixed(givers: list[int], name: str, samples: list[int]) -> RuntimeError:
         f"the model or the loss mixes or reorders samples: {who} the gradient of {_list(samples)} at {name!r}, so they "
         "are mixed in this layer or later. check_per_sample names the module. If a layer gets an input without samples "
         "and with as many positions as samples, give the input a batch dimension. A loss over all tokens, such as that "
-        "of a router of experts, has to be computed for each sample. Nothing was changed"
+        "of a router of experts, has to be computed for each sample. In a block of rows(), a vector may be of other "
+        "rows of the same number: give one for each kind of rows, or leave rows() out. Nothing was changed"
     )
 
 
