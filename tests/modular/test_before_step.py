@@ -524,6 +524,18 @@ def _less_state(saved):
     del saved["param_groups"][0]["before_step"]["state"][0]
 
 
+def test_a_checkpoint_of_other_transforms_names_the_call_that_loads_what_fits():
+    params = parameters()
+    optimizer = torch.optim.AdamW(params)
+    before_step(optimizer, AutoClip(50))
+    saved = torch.optim.AdamW(params)
+    before_step(saved, ClipNormByEMA())
+    with pytest.raises(
+        ValueError, match=r"before_step\(optimizer, \.\.\., new=\['auto_clip'\], dropped=\['clip_norm_by_ema'\]"
+    ):
+        optimizer.load_state_dict(saved.state_dict())
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [

@@ -116,7 +116,8 @@ class Entries:
         try:
             load.check(_as_checkpoint(groups, entries), front.param_groups)
         except ValueError as error:  # the optimizer's own load_state_dict takes no new= and dropped=
-            raise ValueError(str(error).replace("load_state_dict(state_dict, ", "before_step(optimizer, ..., ")) from error
+            text = str(error).replace("load_state_dict(state_dict, ", "before_step(optimizer, ..., ")
+            raise ValueError(text) from error
         self._load = load
 
     def _put(self) -> None:

@@ -97,7 +97,7 @@ class _FlatClipper(NormClipper):
         return torch.tensor([self.flat_value], dtype=torch.float64, device="cpu")
 
 
-class ConstantFlatClipper(Explained, _FlatClipper):
+class ConstantFlatClipper(_FlatClipper, Explained):  # in this order, inspect finds the arguments
     """Scales each sample so that its gradient over all parameters has a norm of at most ``flat_value``.
 
         factor = min(1, flat_value / (norm + 1e-6))
