@@ -32,7 +32,8 @@ class Tools:
 
         A joint norm is that of the tensors of all processes of the ``process_group``. ``known`` is as in `Way`.
         """
-        measured = measure(tensors, slicing, way=self.way(tensors)._replace(known=known))
+        way = self.way(tensors)
+        measured = measure(tensors, slicing, way=way if known is None else way._replace(known=known))
         if self.process_group is None or slicing.dim != "global":
             return measured
         count = 0 if self.is_stand_in else sum(map(Tensor.numel, tensors))

@@ -111,8 +111,9 @@ class Fast(Executor):
             op = Pointwise(Average(begins_with_update), each, [list(averages)], Flags(usable, started))
             run_pieces([op], updates, each, self._scratch, writes=False)
             return None
-        all_move = may_look(usable) and bool((usable & started if begins_with_update else usable).all())
-        if all_move and max(map(Tensor.numel, averages)) > SHORT and foreach.fit_kernels([averages, updates]):
+        may_move = max(map(Tensor.numel, averages)) > SHORT and may_look(usable)
+        all_move = may_move and bool((usable & started if begins_with_update else usable).all())
+        if all_move and foreach.fit_kernels([averages, updates]):
             return whole_norm_beside(averages, self._scratch, Moves(updates, [1 - own["beta"] for own in each]))
         return super().average_(averages, updates, settings, usable, started, begins_with_update=begins_with_update)
 

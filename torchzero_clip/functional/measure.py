@@ -353,8 +353,10 @@ def _measure_plain(tensors: Sequence[Tensor], metric: Metric, joint: bool, each:
     targets, indices = locals_of(tensors), list(range(len(tensors)))
     are_local = all(map(operator.is_, targets, tensors))
     if metric == L2 and joint and are_local and not each:
-        both = whole_norm_beside(targets, way.scratch) if way.beside and way.scratch is not None else None
-        total, norms = way.known or both or (whole_norm(targets, way.scratch), None)
+        both = way.known
+        if both is None and way.beside and way.scratch is not None:
+            both = whole_norm_beside(targets, way.scratch)
+        total, norms = both or (whole_norm(targets, way.scratch), None)
         if total is not None:
             return Measured(L2, indices, total.expand(len(targets)), total, targets, True, norms)
     # the joint norm takes one collective of one number, and those of each take one of as many as tensors
