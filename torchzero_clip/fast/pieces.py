@@ -116,7 +116,7 @@ def run_pieces(
             _run(stage, piece, source, list(islice(states, len(stage.state))), rows, scratch)
             source = piece.flat
         if source is not piece.flat:
-            # no transform has copied it, and a kernel may write to what it gets
+            # it is still the update itself, and a kernel may change what it gets
             piece.flat.copy_(source)
         if piece.rounded is not None:
             foreach.copy_plain_([piece.rounded[0]], [piece.flat])

@@ -85,7 +85,7 @@ class Dense(Contribution):
         result = first.new_zeros(math.prod(shape))
         parts = factors.to(first.device, first.dtype).split([len(run) for run in self._runs])
         for part, run in zip(parts, self._runs, strict=True):
-            # in the order of memory, reshape copies nothing
+            # the dimensions are in the order of memory, so reshape makes a view
             result.addmv_(run.permute(order).reshape(len(run), len(result)).t(), part)
         back = [order.index(dim) - 1 for dim in range(1, len(order))]
         return result.view(shape).permute(back).contiguous()
