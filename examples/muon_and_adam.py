@@ -49,17 +49,17 @@ def train(lr: float, transforms: list[Transform], steps: int) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--steps", type=int, default=400)
     args = parser.parse_args()
     torch.set_num_threads(1)
     clip = ClipNorm(LIMIT, dim="global")
     own_clip = ClipNorm(LIMIT, dim="global").without(hidden)
     both: list[Transform] = [Muon(adjust_lr_fn="match_rms_adamw").only(hidden), Adam().without(hidden)]
     chains: dict[str, tuple[float, list[Transform]]] = {
-        "Adam": (0.003, [clip, Adam()]),
-        "Muon and Adam": (0.003, both),
-        "  all are clipped": (0.003, [clip, *both]),
-        "  Adam's are clipped": (0.003, [own_clip, *both]),
+        "Adam": (0.01, [clip, Adam()]),
+        "Muon and Adam": (0.01, both),
+        "  all are clipped": (0.01, [clip, *both]),
+        "  Adam's are clipped": (0.01, [own_clip, *both]),
     }
     print(f"{'loss on held-out points':26}" + "".join(f"{part:>9}" for part in ("1/4", "1/2", "3/4", "end")))
     for name, (lr, chain) in chains.items():

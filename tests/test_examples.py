@@ -188,6 +188,7 @@ def test_a_network_trained_on_checked_samples_finds_a_wrong_majority():
     assert digits.precision(scores, data.wrong[digits.TRUSTED :]) > 0.8
 
 
+@pytest.mark.slow
 def test_the_parts_of_the_noise_scale_are_right_on_average():
     scale = example("noise_scale", "sklearn").NoiseScale(4)
     grads = torch.randn(4, 3, dtype=torch.float64)
@@ -208,6 +209,7 @@ def test_the_noise_scale_by_norms_is_that_of_all_samples_and_the_page_shows_it(n
     assert [float(value) for value in row[2:]] == pytest.approx(list(found.values()), rel=0.2)
 
 
+@pytest.mark.slow
 def test_spikes_of_losses_are_rises_above_the_median_before():
     spikes = example("loss_spikes", "matplotlib", "tqdm").spikes
     flat = [2.0, 2.1] * 40

@@ -174,6 +174,7 @@ def number_of(optimizer, name):
     return optimizer.param_groups[0][number_key(optimizer, name)]
 
 
+@pytest.mark.slow
 @given(chains())
 def test_no_change_of_a_chain_gives_a_transform_a_number_that_is_not_its_own(pair):
     old_rows, new_rows = pair

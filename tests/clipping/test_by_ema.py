@@ -129,7 +129,7 @@ def test_a_spike_of_any_finite_size_is_one_large_gradient(transform, tensorwise,
         torch.testing.assert_close(-param.data, torch.full_like(param, expected), rtol=1e-2, atol=0)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("transform", [ClipNormByEMA, NormalizeByEMA, ClipValueByEMA])
 def test_averages_of_half_precision_do_not_stall(transform, dtype):

@@ -89,6 +89,7 @@ def test_scale_equivariance(tensors, max_norm, exponent):
         torch.testing.assert_close(a, b * scale, rtol=1e-6, atol=0)
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(tensors=updates((torch.float64,)), **SLICINGS)
 def test_equals_a_loop(tensors, order, dim, inverse_dims, min_size):

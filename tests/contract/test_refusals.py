@@ -423,7 +423,7 @@ def test_state_that_came_with_a_setting_which_has_changed_since_is_taken(first):
             train(optimizer, params, gradients(params, 1))
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("at_construction", [None, 1.5])
 @pytest.mark.parametrize("growth", [ClipNormGrowth, ClipValueGrowth])
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ IN_PLACE, _ = shown("write_a_transform.md", "ClipToUsualInPlace")
 EVENTS = ["zero", "none", "inf", "nan", "missing", "huge", "tiny", "none"]
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", [CLIP, IN_PLACE], ids=lambda kind: kind.__name__)
 def test_the_fast_way_of_an_author_equals_the_readable_one(kind, dtype):
@@ -65,6 +65,7 @@ class Shrink(Elementwise):
         return count
 
 
+@pytest.mark.slow
 def test_a_result_that_is_no_clip_is_the_same_in_both_ways():
     fast, readable = both(lambda: [ClipNorm(1e3), Shrink(), SGD(0.1)], SHAPES, torch.float32)
     for step, event in enumerate(EVENTS):

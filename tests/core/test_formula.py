@@ -212,6 +212,7 @@ def test_a_subclass_that_overrides_one_method_is_followed_in_both_ways(kind, exp
     assert not kind().stays_finite()
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize("kind", [ClipToUsual, ClipToUsualInPlace])
 def test_a_compiled_step_with_a_formula_is_one_graph(kind):

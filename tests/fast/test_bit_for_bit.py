@@ -98,10 +98,14 @@ def test_every_bit_is_that_of_torchs_loop(name, dtype, fused, maximize):
     assert_same_run([JOINT, ours(**fused)], theirs, *twins(dtype), maximize)
 
 
-@pytest.mark.parametrize("images", [torch.contiguous_format, torch.channels_last], ids=str)
 @pytest.mark.parametrize(
-    ("clip", "fused"),
-    [([], {}), ([JOINT], {}), ([ClipNorm(1e9)], {}), ([JOINT], {"fused": True})],
+    ("clip", "fused", "images"),
+    [
+        ([], {}, torch.contiguous_format),
+        ([JOINT], {}, torch.channels_last),
+        ([ClipNorm(1e9)], {}, torch.channels_last),
+        ([JOINT], {"fused": True}, torch.contiguous_format),
+    ],
     ids=["no clip", "one limit", "limits", "fused"],
 )
 @each_direction

@@ -72,7 +72,7 @@ MOST = {
 """Of chains in `table.LINKS`."""
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MOST)
 def test_operations_of_a_step_do_not_grow_with_the_number_of_tensors(name):
     few, many = (operations_of_a_step(lambda: chain(name), count) for count in (20, 80))
@@ -82,7 +82,7 @@ def test_operations_of_a_step_do_not_grow_with_the_number_of_tensors(name):
 FOR_EACH = {"Centralize": 1, "ClipNorm of slices": 2, "ClipNorm mad": 2, "ClipNorm std": 2, "ClipNorm var global": 3}
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FOR_EACH)
 def test_operations_for_each_tensor_where_no_operation_takes_lists(name):
     few, many = (operations_of_a_step(lambda: chain(f"{name} + AdamW"), count) for count in (20, 40))

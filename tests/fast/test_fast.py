@@ -98,7 +98,7 @@ def test_fast_equals_readable(**case):
 
 
 @pytest.mark.slow
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(**cases)
 def test_fast_equals_readable_in_many_cases(**case):
     compare(**case)
@@ -162,7 +162,7 @@ def test_the_fast_way_takes_no_memory_of_the_size_of_the_parameters():
         assert max(allocated, default=0) < 2 * 2**20, transform
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # before torch 2.13
 @pytest.mark.parametrize("transform", [ClipNorm(1), ClipNormByEMA(), ClipNorm(1, ord=3)], ids=str)
 def test_gradients_that_vanish_take_no_memory_of_the_size_of_the_parameters(transform):
@@ -177,6 +177,7 @@ def test_gradients_that_vanish_take_no_memory_of_the_size_of_the_parameters(tran
     assert max(accumulate(nbytes for _, nbytes in changes)) < 2 * 2**20
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_a_compiled_step_is_one_graph_and_follows_a_schedule():
     params = parameters()

@@ -1,6 +1,5 @@
 """Planned steps are the ordinary ones: whole random runs, with anything that may happen between two steps."""
 
-import itertools
 import random
 import weakref
 
@@ -71,7 +70,10 @@ def test_plans_change_no_bit(clip):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:a max_norm of 0")
-@pytest.mark.parametrize(("clip", "rule"), list(itertools.product(CLIPS, RULES)))
+@pytest.mark.parametrize(
+    ("clip", "rule"),
+    [(clip, rule) for i, clip in enumerate(CLIPS) for j, rule in enumerate(RULES) if (i + j) % 2 == 0],
+)
 def test_plans_change_no_bit_in_many_runs(clip, rule, planned):
     compare(f"{clip} {rule} 1", clip, rule, 24)
     assert not (rule == "l2" and any(planned))  # the kernels have no weight decay before Adam

@@ -14,6 +14,7 @@ from torch import nn
 from torchzero_clip import AdamW, ClipNormByEMA, ClipNormGrowth, ClipValueByEMA, ClipValueGrowth, Modular
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("save", [torch.save, pickle.dump], ids=["torch.save", "pickle"])
 def test_a_saved_state_is_no_larger(save):
     sizes = []
@@ -64,6 +65,7 @@ def test_state_that_is_moved_away_frees_its_memory():
     assert [reference() for reference in kept] == [None] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("save", [lambda optimizer: optimizer.state_dict(), lambda optimizer: optimizer])
 def test_numbers_that_are_elements_of_a_vector_are_pickled_alone(save):
     params = [nn.Parameter(torch.zeros(1)) for _ in range(400)]

@@ -55,6 +55,7 @@ def by_quantile(**options):
     return lambda model, optimizer: autoclip.QuantileClip.as_optimizer(optimizer, **options)
 
 
+@pytest.mark.slow
 def test_smartclips_window_is_auto_clip():
     clipper = smartclip.AutoClip(
         mode="percentile", history="window", percentile=95.0, window_size=100, warmup_steps=0, min_history=0
@@ -78,6 +79,7 @@ def test_smartclips_agc_is_that_of_one_unit():
     torch.testing.assert_close(all_moved(theirs(smartclip.AGC())), all_moved(ours(transform)), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_autoclips_quantile_leaves_out_the_current_norm():
     found, own = moved(by_quantile(quantile=0.9, global_threshold=True)), moved(ours(AutoClip(90, 1000)))
     assert torch.equal(found, moved(by_quantile(quantile=0.9)))  # one tensor
@@ -88,6 +90,7 @@ def test_autoclips_quantile_leaves_out_the_current_norm():
     assert [round(row[SPIKE].item(), 2) for row in (found, own)] == [1.3, 1.3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("attach", "spike"),
     [

@@ -482,6 +482,7 @@ def test_apply_if_finite_goes_on_where_a_chain_raises():
         after_chain(chain, *steps, [[math.nan]])
 
 
+@pytest.mark.slow
 @pytest.mark.peers
 def test_parameters_outside_of_a_masked_optimizer():
     grads = [[3.0], [4.0]]

@@ -349,6 +349,7 @@ def test_what_a_framework_cannot_call_names_the_class_that_it_can(name):
     assert "AdamW(" in str(caught.value) or name == "a partial without a rate"
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_a_compiled_step_of_such_a_class():
     params, others = parameters(), parameters()

@@ -161,6 +161,7 @@ def test_a_step_that_a_scaler_skips_is_not_taken():
         assert optimizer.steps_taken == count
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_a_compiled_step_leaves_the_count():
     """A number that changes in each step would make torch compile the step again for each."""

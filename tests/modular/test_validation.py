@@ -24,6 +24,7 @@ def test_parameters_of_fsdp1_are_refused(mark):
     assert len(optimizer.param_groups) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own import
 def test_zero_redundancy_optimizer_is_refused(tmp_path):
     from torch.distributed.optim import ZeroRedundancyOptimizer

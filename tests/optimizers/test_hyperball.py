@@ -85,7 +85,7 @@ def test_it_is_that_of_heavyball():
     torch.testing.assert_close(values(params), values(other), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 4e-3), (torch.float16, 5e-4)])
 def test_norms_stay(dtype, tolerance):
     torch.manual_seed(0)

@@ -8,7 +8,7 @@ import math
 
 import numpy as np
 import torch
-from scipy.stats import beta, norm
+from scipy.special import betaincinv, ndtr
 from torch import nn
 
 from torchzero_clip import ConstantFlatClipper, PrivateGradientClipper
@@ -20,7 +20,7 @@ MISTAKE = 1e-3  # the most often that a right mechanism may be called wrong
 def gaussian_profile(noise_multiplier):
     """The deltas of one release of all samples, for add or remove one: Balle and Wang, 2018."""
     half, slope = 1 / (2 * noise_multiplier), EPSILONS * noise_multiplier
-    return norm.cdf(half - slope) - np.exp(EPSILONS) * norm.cdf(-half - slope)
+    return ndtr(half - slope) - np.exp(EPSILONS) * ndtr(-half - slope)
 
 
 def scores(seed, *, canaries=3000, noise_multiplier=1.0, rate=1.0, steps=1, told=1.0, twice=False):
@@ -69,11 +69,11 @@ def alarm(inside, outside, deltas):
 
 def _lower(hits, mistake):
     """The bound of Clopper and Pearson for a probability, from below."""
-    return beta.ppf(mistake, hits.sum(), len(hits) - hits.sum() + 1) if hits.any() else 0.0
+    return betaincinv(hits.sum(), len(hits) - hits.sum() + 1, mistake) if hits.any() else 0.0
 
 
 def _upper(hits, mistake):
-    return 1.0 if hits.all() else beta.ppf(1 - mistake, hits.sum() + 1, len(hits) - hits.sum())
+    return 1.0 if hits.all() else betaincinv(hits.sum() + 1, len(hits) - hits.sum(), 1 - mistake)
 
 
 def accounted_profile(noise_multiplier, rate, steps):

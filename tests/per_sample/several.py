@@ -634,7 +634,7 @@ def cases(ranks, kind):
     # equal shares go the way of unequal ones: they are tried without shards only
     for share in SHARES[ranks] if kind == "replicated" else ("unequal", "empty"):
         # an empty batch of each layer is a test in `test_weighting`; experts without a row wait for no other process
-        for name in MODELS if ranks == 2 and share == "unequal" else ("mlp", "gpt", "experts"):
+        for name in MODELS if ranks == 2 and share == "unequal" and kind != "kept" else ("mlp", "gpt", "experts"):
             found.append((backward_equals_one_process, name, share, "mean"))
         found += [
             (backward_equals_one_process, "gpt", share, "sum", "low"),

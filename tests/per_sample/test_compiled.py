@@ -67,6 +67,7 @@ def test_compiled_models_are_clipped_as_they_are(how):
         assert_close(param.grad, grad)
 
 
+@pytest.mark.slow
 def test_a_model_may_be_compiled_while_a_clipper_is_attached():
     model, x = made(), torch.randn(5, 4, dtype=torch.float64)
     with clip(model, 0.5) as clipper:
@@ -75,6 +76,7 @@ def test_a_model_may_be_compiled_while_a_clipper_is_attached():
         assert_close(clipper.backward(losses_of(compiled(x))).norms, expected)
 
 
+@pytest.mark.slow
 def test_a_compiled_step_raises_while_gradients_wait():
     model, x = made(), torch.randn(5, 4, dtype=torch.float64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

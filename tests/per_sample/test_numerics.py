@@ -186,7 +186,7 @@ class Mixed(nn.Module):
         return losses_of(self.conv(x.transpose(1, 2))) + losses_of(self.recurrent(x)[0])
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("default", DEFAULTS)
 def test_defaults_of_the_process_do_not_matter(default):
     model, words = Mixed(), torch.randint(0, 9, (6, 5))

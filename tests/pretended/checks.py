@@ -118,13 +118,13 @@ def entries_agree(dtype: torch.dtype) -> None:
     """
     for entry in ENTRIES if dtype == torch.float32 else DISTINCT:
         expected = trained(entry, dtype, CPU, fast=False)
-        for fast in (True, False) if dtype == torch.float32 else (True,):
+        for fast in (True, False) if dtype == torch.float32 and not entry.varies else (True,):
             agree(trained(entry, dtype, CUDA, fast=fast), expected, (entry.name, fast), dtype)
 
 
 def steps_do_not_wait(dtype: torch.dtype) -> None:
     """A warm step neither waits for the device nor copies from or to the host; a policy to skip steps waits once."""
-    for entry in ENTRIES if dtype == torch.float32 else DISTINCT:
+    for entry in ENTRIES if dtype == torch.float32 else DISTINCT[::2]:
         params = params_of([p.detach() for p in parameters(dtype)], CUDA)
         optimizer = Modular(params, entry.make())
         for row in gradients(params, 4):

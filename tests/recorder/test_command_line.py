@@ -40,6 +40,7 @@ def test_suggest_prints_the_suggestion(options, share, file, capsys):
     assert capsys.readouterr().out == f"{read_record(file).suggest_max_norm(share)}\n"
 
 
+@pytest.mark.slow
 def test_suggest_draws(file, tmp_path):
     pytest.importorskip("matplotlib")
     assert main(["suggest", str(file), "--plot", str(tmp_path / "limit.png")]) == 0

@@ -111,6 +111,7 @@ def train(rate):
     return recorder
 
 
+@pytest.mark.slow
 def test_a_training_with_warm_up_and_decay_has_no_sign():
     def rate(step):
         return min(step / 60, 1) * (0.5 + 0.5 * math.cos(math.pi * max(step - 60, 0) / 240))
@@ -118,6 +119,7 @@ def test_a_training_with_warm_up_and_decay_has_no_sign():
     assert train(rate).early_signs() == []
 
 
+@pytest.mark.slow
 def test_an_update_that_is_too_large_is_among_the_spikes_although_the_norm_is_usual():
     recorder = train(lambda step: 30.0 if step == 200 else 1.0)
     found = recorder.early_signs()

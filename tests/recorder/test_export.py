@@ -69,7 +69,7 @@ def test_csv(recorder, tmp_path):
     assert float(rows[1]["clip_norm/factor"]) == 0.5
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("begin", ['{"kind": "run", "version": 1', ' \n{"kind":"run"'])
 def test_no_export_writes_over_the_file_of_a_recorder(begin, tmp_path):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")

@@ -48,7 +48,7 @@ EXTREME = records.EXTREME | {
 }
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXTREME)
 def test_extreme_records_are_drawn(name, tmp_path):
     figure = draw_record(EXTREME[name], tmp_path / "norms.png")
@@ -108,6 +108,7 @@ def test_a_spike_is_visible_among_100_000_steps():
     assert "step 51,234" in texts(figure)
 
 
+@pytest.mark.slow
 def test_the_loss_is_drawn_if_known():
     assert "loss" not in texts(draw_record(made([1.0] * 30)))
     assert "loss" in texts(draw_record(made([1.0] * 30, loss=column([2.0] * 30))))
@@ -126,6 +127,7 @@ def test_of_500_layers_those_that_stood_out_most_are_named():
     assert "inf or NaN" in shown
 
 
+@pytest.mark.slow
 def test_names_of_layers_do_not_overlap():
     layers = [f"model.{'very_' * 10}long.{i}.weight" for i in range(25)]
     record = made(spiky(), layers=layers)
@@ -136,6 +138,7 @@ def test_names_of_layers_do_not_overlap():
     assert min(box.x0 for box in boxes) >= 0
 
 
+@pytest.mark.slow
 def test_labels_of_steps_do_not_overlap():
     norms = [1.0] * 2000
     for step in range(100, 2000, 40):
@@ -164,6 +167,7 @@ def test_a_series_shows_what_was_left_out_and_its_spikes():
     assert sum(bar.get_width() for bar in side.patches) == 1000 - found.series["joint"].start
 
 
+@pytest.mark.slow
 def test_at_most_six_groups_are_drawn_and_the_others_counted():
     norms = {f"group {i}": torch.linspace(0.9, 1.1, 50).double() for i in range(8)}
     found = suggested(norms, 0.01, "group")

@@ -61,6 +61,7 @@ def test_full_rings_are_appended(path):
     assert [row["kind"] for row in lines(path)].count("run") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*layers are inf or NaN")
 def test_what_is_read_is_what_was_written(path):
     optimizer, recorder = start(path, keep=300, ratios_every=50)
@@ -196,7 +197,7 @@ def test_a_copy_writes_no_file(path):
     assert read_record(path).steps == list(range(10))
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("keep", "spike", "end"), [(10, 105, 120), (100, 205, 210), (1000, 1005, 1010)])
 def test_the_layers_of_a_spike_are_written_however_few_steps_come_with_it(path, keep, spike, end):
     optimizer, recorder = start(path, keep=keep)
@@ -386,7 +387,7 @@ def records(path, barrier, index):
 def test_processes_on_one_fresh_path(tmp_path, has_ranks, monkeypatch):
     context = multiprocessing.get_context("fork")
     start(tmp_path / "first.jsonl")  # the first optimizer of a process imports a lot
-    for k in range(20):
+    for k in range(8):
         path, barrier = tmp_path / f"{k}.jsonl", context.Barrier(4)
         processes = []
         for index in range(4):

@@ -112,6 +112,7 @@ def test_a_layer_that_stood_out_stays():
     assert recorder.step == 60
 
 
+@pytest.mark.slow
 def test_of_many_layers_few_are_sent_and_those_that_stand_out_most_are_always_among_them():
     points = {}
     params = [(f"{k}", nn.Parameter(torch.ones(1))) for k in range(100)]

@@ -168,6 +168,7 @@ def test_lost_steps_are_counted(write):
         assert read_record(path).steps == [0, 1, 5, 6, 9]
 
 
+@pytest.mark.slow
 def test_many_resumes_are_read_in_moments(write):
     lines = [line for k in range(3000) for line in (run_line(f"r{k}", k, f"r{k - 1}" if k else None), step(k, f"r{k}"))]
     begin = time.perf_counter()
@@ -175,6 +176,7 @@ def test_many_resumes_are_read_in_moments(write):
     assert time.perf_counter() - begin < 20  # quadratic reading takes minutes
 
 
+@pytest.mark.slow
 def test_a_long_file_is_read_in_moments(write):
     path = write(run_line("x"), *[step(k, "x", metrics={"clip_norm/limit": 1.0}) for k in range(20_000)])
     begin = time.perf_counter()

@@ -719,7 +719,7 @@ def test_a_compiled_step_of_another_optimizer_does_not_compile_anew():
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("default", DEFAULTS)
 def test_defaults_of_the_process_do_not_matter(default, tmp_path):
     net = model()

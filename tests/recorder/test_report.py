@@ -107,6 +107,7 @@ def page(tmp_path_factory):
     return report(run(), tmp_path_factory.mktemp("report"))
 
 
+@pytest.mark.slow
 def test_the_summary_counts_what_happened(page):
     assert (
         "100 steps were recorded: steps 0 to 99. The joint norm of all gradients had the median 1.418. The largest was "
@@ -234,7 +235,7 @@ EXTREME = records.EXTREME | {
 }
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXTREME)
 def test_extreme_records_have_a_page(name, tmp_path):
     page = report(EXTREME[name], tmp_path)

@@ -66,6 +66,7 @@ def test_the_file_is_written_every_30_seconds(tmp_path, monkeypatch):
     assert in_file(path) == list(range(11))
 
 
+@pytest.mark.slow
 def test_what_left_memory_is_read_from_the_file(tmp_path):
     optimizer, recorder = made(path=tmp_path / "run.jsonl", keep=20)
     train(optimizer, 300, sizes={50: 40.0, 290: 30.0})
