@@ -185,6 +185,7 @@ def test_a_mistake_is_refused_with_the_way_out(name):
         make()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("package", "callback"), [("transformers", "TrainerCallback"), ("lightning", "LightningCallback")]
 )

@@ -47,7 +47,9 @@ def test_chains_equal_one_process(fast):
     ("event", "names"),
     [
         ("", ["ClipNorm+AdamW", "gates", "a joint child"]),
-        ("nobody", ["statistics of one process", "schedule", "gates", "gradients before"]),
+        pytest.param(
+            "nobody", ["statistics of one process", "schedule", "gates", "gradients before"], marks=pytest.mark.slow
+        ),
         ("empty", ["joint statistics", "norms of averages", "joint std", "gates"]),
         pytest.param("all empty", programs.names("empty"), marks=pytest.mark.slow, id="all empty"),
     ],

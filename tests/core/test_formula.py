@@ -241,8 +241,8 @@ def assert_traced(call, *given):
     torch.testing.assert_close((found, own), (call(*others), others))
 
 
+@pytest.mark.quick_cases(1)
 @needs_compiler
-@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("entry", [e for e in ENTRIES if acts_on_elements(e.make())], ids=str)
 def test_every_change_and_every_formula_is_one_graph(entry):
     transform, x = entry.make(), torch.linspace(-3, 3, 12)

@@ -677,6 +677,7 @@ def test_a_copy_has_no_transforms_and_warns_once_by_name(copied):
     assert weight.tolist() == pytest.approx([-6.6, -8.8])
 
 
+@pytest.mark.slow
 def test_a_copy_in_another_process_warns_too(tmp_path):
     """That process never calls `before_step`."""
     optimizer = sgd([one()])

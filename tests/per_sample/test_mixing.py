@@ -205,6 +205,7 @@ def test_each_sample_is_in_a_half_without_each_other_one_in_the_steps_that_are_d
     assert torch.equal(parted, ~torch.eye(count, dtype=torch.bool))
 
 
+@pytest.mark.slow
 def test_every_loss_that_reads_another_sample_is_seen_also_if_it_reads_very_little():
     """All ordered pairs of 16 samples, in as many checks as are due."""
     model, x = nn.Linear(1, 1), torch.randn(16, 1)

@@ -118,6 +118,7 @@ JUMPS = {
 }
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("kind", JUMPS)
 def test_a_jump_above_the_rounding_is_always_named(kind, tmp_path):
     model, name, factor = JUMPS[kind]
