@@ -20,7 +20,8 @@ NO_SETTINGS = frozenset({"params", "param_names", "chain", "skipped_steps", "con
 
 def as_builtin(value: Any) -> Any:
     """The value with numbers of NumPy as int and float, which ``weights_only`` loading needs, and lists as tuples."""
-    if isinstance(value, Real) and type(value) not in (bool, int, float):
+    kind: type = type(value)
+    if isinstance(value, Real) and kind not in (bool, int, float):
         return int(value) if isinstance(value, Integral) else float(value)
     return tuple(map(as_builtin, value)) if isinstance(value, tuple | list) else value  # pyright: ignore[reportUnknownVariableType]
 
@@ -69,7 +70,7 @@ def number(name: str, value: object) -> None:
                 "Modular and of functions, and transforms take none"
             )
         hint = "; functions of the step go into the constructor, or into a new param group" if callable(value) else ""
-        hint = ": write float(...)" if isinstance(value, Real) and not isinstance(value, bool) else hint
+        hint = ": write float(...)" if isinstance(value, Real) and hasattr(value, "item") else hint
         raise TypeError(f"{name} must be a number, got {value!r} ({type(value).__name__}){hint}")
     if isinstance(value, int) and abs(value) >= 2**63:
         raise ValueError(f"{name} must be less than 2**63 if it is an int, got a larger int")
