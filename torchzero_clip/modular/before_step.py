@@ -318,7 +318,7 @@ def before_step(
     front = partial(
         Front,
         found.param_groups,
-        listed,
+        transforms,
         module=module,
         nonfinite=nonfinite,
         max_consecutive_skips=max_consecutive_skips,
