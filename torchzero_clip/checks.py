@@ -18,12 +18,17 @@ NO_SETTINGS = frozenset({"params", "param_names", "chain", "skipped_steps", "con
 """Keys of param groups that are not settings."""
 
 
-def as_builtin(value: Any) -> Any:
-    """The value with numbers of NumPy as int and float, which ``weights_only`` loading needs, and lists as tuples."""
+def as_number(value: Any) -> Any:
+    """The value, with a number of NumPy as int or float, which ``weights_only`` loading needs."""
     kind: type = type(value)
     if isinstance(value, Real) and kind not in (bool, int, float):
         return int(value) if isinstance(value, Integral) else float(value)
-    return tuple(map(as_builtin, value)) if isinstance(value, tuple | list) else value  # pyright: ignore[reportUnknownVariableType]
+    return value
+
+
+def as_builtin(value: Any) -> Any:
+    """As `as_number`, also in lists, which become tuples."""
+    return tuple(map(as_builtin, value)) if isinstance(value, tuple | list) else as_number(value)  # pyright: ignore[reportUnknownVariableType]
 
 
 def is_numeric(value: Any) -> bool:

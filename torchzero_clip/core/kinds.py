@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 from torch import Tensor
 from typing_extensions import override
 
-from torchzero_clip.checks import as_builtin, scalar
+from torchzero_clip.checks import as_number, scalar
 from torchzero_clip.core.schedules import at
 from torchzero_clip.core.step import Step
 from torchzero_clip.core.transform import Transform
@@ -197,8 +197,8 @@ class UpdateRule(Transform):
         name: str | None = None,
     ) -> None:
         if lr is not None:
-            scalar("lr", as_builtin(at(lr, 0)))
-        self.lr = as_builtin(lr)
+            scalar("lr", as_number(at(lr, 0)))
+        self.lr = as_number(lr)
         super().__init__(defaults, target=target, name=name)
 
     def variant(self, setting: Setting) -> Hashable:
