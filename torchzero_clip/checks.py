@@ -6,6 +6,7 @@ Comparisons are written so that NaN fails them. The checks in `Transform.checks`
 import inspect
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from numbers import Integral, Real
 from typing import Any, TypeAlias
 
 import torch
@@ -13,12 +14,21 @@ from torch import Tensor, nn
 
 Check: TypeAlias = Callable[[str, Any], None]
 
+NO_SETTINGS = frozenset({"params", "param_names", "chain", "skipped_steps", "consecutive_skips", "schedule_step"})
+"""Keys of param groups that are not settings."""
+
+
+def as_number(value: Any) -> Any:
+    """The value, with a number of NumPy as int or float, which ``weights_only`` loading needs."""
+    kind: type = type(value)
+    if isinstance(value, Real) and kind not in (bool, int, float):
+        return int(value) if isinstance(value, Integral) else float(value)
+    return value
+
 
 def as_builtin(value: Any) -> Any:
-    """The value with NumPy's float64 as float, which ``weights_only`` loading needs, and lists as tuples."""
-    if isinstance(value, float) and type(value) is not float:
-        return float(value)
-    return tuple(map(as_builtin, value)) if isinstance(value, tuple | list) else value  # pyright: ignore[reportUnknownVariableType]
+    """As `as_number`, also in lists, which become tuples."""
+    return tuple(map(as_builtin, value)) if isinstance(value, tuple | list) else as_number(value)  # pyright: ignore[reportUnknownVariableType]
 
 
 def is_numeric(value: Any) -> bool:
@@ -44,8 +54,7 @@ def needs_closure(optimizer_class: Any) -> bool:
 
 def setting_name(key: str) -> None:
     """Raise if param groups use the name for something else, or if it would break qualified keys."""
-    taken = ("params", "param_names", "chain", "skipped_steps", "consecutive_skips", "schedule_step")
-    if key in taken or "." in key or ":" in key or key.startswith("/"):
+    if key in NO_SETTINGS or "." in key or ":" in key or key.startswith("/"):
         raise ValueError(f"{key!r} cannot be the name of a setting")
 
 
@@ -66,6 +75,7 @@ def number(name: str, value: object) -> None:
                 "Modular and of functions, and transforms take none"
             )
         hint = "; functions of the step go into the constructor, or into a new param group" if callable(value) else ""
+        hint = ": write float(...)" if isinstance(value, Real) and hasattr(value, "item") else hint
         raise TypeError(f"{name} must be a number, got {value!r} ({type(value).__name__}){hint}")
     if isinstance(value, int) and abs(value) >= 2**63:
         raise ValueError(f"{name} must be less than 2**63 if it is an int, got a larger int")

@@ -4,6 +4,7 @@ import copy
 import gc
 import io
 import pickle
+import re
 import subprocess
 import sys
 import weakref
@@ -256,7 +257,7 @@ def test_what_changes_parameters_is_refused(transform):
     if isinstance(transform, WeightDecay):
         before_step(sgd([one()]), transform)
         return
-    with pytest.raises(TypeError, match=r"the optimizer takes the step: leave out \w+\("):
+    with pytest.raises(TypeError, match=re.escape(f"the optimizer takes the step: leave out {transform!r}")):
         before_step(sgd([one()]), ClipNorm(1), transform)
 
 

@@ -298,8 +298,19 @@ REFUSED = {
         lambda: Clipped(parameters(), foo=1.0),
         "'foo'; there are: max_norm, betas, eps, weight_decay, lr",
     ),
-    "structure": (lambda: Clipped(parameters(), dim=None), "no transform has a setting 'dim'"),
-    "an option": (lambda: Clipped(parameters(), nonfinite="skip"), "no transform has a setting 'nonfinite'"),
+    "structure": (
+        lambda: Clipped(parameters(), dim=None),
+        "no transform has a setting 'dim': write ClipNorm(dim=...) in Modular.of(...)",
+    ),
+    "an option": (
+        lambda: Clipped(parameters(), nonfinite="skip"),
+        "no transform has a setting 'nonfinite': write Modular.of(..., nonfinite=...)",
+    ),
+    "how torch computes": (lambda: Clipped(parameters(), foreach=True), "'foreach': leave it out"),
+    "a structure of the optimizer": (
+        lambda: Clipped(parameters(), fused=False),
+        "write AdamW(fused=...) in Modular.of",
+    ),
     "a third argument": (lambda: Clipped(parameters(), 0.1, 0.9), "Modular takes at most 2 arguments without a name"),
     "several rates": (
         lambda: Modular.of(Muon(0.02).only(is_matrix), AdamW(3e-4).without(is_matrix))(parameters(), lr=0.1),

@@ -9,7 +9,20 @@ from contract.entries import is_matrix
 from contract.training import parameters, train
 from torch import nn
 
-from torchzero_clip import SGD, AdaGC, Adam, AdamW, ClipNorm, ClipValue, Modular, Muon, WeightDecay, from_torch_optim
+from torchzero_clip import (
+    SGD,
+    AdaGC,
+    Adam,
+    AdamW,
+    ClipNorm,
+    ClipValue,
+    Modular,
+    Muon,
+    WeightDecay,
+    clip_grad_norm_,
+    clip_grad_value_,
+    from_torch_optim,
+)
 
 
 def test_overrides_split_a_group_in_the_order_of_first_parameters():
@@ -43,13 +56,27 @@ def test_empty_groups_stay_where_they_are():
         Modular([{"params": {weight}}], clip)
 
 
-def test_lists_and_numpy_floats_become_what_checkpoints_can_hold():
+@pytest.mark.parametrize("kind", ["float64", "float32", "float16"])
+def test_lists_and_numbers_of_numpy_become_what_checkpoints_can_hold(kind):
     numpy = pytest.importorskip("numpy")
-    weight = nn.Parameter(torch.zeros(1))
-    groups = [{"params": [weight], "eps": numpy.float64(0.5)}]
-    optimizer = Modular(groups, ClipNorm(numpy.float64(1)), Adam(betas=[0.8, 0.9]))
+    half, two = getattr(numpy, kind)(0.5), numpy.int64(2)
+    weight = nn.Parameter(torch.zeros(2))
+    groups = [{"params": [weight], "eps": half}]
+    optimizer = Modular(groups, ClipNorm(two), Adam(half, betas=[0.75, half]))
     group = optimizer.param_groups[0]
-    assert (type(group["max_norm"]), type(group["eps"]), group["betas"]) == (float, float, (0.8, 0.9))
+    values = [group[key] for key in ("max_norm", "eps", "lr", "betas")]
+    assert values == [2, 0.5, 0.5, (0.75, 0.5)]
+    assert [*map(type, values), type(group["betas"][1])] == [int, float, float, tuple, float]
+    for limit in (two, half):
+        weight.grad = torch.tensor([3.0, 4.0])
+        assert clip_grad_norm_([weight], limit).item() == 5
+        assert weight.grad.norm().item() == pytest.approx(limit)
+    clip_grad_value_([weight], half / 4)
+    assert weight.grad.tolist() == [0.125, 0.125]
+    group["max_norm"] = half
+    if kind != "float64":  # a subclass of float
+        with pytest.raises(TypeError, match=f"max_norm must be a number, got .*{kind}.*: write float"):
+            optimizer.step()
 
 
 def test_checkpoint_order_of_overrides_is_stable_under_deepcopy():

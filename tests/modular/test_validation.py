@@ -9,7 +9,18 @@ import torch.distributed as dist
 from contract.training import assert_equal, gradients, parameters, set_grads, train, values
 from torch import nn
 
-from torchzero_clip import SGD, Adam, ClipNorm, ClipNormByEMA, ClipNormGrowth, Modular, SkipStep, TensorwiseTransform
+from torchzero_clip import (
+    SGD,
+    Adam,
+    ClipNorm,
+    ClipNormByEMA,
+    ClipNormGrowth,
+    Modular,
+    SkipStep,
+    TensorwiseTransform,
+    clip_grad_norm_,
+    normalize_grads_,
+)
 
 
 @pytest.mark.parametrize("mark", ["_is_flat_param", "_fsdp_flattened"])
@@ -136,6 +147,16 @@ def test_meta_parameters_with_meta_gradients_are_refused(chain):
     with pytest.raises(RuntimeError, match="is on the meta device and has no values"):
         optimizer.step()
     assert not optimizer.state
+
+
+@pytest.mark.parametrize("dim", [None, "global"])
+@pytest.mark.parametrize("function", [clip_grad_norm_, normalize_grads_])
+def test_functions_name_gradients_on_the_meta_device_beside_others(function, dim):
+    params = [nn.Parameter(torch.ones(3, device=device)) for device in ("cpu", "meta")]
+    set_grads(params, [torch.ones(3, device=param.device) for param in params])
+    with pytest.raises(RuntimeError, match="some gradients are on the meta device, where they have no values"):
+        function(params, 0.5, dim=dim)
+    assert params[0].grad.tolist() == [1.0] * 3
 
 
 @pytest.mark.parametrize("number", [torch.zeros(5), torch.zeros(1)], ids=["five", "one"])

@@ -135,6 +135,51 @@ def test_groups_differ_and_clipping_comes_first():
     torch.testing.assert_close(params, other, rtol=1e-4, atol=1e-6)
 
 
+class ReadsGroups(optim.Optimizer):
+    """Has arguments that are no numbers, and reads keys of groups that are no arguments, as Muon of timm does."""
+
+    def __init__(self, params, lr=0.1, flip=False):
+        super().__init__(params, {"lr": lr, "flip": flip})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                update = param.grad * group.get("scale", 1.0)
+                if "mix" in group:
+                    average = self.state[param].setdefault("average", torch.zeros_like(param))
+                    update = average.lerp_(update, group["mix"])
+                param.add_(-update if group["flip"] else update, alpha=-group["lr"])
+
+
+def test_keys_of_groups_that_are_no_settings_reach_the_optimizer():
+    keys = [{"flip": True}, {"scale": 0.5, "mix": 0.25}, {}, {}]
+
+    def build(kind):
+        params = parameters()
+        return params, kind([{"params": [p], **own} for p, own in zip(params, keys, strict=True)])
+
+    def chain(groups):
+        return Modular(groups, ClipNorm(1e9, dim="global"), Wrap(ReadsGroups))
+
+    (params, optimizer), (other, reference) = build(chain), build(ReadsGroups)
+    rows = gradients(params, 6)
+    for o, own in ((optimizer, params), (reference, other)):
+        train(o, own, rows[:3])
+        o.param_groups[2]["flip"] = True
+        train(o, own, rows[3:4])
+    assert_equal(params, other)
+    resumed, again = build(chain)
+    with torch.no_grad():
+        for param, value in zip(resumed, values(params), strict=True):
+            param.copy_(value)
+    again.load_state_dict(through_file(optimizer.state_dict()))
+    for o, own in ((optimizer, params), (again, resumed), (reference, other)):
+        train(o, own, rows[4:])
+    assert_equal(params, other)
+    assert_equal(resumed, other)
+
+
 def test_scopes_share_one_checkpoint():
     params, other = parameters(), parameters()
 

@@ -1,12 +1,16 @@
 """Models that torch.compile compiles, before or after a clipper is attached: captured layers run outside of it."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
 from per_sample.harness import Net, assert_close, clip, losses_of
 from torch import nn
 from torch.nn import functional as F
+from versions import needs_compiler
+
+from torchzero_clip import SGD, ConstantFlatClipper, Modular, PerSampleGradientClipper, PrivateGradientClipper
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute"),  # torch.compile's own
@@ -87,3 +91,26 @@ def test_a_compiled_step_raises_while_gradients_wait():
         losses_of(model(x)).mean().backward()
         with pytest.raises(RuntimeError, match="wait to be clipped"):
             step()
+
+
+@needs_compiler
+@pytest.mark.parametrize("private", [False, True])
+def test_a_step_in_one_graph_is_checked_too(private):
+    model, x = made(), torch.randn(5, 4, dtype=torch.float64)
+    optimizer = Modular(model, SGD(0.1))
+    step = torch.compile(optimizer.step, backend="eager", fullgraph=True)
+    limit = ConstantFlatClipper(1.0)
+    private_clipper = partial(PrivateGradientClipper, noise_multiplier=0.0, expected_batch_size=5)
+    with (private_clipper if private else PerSampleGradientClipper)(model, limit) as clipper:
+        for k in range(4):
+            with torch._dynamo.config.patch(error_on_recompile=k > 1):
+                clipper.backward(losses_of(model(x)))
+                clipper.pre_step() if private else None
+                before = model.last.bias.detach().clone()
+                step()
+                assert_close(model.last.bias.detach(), before - 0.1 * model.last.bias.grad)
+        clipper.backward(losses_of(model(x))) if private else losses_of(model(x)).mean().backward()
+        with pytest.raises(torch._dynamo.exc.Unsupported, match=r"call (clipper.pre_step\(\)|either clipper.backward)"):
+            step()
+    clipper.discard()
+    step()

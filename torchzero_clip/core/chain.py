@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from torchzero_clip.checks import instance
-from torchzero_clip.core.kinds import Gate
+from torchzero_clip.core.kinds import FinalRule, Gate
 from torchzero_clip.core.nodes import Node, Nodes
 from torchzero_clip.core.schedules import at
 from torchzero_clip.core.step import Step
@@ -42,7 +42,7 @@ class Composite(Transform):
         # The first transform with a setting stores it under its bare name, later ones under their path. Gates, and the
         # children of composites other than chains, always use their path.
         found: list[Node] = []
-        taken: set[str] = set()
+        taken: set[str] = set()  # complete when the last node is made
 
         def add(composite: Composite, prefix: str, outer: tuple[Transform, ...], bare: bool) -> None:
             for name, transform in composite.transforms.items():
@@ -52,7 +52,8 @@ class Composite(Transform):
                 taken.update(keys.values())
                 inside = transform.transforms if isinstance(transform, Composite) else ()
                 global_keys = tuple(transform.init_global_state())
-                facts = frozenset(inside), transform.has_state(), is_ours(transform)
+                stored = taken if isinstance(transform, FinalRule) else None
+                facts = frozenset(inside), transform.has_state(), is_ours(transform), stored
                 found.append(Node(path, transform, outer, keys, global_keys, *facts))
                 if isinstance(transform, Composite):
                     add(transform, f"{path}/", (*outer, transform), may_be_bare and isinstance(transform, Chain))

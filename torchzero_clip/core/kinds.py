@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 from torch import Tensor
 from typing_extensions import override
 
-from torchzero_clip.checks import scalar
+from torchzero_clip.checks import as_number, scalar
 from torchzero_clip.core.schedules import at
 from torchzero_clip.core.step import Step
 from torchzero_clip.core.transform import Transform
@@ -197,8 +197,8 @@ class UpdateRule(Transform):
         name: str | None = None,
     ) -> None:
         if lr is not None:
-            scalar("lr", at(lr, 0))
-        self.lr = lr
+            scalar("lr", as_number(at(lr, 0)))
+        self.lr = as_number(lr)
         super().__init__(defaults, target=target, name=name)
 
     def variant(self, setting: Setting) -> Hashable:
@@ -218,7 +218,10 @@ class FinalRule(NeverApplied, UpdateRule):
 
     @abstractmethod
     def take_step(self, updates: list[Tensor], step: Step) -> None:
-        """Change parameters and state by updates, which may be modified. Settings include those of later transforms."""
+        """Change parameters and state by updates, which may be modified.
+
+        Settings include those of later transforms, and the keys of other packages in the param group.
+        """
 
 
 class Retraction(FinalRule):

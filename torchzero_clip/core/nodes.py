@@ -1,11 +1,12 @@
 """The transforms of a chain as a flat list: where each stands, and where its settings and its state are stored."""
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
+from torchzero_clip.checks import NO_SETTINGS
 from torchzero_clip.compat import cpu_by_default
 from torchzero_clip.core.kinds import FinalRule, Gate, Scaling, UpdateRule
 from torchzero_clip.core.scope import NamedParam, Scope
@@ -25,6 +26,7 @@ class Node:
     children: frozenset[str]  # the names of its own children, if it is a composite
     has_state: bool  # its parameters may have state
     is_ours: bool  # its class is of this package, so it needs no checks: tests make them
+    stored: Set[str] | None  # the keys of the whole chain, if it reads the others in param groups too
 
     @property
     def scope(self) -> Scope:
@@ -35,8 +37,12 @@ class Node:
         return scope
 
     def settings(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """Its settings in a param group."""
-        return {key: group[stored] for key, stored in self.storage_keys.items()}
+        """Its settings in a param group, and the keys of other packages if it reads them."""
+        own = {key: group[stored] for key, stored in self.storage_keys.items()}
+        if self.stored is None:
+            return own
+        others = group.keys() - self.stored - NO_SETTINGS
+        return {key: group[key] for key in others if "/" not in key and ":" not in key} | own
 
     def state(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Its state of a parameter, without the prefix."""
@@ -167,5 +173,7 @@ def _is_in(path: str, outer: str) -> bool:
 
 def _same(one: Setting, other: Setting) -> bool:
     """True if settings are equal. Tensors have to be one object, because comparing them would wait for the device."""
-    pairs = [(value, other[key]) for key, value in one.items()]
-    return all(a is b or (not (isinstance(a, Tensor) or isinstance(b, Tensor)) and a == b) for a, b in pairs)
+    pairs = [(value, other.get(key)) for key, value in one.items()]
+    return one.keys() == other.keys() and all(
+        a is b or (not (isinstance(a, Tensor) or isinstance(b, Tensor)) and a == b) for a, b in pairs
+    )

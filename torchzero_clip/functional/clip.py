@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from torchzero_clip.checks import non_negative, scalar
+from torchzero_clip.checks import as_number, non_negative, scalar
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.measure import Slicing, cut
 from torchzero_clip.functional.metric import Metric
@@ -21,6 +21,7 @@ TINY = 1e-12  # slices with a norm up to this are not normalized, because only n
 
 def read_limit(name: str, value: float | Tensor) -> float | Tensor:
     """The limit as a number; as the tensor that it is, unread, if reading would wait for a device or break a graph."""
+    value = as_number(value)
     scalar(name, value)
     if not isinstance(value, Tensor) or not may_look(value):
         return value

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from torchzero_clip.checks import boolean, finite, non_negative
+from torchzero_clip.checks import as_number, boolean, finite, non_negative
 from torchzero_clip.functional.clip import (
     centralize_,
     clip_factor,
@@ -170,6 +170,7 @@ def clip_grad_value_(params: Tensors, value: float) -> None:
         >>> weight.grad
         tensor([ 1.0000, -0.5000])
     """
+    value = as_number(value)
     non_negative("value", value)
     given = tensors_of("params", params)
     ordinary = ordinary_gradients(given)

@@ -318,7 +318,7 @@ def before_step(
     front = partial(
         Front,
         found.param_groups,
-        listed,
+        transforms,
         module=module,
         nonfinite=nonfinite,
         max_consecutive_skips=max_consecutive_skips,
@@ -349,10 +349,8 @@ _WARNED: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 def _warn_of_copy(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Warn before the first step of an optimizer that has lost its transforms, as copies and pickles lose hooks."""
-    if torch.compiler.is_compiling():
-        return
     groups = optimizer.param_groups
-    if not groups or KEY not in groups[0] or optimizer in _WARNED:
+    if not groups or KEY not in groups[0] or torch.compiler.is_compiling() or optimizer in _WARNED:
         return
     if not any(handle.has(groups[0]) for handle in _HANDLES):  # the groups of SAM are those of its base optimizer
         _WARNED.add(optimizer)

@@ -3,7 +3,7 @@
 import copyreg
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from keyword import iskeyword
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +11,9 @@ from uuid import uuid4
 
 from torchzero_clip.checks import as_builtin
 from torchzero_clip.core.chain import Chain, Transforms, as_written, flatten, rebuilt
+from torchzero_clip.core.group_keys import HOW
 from torchzero_clip.core.learning_rate import rates_of, with_learning_rate
+from torchzero_clip.core.nodes import Nodes
 from torchzero_clip.core.schedules import at
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.hints import check_call, did_you_mean
@@ -112,6 +114,8 @@ def _constructor(base: Any, transforms: tuple[Transform, ...], options: dict[str
     nodes = Chain(*with_learning_rate(list(flatten(transforms)))).nodes()
 
     def __init__(self: Any, params: Any, lr: Any = None, **settings: Any) -> None:  # noqa: N807
+        if unknown := [key for key in settings if key not in nodes.storage_keys.values()]:
+            raise TypeError(f"no transform has a setting {unknown[0]!r}{_way_out(unknown[0], base, transforms, nodes)}")
         self.given = settings if lr is None else {"lr": lr, **settings}
         base.__init__(self, params, *transforms, **options)
 
@@ -123,16 +127,26 @@ def _constructor(base: Any, transforms: tuple[Transform, ...], options: dict[str
     return __init__
 
 
+def _way_out(name: str, base: type, transforms: Sequence[Transform], nodes: Nodes) -> str:
+    """Where an argument belongs that is no setting."""
+    kinds = [type(transform) for transform in transforms if name in inspect.signature(type(transform)).parameters]
+    if kinds:
+        return f": write {kinds[0].__name__}({name}=...) in {base.__name__}.of(...)"
+    if name in inspect.signature(base).parameters:
+        return f": write {base.__name__}.of(..., {name}=...)"
+    if name in HOW:
+        return ": leave it out, because it does not change the result of a step"
+    return did_you_mean(name, nodes.storage_keys.values())
+
+
 def configured(chain: Chain, given: Mapping[str, Any]) -> Chain:
-    """The chain with other settings. Raises if one does not exist."""
+    """The chain with other settings."""
     if not given:
         return chain
     nodes = chain.nodes()
     places = {stored: (node.path, key) for node in nodes for key, stored in node.storage_keys.items()}
     changed: defaultdict[str, dict[str, Any]] = defaultdict(dict)
     for name, value in given.items():
-        if name not in places:
-            raise TypeError(f"no transform has a setting {name!r}{did_you_mean(name, places)}")
         path, key = places[name]
         changed[f"/{path}"][key] = value
     if "lr" in given and (rates := rates_of(nodes)):

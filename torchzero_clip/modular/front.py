@@ -7,7 +7,7 @@ from torch import nn
 from typing_extensions import override
 
 from torchzero_clip.compat import any_distributed
-from torchzero_clip.core.chain import Composite
+from torchzero_clip.core.chain import Chain, Composite, Transforms, as_written
 from torchzero_clip.core.kinds import UpdateRule
 from torchzero_clip.core.learning_rate import LR
 from torchzero_clip.core.transform import Transform
@@ -34,12 +34,14 @@ class Front(Modular):
     def __init__(
         self,
         groups: Sequence[Group],
-        transforms: Sequence[Transform],
+        transforms: Sequence[Transforms],
         scale: DeliveredScale,
         *,
         module: nn.Module | None,
         **options: Any,
     ) -> None:
+        for transform in as_written(transforms):
+            _refuse(transform, transform)
         self._delivery = Deliver(scale)
         self._names_in = module
         self._followed = groups
@@ -52,8 +54,6 @@ class Front(Modular):
 
     @override
     def _completed(self, transforms: list[Transform]) -> list[Transform]:
-        for transform in transforms:
-            _refuse(transform)
         return transforms
 
     def forget_loss(self) -> None:
@@ -168,12 +168,13 @@ def _with_names(group: Group, known: Mapping[int, str] | None) -> Group:
     return {"params": params if names is None else list(zip(names, params, strict=True)), **of_group}
 
 
-def _refuse(transform: Transform) -> None:
-    """Raise if a transform changes parameters, or gives parameters settings of their own."""
+def _refuse(transform: Transform, written: Transform) -> None:
+    """Raise if a transform, as it was written, changes parameters, or gives parameters settings of their own."""
+    is_one = isinstance(transform, Chain) and type(transform) is not Chain  # such as AdamW
     for child in transform.transforms.values() if isinstance(transform, Composite) else ():
-        _refuse(child)
+        _refuse(child, written if is_one else child)
     if isinstance(transform, UpdateRule | LR) or transform.target in ("params_direct", "params_difference"):
-        raise TypeError(f"the optimizer takes the step: leave out {transform!r}")
+        raise TypeError(f"the optimizer takes the step: leave out {written!r}")
     if transform.overrides:
         raise ValueError(
             f"{transform!r} has set_param_groups, and before_step has one group of settings for each group of the "

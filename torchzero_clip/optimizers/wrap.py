@@ -116,6 +116,7 @@ class Wrap(FinalRule):
         """The state of the optimizer after a step on a gradient of zeros."""
         twin = nn.Parameter(param.detach().clone())
         optimizer = constructed(self.optimizer_class, self._with(setting), twin)
+        optimizer.param_groups[0].update(setting)
         twin.grad = torch.zeros_like(twin)
         _step(optimizer)
         return dict(optimizer.state[twin])
@@ -143,10 +144,8 @@ class Wrap(FinalRule):
         optimizer.__dict__.update(self.template.__dict__)
         # detached tensors share the memory of the parameters; setting their .grad leaves that of the parameters alone
         params = [param.detach() for param in step.params]
-        optimizer.param_groups = [
-            {**self.template.param_groups[0], **{k: setting[k] for k in ("lr", *self._settings)}, "params": params[own]}
-            for setting, own in step.by_setting()
-        ]
+        group = self.template.param_groups[0]
+        optimizer.param_groups = [{**group, **setting, "params": params[own]} for setting, own in step.by_setting()]
         optimizer.state = defaultdict(dict)
         for param, update, state, setting in zip(params, updates, step.states, step.settings, strict=True):
             if self.template.state and not state:  # Adagrad has state before its first step

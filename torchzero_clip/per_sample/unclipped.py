@@ -8,7 +8,6 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from torchzero_clip.compat import never_compiled
 from torchzero_clip.private_losses import private_ids, refuse_loss
 
 
@@ -23,7 +22,6 @@ def watch_steps(owner: Any, check: Callable[[Any, Optimizer, bool], None]) -> Ca
     return end
 
 
-@never_compiled
 def _step(reference: "weakref.ref[Any]", check: Any, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     owner = reference()
     if owner is not None:
