@@ -57,9 +57,8 @@ from torchzero_clip.functional import foreach
 from torchzero_clip.functional.measure import L2, Measured, Slicing, by_setting, effect
 from torchzero_clip.functional.norms import whole_norm, whole_norms
 from torchzero_clip.functional.scratch import Scratch
-from torchzero_clip.types import Setting, State
+from torchzero_clip.types import Group, Setting, State
 
-Group: TypeAlias = dict[str, Any]
 Options: TypeAlias = tuple[bool, bool, object, object]
 """What decides about a step beside its chain and its tensors: maximize, keep_grads, parts and process_group."""
 Factor: TypeAlias = Callable[[float, Setting], float]
