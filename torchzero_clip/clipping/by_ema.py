@@ -131,7 +131,7 @@ class ClipNormByEMA(NormStatistics):
         found = tracked.averaged_(averages, own, self.slicing, begins_with_update=self.ema_init == "update")
         size = self._grown(averages, found, tracked)
 
-        ratio = tracked.norms / tracked.root(tracked.by_setting(_at_least_eps, size))
+        ratio = tracked.norms / tracked.root(tracked.by_setting(lambda own, values: values.clamp(min=own["eps"]), size))
         largest = tracked.by_setting(self._bounded, ratio).reciprocal()
         return torch.where(tracked.norms > 0, largest, 1.0)
 
@@ -327,7 +327,3 @@ def _largest(setting: Setting, prev: Tensor) -> Tensor:
     """The largest norm of an average that may follow on ``prev``."""
     growth = setting["max_ema_growth"]
     return torch.full_like(prev, torch.inf) if growth is None else (prev * growth).clamp(min=SMALLEST_GROWN)
-
-
-def _at_least_eps(setting: Setting, values: Tensor) -> Tensor:
-    return values.clamp(min=setting["eps"])

@@ -181,8 +181,8 @@ class Tracked:
         return torch.stack([own.get(k, one) for k in range(self._count)])
 
 
-def averaged(setting: Setting, average: Tensor, new: Tensor) -> Tensor:
-    return setting["beta"] * average + (1 - setting["beta"]) * new
+def averaged(setting: Setting, average: Tensor, new: Tensor, key: str = "beta") -> Tensor:
+    return setting[key] * average + (1 - setting[key]) * new
 
 
 class NormStatistics(Scaling):

@@ -87,10 +87,7 @@ class Scaling(NeverApplied):
         name: str | None = None,
     ) -> None:
         super().__init__(defaults, target=target, name=name)
-        self.ord = ord
-        self.dim: Dim = dim
-        self.inverse_dims = inverse_dims
-        self.min_size = min_size
+        self.ord, self.dim, self.inverse_dims, self.min_size = ord, dim, inverse_dims, min_size
         self.slicing = Slicing.checked(ord, dim, inverse_dims, min_size)
 
     def slice_dims(self, tensor: Tensor) -> tuple[int, ...]:

@@ -78,7 +78,9 @@ class Nodes:
         self.targets = {node.transform.target for node in nodes}
         self.joining = {node.path for node in nodes if _joins_tensors(node.transform)}
         """The paths of transforms whose result for a tensor may depend on others."""
-        self.joint = {node.path for node in nodes if any(_is_in(path, node.path) for path in self.joining)}
+        self.joint = {
+            node.path for node in nodes if any(f"{path}/".startswith(f"{node.path}/") for path in self.joining)
+        }
         """The paths in ``joining``, and those of composites around such a transform."""
         self.of_final_rules = tuple(f"{node.path}/" for node in nodes if isinstance(node.transform, FinalRule))
         """The prefixes of the state of final rules, which do not convert state of another dtype than the parameter."""
@@ -159,10 +161,6 @@ def _is_blind_to_zeros(transform: Transform) -> bool:
         return True
     # a joint norm of averages includes the average of every tensor that takes part
     return not (transform.slicing.metric.counts_zeros or transform.has_state())
-
-
-def _is_in(path: str, outer: str) -> bool:
-    return path == outer or path.startswith(f"{outer}/")
 
 
 def _same(one: Setting, other: Setting) -> bool:
