@@ -132,12 +132,9 @@ class ClipNormByEMA(NormStatistics):
         size = self._grown(averages, found, tracked)
 
         ratio = tracked.norms / tracked.root(tracked.by_setting(lambda own, values: values.clamp(min=own["eps"]), size))
-        largest = tracked.by_setting(self._bounded, ratio).reciprocal()
-        return torch.where(tracked.norms > 0, largest, 1.0)
-
-    def _bounded(self, setting: Setting, ratio: Tensor) -> Tensor:
-        """The ratios by which updates are divided."""
-        return ratio.clamp(min=self.slicing.metric.root(setting["eps"]) if self.NORMALIZE else 1.0)
+        root = self.slicing.metric.root
+        least = tracked.by_setting(lambda own, x: x.clamp(min=root(own["eps"]) if self.NORMALIZE else 1.0), ratio)
+        return torch.where(tracked.norms > 0, least.reciprocal(), 1.0)
 
     def _grown(self, averages: Sequence[Tensor], found: Measured, tracked: Tracked) -> Tensor:
         """Keep the averages from growing too fast, and return their norms."""

@@ -132,7 +132,6 @@ class Kernel(Protocol):
         self, params: list[Tensor], updates: list[Tensor], state: list[list[Tensor]], setting: Setting, scale: Any
     ) -> None:
         """Divide updates by ``scale``, and take the step of some parameters, or of parts of them, in place."""
-        ...
 
 
 class Fused(NamedTuple):

@@ -25,7 +25,6 @@ class Walking(Host, Protocol):
 
     def apply(self, node: Node, rows: list[int], updates: list[Tensor]) -> list[Tensor]:
         """Return the result of one transform for tensors."""
-        ...
 
 
 class Absence(Protocol):
@@ -33,11 +32,9 @@ class Absence(Protocol):
 
     def begin(self, step: Step) -> None:
         """Change what the transform sees of the step."""
-        ...
 
     def settle(self, node: Node, step: Step, chain_state: MutableMapping[str, Any]) -> None:
         """Decide which state of the whole chain is stored."""
-        ...
 
 
 class Company(ABC):

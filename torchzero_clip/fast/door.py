@@ -41,16 +41,9 @@ class FastWay:
         return self._beside[key]
 
     def begin(self, groups: list[Group], kept: Mapping[Tensor, State], options: Options, *given: Any) -> Planned | None:
-        """Begin a step by the plan. Return None, before any change, if there is no plan or it does not fit.
+        """Begin a step by the plan; ``given`` is as in `Planned`, from ``chain_state`` on.
 
-        Args:
-            groups: The param groups.
-            kept: The state of each parameter.
-            options: As in `Plan`.
-            *given: As in `Planned`, from ``chain_state`` on.
-
-        Raises:
-            ValueError: If a setting is out of range.
+        Return None, before any change, if there is no plan or it does not fit. Raise if a setting is out of range.
         """
         plan, self.plan = self.plan, None  # an error drops the plan
         found = (

@@ -282,14 +282,6 @@ def extent(vector: Tensor) -> tuple[float, float]:
     return smallest.item(), largest.item()
 
 
-def sums_over_ranks(parts: Sequence[Part], counts: Sequence[int], columns: Sequence[Tensor]) -> list[Tensor]:
-    """The sum of each column over all slices of all ranks, where a column has ``counts`` numbers for each part."""
-    if not any(part.spread for part in parts):
-        return [column.sum() for column in columns]
-    rows = [Part(v, (0,), p.size, p.spread) for c in columns for p, v in zip(parts, c.split(list(counts)), strict=True)]
-    return [chunk.sum() for chunk in pack(slice_sums(rows)).split(len(parts))]
-
-
 def whole_norms(tensors: Sequence[Tensor], scratch: Scratch | None) -> Tensor:
     """The L2 norm of each of some plain real tensors of one dtype on one device: a float64 vector."""
     # as by p_norms up to rounding: on CPU short tensors are measured together, on CUDA all in one call
