@@ -24,6 +24,7 @@ class Host(Protocol):
 
     def step_for(self, node: Node, rows: list[int], rest: Sequence[Node] = ()) -> Step:
         """What a transform sees of the step, with the settings of the ``rest`` of the chain beside its own."""
+        ...
 
     def store(self, node: Node, step: Step) -> None:
         """Store the state and the metrics of a transform."""

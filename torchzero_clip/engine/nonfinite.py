@@ -89,8 +89,8 @@ class StepPolicy:
         (total, lost, *of_gates), taking_part = _joint_norms(walk, [scopes[gate] for gate in gates])
         # a joint clip that comes first takes this norm of all processes instead of one more exchange
         walk.judged.joint_norm = total
-        asked_nodes = [(walk.nodes.by_path[gate], norm) for gate, norm in zip(gates, of_gates, strict=True)]
-        judged = [(node, norm, refusal(node, norm, _step_of_gate(walk, node))) for node, norm in asked_nodes]
+        pairs = [(walk.nodes.by_path[gate], norm) for gate, norm in zip(gates, of_gates, strict=True)]
+        judged = [(node, norm, refusal(node, norm, _step_of_gate(walk, node))) for node, norm in pairs]
         refused = [refusal.to(total.device) for _, _, refusal in judged]
         # gates decide by numbers that are equal on all processes, so the decisions are equal too
         numbers = torch.stack([x.double() for x in (total, lost, *refused, *taking_part)])
