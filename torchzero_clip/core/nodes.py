@@ -105,13 +105,10 @@ class Nodes:
     def checked_settings(
         self, groups: Sequence[Mapping[str, Any]], paths: Container[str] | None = None
     ) -> dict[str, list[Setting]]:
-        """The settings of each transform by its path, one dict per param group. Raises if a setting is out of range.
+        """The settings of each transform, or of those at ``paths``, by its path: one dict per param group.
 
-        Neighbouring groups with equal settings share one dict, so that one operation serves both.
-
-        Args:
-            groups: The param groups.
-            paths: The transforms; None for all.
+        Raises if a setting is out of range. Neighbouring groups with equal settings share one dict, so that one
+        operation serves both.
         """
         found: dict[str, list[Setting]] = {}
         for path, node in self.by_path.items():
