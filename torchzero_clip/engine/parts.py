@@ -38,7 +38,8 @@ class Parts:
         self._numbers, self._metrics, self.updated = [], {}, {}
         found = joint_metrics(nodes, torch.stack([numbers.vector(nodes, device) for numbers in parts]))
         paths = set[str]().union(*(numbers.paths for numbers in parts))
-        return metrics | {key: value for key, value in found.items() if key.rpartition("/")[0] in paths}
+        found = metrics | {key: value for key, value in found.items() if key.rpartition("/")[0] in paths}
+        return {key: found[key] for node in nodes for key in found if key.rpartition("/")[0] == node.path}
 
 
 def scaled_gradients() -> RuntimeError:
