@@ -53,9 +53,10 @@ class Schedules:
     def catch_up(self, groups: Sequence[Group], step_method: object) -> None:
         """Before a step: take over counters from the groups, and compute settings that were not known a step before."""
         self._chain_state.take_counters(groups)
-        if hasattr(step_method, "_wrapped_by_lr_sched") and "lr" in self:
+        is_counted = SCHEDULE_STEP in self._chain_state.values
+        if is_counted and hasattr(step_method, "_wrapped_by_lr_sched") and "lr" in self:
             raise ValueError("lr is a function of the step and has a scheduler as well: keep one of them")
-        for group in groups if self.any else ():
+        for group in groups if is_counted and self.any else ():
             own = self._of(group)
             if self._behind:
                 step = self._chain_state.values[SCHEDULE_STEP]
@@ -65,10 +66,9 @@ class Schedules:
     def advance(self, groups: Sequence[Group]) -> None:
         """After a step that was taken: count it, and write the values for the next to the groups."""
         values = self._chain_state.values
-        if SCHEDULE_STEP in values:
-            values[SCHEDULE_STEP] += 1
-            for group, changed in zip(groups, self.applied(groups, groups, values[SCHEDULE_STEP]), strict=True):
-                group.update(changed)
+        values[SCHEDULE_STEP] += 1
+        for group, changed in zip(groups, self.applied(groups, groups, values[SCHEDULE_STEP]), strict=True):
+            group.update(changed)
 
     def applied(self, groups: Sequence[Group], saved: Sequence[Group], step: int) -> list[Group]:
         """Saved groups with the scheduled values of a step. They are in the order of the groups of the optimizer."""

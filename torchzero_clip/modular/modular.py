@@ -345,7 +345,7 @@ class Modular(Explained, ClassMaker, Optimizer):
                     self._unread = None
                     if not isinstance(walk.executor, Readable):
                         self._fast_way.learn(walk, (self.maximize, self.keep_grads, parts, self._shared.group))
-                if state:
+                if SCHEDULE_STEP in state:
                     self._schedules.advance(self.param_groups)
         finally:
             if walk is not None:
