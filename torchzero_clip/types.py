@@ -11,6 +11,9 @@ Setting: TypeAlias = Mapping[str, Any]
 State: TypeAlias = MutableMapping[str, Any]
 """The state of one transform for one parameter: tensors and numbers."""
 
+Group: TypeAlias = dict[str, Any]
+"""A param group of an optimizer."""
+
 Schedule: TypeAlias = Callable[[int], Any]
 """A setting as a function of the number of steps that were taken before."""
 

@@ -49,7 +49,8 @@ class Holder:
         self.chain_state.show(self.groups)
 
     def load(self, state_dict, **arguments):
-        load = Load(self.nodes, Schedules({}, ()), self.chain_state, None, **{"new": (), "dropped": (), **arguments})
+        schedules = Schedules({}, (), self.chain_state)
+        load = Load(self.nodes, schedules, self.chain_state, None, **{"new": (), "dropped": (), **arguments})
         checked = load.check(state_dict, self.groups)
         for group, saved in zip(self.groups, checked["param_groups"], strict=True):
             group.update(copy.deepcopy({key: value for key, value in saved.items() if key != "params"}))

@@ -429,7 +429,7 @@ def test_other_refusals():
         step_in_backward(optimizer)
     assert optimizer.parts is None
     grouped = Modular(parameters(), SGD(0.1))
-    grouped._process_group = SimpleNamespace()
+    grouped._shared.group = SimpleNamespace()
     with pytest.raises(ValueError, match="process_group"):
         step_in_backward(grouped)
 

@@ -3,11 +3,12 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from torchzero_clip.checkpoints.fitting import Group, saved_groups
+from torchzero_clip.checkpoints.fitting import saved_groups
 from torchzero_clip.checkpoints.identity import IDENTITY, Member, matched, members_of, saved_members, written
 from torchzero_clip.core.kinds import FinalRule
 from torchzero_clip.core.nodes import Nodes
 from torchzero_clip.core.scope import named_params
+from torchzero_clip.types import Group
 
 
 def adapted(

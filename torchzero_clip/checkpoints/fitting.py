@@ -18,8 +18,7 @@ from torchzero_clip.core.schedules import Schedules
 from torchzero_clip.core.scope import NamedParam, named_params
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.functional.shards import local
-
-Group = dict[str, Any]
+from torchzero_clip.types import Group
 
 
 def fitted(

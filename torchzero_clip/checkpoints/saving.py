@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from torchzero_clip.checkpoints.adapt import adapted
-from torchzero_clip.checkpoints.fitting import Group, fitted
+from torchzero_clip.checkpoints.fitting import fitted
 from torchzero_clip.checkpoints.identity import IDENTITY, members_of, written
 from torchzero_clip.compat import torch_loads
 from torchzero_clip.core.chain_state import ChainState
@@ -20,7 +20,7 @@ from torchzero_clip.core.nodes import Node, Nodes
 from torchzero_clip.core.schedules import Schedules
 from torchzero_clip.functional.processes import device_of, gathered
 from torchzero_clip.functional.shards import largest_on_all_ranks
-from torchzero_clip.types import State
+from torchzero_clip.types import Group, State
 
 _DEVICE = "device"
 """A key of state by which `torch_loads` finds the device. Checkpoints do not have it."""

@@ -98,7 +98,9 @@ class AdaGC(NormStatistics):
     def limit(self, tracked: Tracked, updates: list[Tensor]) -> Tensor:
         """The factor of the warm-up, or that of each tensor."""
         norms, usual = tracked.norms, tracked["usual"]
-        limit = tracked.where_started(tracked.by_setting(_largest, usual), torch.inf)
+        limit = tracked.where_started(
+            tracked.by_setting(lambda setting, usual: setting["ratio"] * usual, usual), torch.inf
+        )
         limited = torch.minimum(norms, limit)
         moved = tracked.by_setting(averaged, usual, limited)
         factors = limited / norms  # 1 where the norm is within its limit
@@ -121,7 +123,3 @@ class AdaGC(NormStatistics):
         tracked.restrict(finite | warms_up.logical_not())  # another process may have a gradient that is not finite
         tracked.keep(usual=torch.where(warms_up, warm, moved))
         return torch.where(warms_up, shrunk, factors)
-
-
-def _largest(setting: Setting, usual: Tensor) -> Tensor:
-    return setting["ratio"] * usual

@@ -12,7 +12,7 @@ from torchzero_clip.core.kinds import Scaling
 from torchzero_clip.core.step import Step
 from torchzero_clip.functional.measure import Measured, measured_like
 from torchzero_clip.functional.shards import elements_at
-from torchzero_clip.types import Schedule, Setting, Target
+from torchzero_clip.types import Schedule, Target
 
 
 class AdaptiveGradientClip(Scaling):
@@ -87,7 +87,9 @@ class AdaptiveGradientClip(Scaling):
         if not measured.indices:
             return torch.ones_like(measured.vector)
         weights = measured_like(measured, [step.params[i] for i in measured.indices])
-        limits = replace(measured, vector=weights).by_setting(step.settings, _limit)
+        limits = replace(measured, vector=weights).by_setting(
+            step.settings, lambda norms, own: own["clip_factor"] * norms.clamp(min=own["eps"])
+        )
         finite = measured.of_slices(elements_at(step.finite, measured.indices))
         exceeds = finite & (measured.vector > limits)
         return torch.where(exceeds, limits / measured.vector, 1.0)
@@ -99,7 +101,3 @@ def _dims(ndim: int, unit_dim: int) -> tuple[int, ...] | None:
     if ndim < 2:
         return tuple(range(max(ndim, 1)))
     return tuple(d for d in range(ndim) if d != unit_dim % ndim) if -ndim <= unit_dim < ndim else None
-
-
-def _limit(norms: Tensor, setting: Setting) -> Tensor:
-    return setting["clip_factor"] * norms.clamp(min=setting["eps"])

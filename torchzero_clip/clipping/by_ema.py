@@ -131,13 +131,10 @@ class ClipNormByEMA(NormStatistics):
         found = tracked.averaged_(averages, own, self.slicing, begins_with_update=self.ema_init == "update")
         size = self._grown(averages, found, tracked)
 
-        ratio = tracked.norms / tracked.root(tracked.by_setting(_at_least_eps, size))
-        largest = tracked.by_setting(self._bounded, ratio).reciprocal()
-        return torch.where(tracked.norms > 0, largest, 1.0)
-
-    def _bounded(self, setting: Setting, ratio: Tensor) -> Tensor:
-        """The ratios by which updates are divided."""
-        return ratio.clamp(min=self.slicing.metric.root(setting["eps"]) if self.NORMALIZE else 1.0)
+        ratio = tracked.norms / tracked.root(tracked.by_setting(lambda own, values: values.clamp(min=own["eps"]), size))
+        root = self.slicing.metric.root
+        least = tracked.by_setting(lambda own, x: x.clamp(min=root(own["eps"]) if self.NORMALIZE else 1.0), ratio)
+        return torch.where(tracked.norms > 0, least.reciprocal(), 1.0)
 
     def _grown(self, averages: Sequence[Tensor], found: Measured, tracked: Tracked) -> Tensor:
         """Keep the averages from growing too fast, and return their norms."""
@@ -327,7 +324,3 @@ def _largest(setting: Setting, prev: Tensor) -> Tensor:
     """The largest norm of an average that may follow on ``prev``."""
     growth = setting["max_ema_growth"]
     return torch.full_like(prev, torch.inf) if growth is None else (prev * growth).clamp(min=SMALLEST_GROWN)
-
-
-def _at_least_eps(setting: Setting, values: Tensor) -> Tensor:
-    return values.clamp(min=setting["eps"])

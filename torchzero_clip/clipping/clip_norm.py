@@ -93,6 +93,6 @@ class ClipNorm(Scaling):
         """The factors that bring every slice to at most ``max_norm``."""
         return measured.by_setting(step.settings, lambda norms, s: clip_factors(measured.metric, norms, s["max_norm"]))
 
-    def factor(self, norm: float, setting: Setting) -> float:
-        """The factor of a joint norm that was read from the device, which equals that of `factors`."""
+    def _factor(self, norm: float, setting: Setting) -> float:  # pyright: ignore[reportUnusedFunction]
+        """The factor of a joint norm that was read, which equals that of `factors`. Planned steps call it."""
         return 1.0 if norm <= setting["max_norm"] else setting["max_norm"] / norm

@@ -1,5 +1,6 @@
 """Updates whose norm is the ratio of an average norm to an average of squares."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -7,7 +8,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from torchzero_clip.checks import decay_rate, non_negative
-from torchzero_clip.clipping.statistics import NormStatistics, Tracked
+from torchzero_clip.clipping.statistics import NormStatistics, Tracked, averaged
 from torchzero_clip.core.states import zero_numbers
 from torchzero_clip.functional.norms import SQUARABLE
 from torchzero_clip.types import Schedule, Setting, Target
@@ -85,17 +86,10 @@ class GradientStabilizer(NormStatistics):
         """The factors that bring the norms to the ratio of the averages."""
         norms, count = tracked.norms, tracked["started"] + 1
         seen = norms.clamp(max=SQUARABLE)
-        norm = tracked.by_setting(_average("beta1"), tracked["norm"], seen)
-        square = tracked.by_setting(_average("beta2"), tracked["square"], seen.square())
+        norm = tracked.by_setting(partial(averaged, key="beta1"), tracked["norm"], seen)
+        square = tracked.by_setting(partial(averaged, key="beta2"), tracked["square"], seen.square())
         tracked.keep(norm=norm, square=square, started=count)
         return torch.where(norms > 0, tracked.by_setting(_target, norm, square, count) / norms, 1.0)
-
-
-def _average(key: str) -> Any:
-    def moved(setting: Setting, average: Tensor, new: Tensor) -> Tensor:
-        return setting[key] * average + (1 - setting[key]) * new
-
-    return moved
 
 
 def _target(setting: Setting, norm: Tensor, square: Tensor, count: Tensor) -> Tensor:

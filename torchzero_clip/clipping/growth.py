@@ -262,7 +262,8 @@ class ClipNormGrowth(NormStatistics):
         size, prev = tracked.metric(tracked.norms), tracked["prev"]
         allowed = tracked.where_started(tracked.by_setting(_allowed, prev), torch.inf)
         limited = torch.minimum(size, allowed)
-        slowest = tracked.where_started(tracked.by_setting(_slowest, prev), 0.0)
+        slowest = tracked.by_setting(lambda setting, prev: prev / (setting["max_decay"] or torch.inf), prev)
+        slowest = tracked.where_started(slowest, 0.0)
         tracked.keep(prev=torch.where(size < slowest, slowest, limited))
         return torch.where(size > allowed, tracked.root(allowed / size), 1.0)
 
@@ -288,8 +289,3 @@ def _allowed(setting: Setting, prev: Tensor) -> Tensor:
     floor = prev if setting["min_value"] is None else prev.clamp(min=setting["min_value"])
     product = floor * setting["mul"]
     return product if by_sum is None else torch.minimum(by_sum, product)
-
-
-def _slowest(setting: Setting, prev: Tensor) -> Tensor:
-    """The smallest norm that may be tracked after ``prev``, see ``max_decay``."""
-    return torch.zeros_like(prev) if setting["max_decay"] is None else prev / setting["max_decay"]

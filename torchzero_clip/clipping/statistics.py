@@ -158,7 +158,7 @@ class Tracked:
         """The metric of norms: for 'var' their squares, clamped to the range of float64; else the norms themselves."""
         return (norms**self.degree).clamp(max=torch.finfo(torch.float64).max) if self.degree > 1 else norms
 
-    def by_setting(self, rule: Callable[..., Tensor], *vectors: Tensor) -> Tensor:
+    def by_setting(self, rule: Callable[[Setting, Tensor], Tensor] | Callable[..., Tensor], *vectors: Tensor) -> Tensor:
         """Apply ``rule`` to each setting and the elements of the vectors that share it, and concatenate."""
         if self.joint or len(self.shared) == 1:
             return rule(self.shared[0][0], *vectors)
@@ -181,8 +181,8 @@ class Tracked:
         return torch.stack([own.get(k, one) for k in range(self._count)])
 
 
-def averaged(setting: Setting, average: Tensor, new: Tensor) -> Tensor:
-    return setting["beta"] * average + (1 - setting["beta"]) * new
+def averaged(setting: Setting, average: Tensor, new: Tensor, key: str = "beta") -> Tensor:
+    return setting[key] * average + (1 - setting[key]) * new
 
 
 class NormStatistics(Scaling):

@@ -87,10 +87,7 @@ class Scaling(NeverApplied):
         name: str | None = None,
     ) -> None:
         super().__init__(defaults, target=target, name=name)
-        self.ord = ord
-        self.dim: Dim = dim
-        self.inverse_dims = inverse_dims
-        self.min_size = min_size
+        self.ord, self.dim, self.inverse_dims, self.min_size = ord, dim, inverse_dims, min_size
         self.slicing = Slicing.checked(ord, dim, inverse_dims, min_size)
 
     def slice_dims(self, tensor: Tensor) -> tuple[int, ...]:
@@ -135,7 +132,6 @@ class Kernel(Protocol):
         self, params: list[Tensor], updates: list[Tensor], state: list[list[Tensor]], setting: Setting, scale: Any
     ) -> None:
         """Divide updates by ``scale``, and take the step of some parameters, or of parts of them, in place."""
-        ...
 
 
 class Fused(NamedTuple):

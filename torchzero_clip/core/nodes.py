@@ -84,7 +84,9 @@ class Nodes:
         self.targets = {node.transform.target for node in nodes}
         self.joining = {node.path for node in nodes if _joins_tensors(node.transform)}
         """The paths of transforms whose result for a tensor may depend on others."""
-        self.joint = {node.path for node in nodes if any(_is_in(path, node.path) for path in self.joining)}
+        self.joint = {
+            node.path for node in nodes if any(f"{path}/".startswith(f"{node.path}/") for path in self.joining)
+        }
         """The paths in ``joining``, and those of composites around such a transform."""
         self.of_final_rules = tuple(f"{node.path}/" for node in nodes if isinstance(node.transform, FinalRule))
         """The prefixes of the state of final rules, which do not convert state of another dtype than the parameter."""
@@ -109,13 +111,10 @@ class Nodes:
     def checked_settings(
         self, groups: Sequence[Mapping[str, Any]], paths: Container[str] | None = None
     ) -> dict[str, list[Setting]]:
-        """The settings of each transform by its path, one dict per param group. Raises if a setting is out of range.
+        """The settings of each transform, or of those at ``paths``, by its path: one dict per param group.
 
-        Neighbouring groups with equal settings share one dict, so that one operation serves both.
-
-        Args:
-            groups: The param groups.
-            paths: The transforms; None for all.
+        Raises if a setting is out of range. Neighbouring groups with equal settings share one dict, so that one
+        operation serves both.
         """
         found: dict[str, list[Setting]] = {}
         for path, node in self.by_path.items():
@@ -165,10 +164,6 @@ def _is_blind_to_zeros(transform: Transform) -> bool:
         return True
     # a joint norm of averages includes the average of every tensor that takes part
     return not (transform.slicing.metric.counts_zeros or transform.has_state())
-
-
-def _is_in(path: str, outer: str) -> bool:
-    return path == outer or path.startswith(f"{outer}/")
 
 
 def _same(one: Setting, other: Setting) -> bool:

@@ -6,10 +6,8 @@ from contextlib import suppress
 from typing import Any
 
 from torchzero_clip.checks import as_builtin
-from torchzero_clip.core.chain_state import SCHEDULE_STEP
-from torchzero_clip.types import Schedule
-
-Group = dict[str, Any]
+from torchzero_clip.core.chain_state import SCHEDULE_STEP, ChainState
+from torchzero_clip.types import Group, Schedule
 
 
 class Schedules:
@@ -17,8 +15,8 @@ class Schedules:
 
     # a function may have no value for the step after the last one; its error is raised only if that step is taken
 
-    def __init__(self, defaults: Mapping[str, Schedule], settings: Iterable[str]) -> None:
-        self._defaults = dict(defaults)
+    def __init__(self, defaults: Mapping[str, Schedule], settings: Iterable[str], chain_state: ChainState) -> None:
+        self._defaults, self._chain_state = dict(defaults), chain_state
         self._settings = set(settings)  # functions under other keys belong to other packages
         self._of_groups: list[tuple[list[Any], dict[str, Schedule]]] = []  # by the list of parameters of each group
         self._behind = False
@@ -28,9 +26,10 @@ class Schedules:
         """True if some setting is a function of the step."""
         return any(own for _, own in self._of_groups)
 
-    def split(self, group: Group, step: int, was_at: int | None) -> tuple[Group, dict[str, Schedule]]:
+    def split(self, group: Group, was_at: int | None) -> tuple[Group, dict[str, Schedule]]:
         """A group with values in the place of functions, and these functions."""
         # a group of another optimizer with schedules comes from a step of that one, ``was_at``
+        step = self._chain_state.values.get(SCHEDULE_STEP, 0)
         own = {key: value for key, value in group.items() if key in self._settings and callable(value)}
         own |= {key: schedule for key, schedule in self._defaults.items() if key not in group}
         if was_at is not None:
@@ -51,17 +50,24 @@ class Schedules:
         """Drop what was added from the given entry on."""
         del self._of_groups[first:]
 
-    def catch_up(self, groups: Sequence[Group], step: int) -> None:
-        """Before a step: compute scheduled settings that could not be computed after the step before."""
-        for group in groups if self.any else ():
+    def catch_up(self, groups: Sequence[Group], step_method: object) -> None:
+        """Before a step: take over counters from the groups, and compute settings that were not known a step before."""
+        self._chain_state.take_counters(groups)
+        is_counted = SCHEDULE_STEP in self._chain_state.values
+        if is_counted and hasattr(step_method, "_wrapped_by_lr_sched") and "lr" in self:
+            raise ValueError("lr is a function of the step and has a scheduler as well: keep one of them")
+        for group in groups if is_counted and self.any else ():
             own = self._of(group)
             if self._behind:
+                step = self._chain_state.values[SCHEDULE_STEP]
                 group.update({key: at(schedule, step) for key, schedule in own.items()})
         self._behind = False
 
-    def advance(self, groups: Sequence[Group], step: int) -> None:
-        """After a step that was taken: write the values for the next to the groups."""
-        for group, changed in zip(groups, self.applied(groups, groups, step), strict=True):
+    def advance(self, groups: Sequence[Group]) -> None:
+        """After a step that was taken: count it, and write the values for the next to the groups."""
+        values = self._chain_state.values
+        values[SCHEDULE_STEP] += 1
+        for group, changed in zip(groups, self.applied(groups, groups, values[SCHEDULE_STEP]), strict=True):
             group.update(changed)
 
     def applied(self, groups: Sequence[Group], saved: Sequence[Group], step: int) -> list[Group]:

@@ -145,8 +145,8 @@ def check_state(node: Node, step: Step) -> None:
     touched = step.touched_states()
     for state in touched:
         if not node.has_state and len(state) > 0:
-            keys = list(state)
-            raise RuntimeError(f"{node.transform!r} keeps state {keys} that its init_state does not return")
+            added = f"{node.transform!r} added the state {next(iter(state))!r}"
+            raise RuntimeError(f"{added}, which checkpoints would not load: let init_state return it")
         if not isinstance(node.transform, FinalRule):  # the state of a wrapped optimizer is its own
             storable(node.transform, state)
     if touched and not isinstance(node.transform, FinalRule):
@@ -257,5 +257,6 @@ def _explain(error: Exception, node: Node, step: Step) -> NoReturn:
             loss = f"write needs_loss = True in the class of the gate, and {loss}"
     text = explanation(error, repr(transform), known, loss=loss)
     if text is None:
+        error.add_note(f"in {transform!r}")
         raise error
     raise RuntimeError(text) from error

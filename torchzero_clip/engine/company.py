@@ -33,11 +33,9 @@ class Absence(Protocol):
 
     def begin(self, step: Step) -> None:
         """Change what the transform sees of the step."""
-        ...
 
     def settle(self, node: Node, step: Step, chain_state: MutableMapping[str, Any]) -> None:
         """Decide which state of the whole chain is stored."""
-        ...
 
 
 class Company(ABC):

@@ -28,7 +28,6 @@ class Host(Protocol):
 
     def store(self, node: Node, step: Step) -> None:
         """Store the state and the metrics of a transform."""
-        ...
 
 
 DeliveredScale: TypeAlias = Callable[[list[Tensor], Tensor | float], None]

@@ -89,7 +89,8 @@ class StepPolicy:
         (total, lost, *of_gates), taking_part = _joint_norms(walk, [scopes[gate] for gate in gates])
         # a joint clip that comes first takes this norm of all processes instead of one more exchange
         walk.judged.joint_norm = total
-        judged = [self._judge(gate, walk, norm) for gate, norm in zip(gates, of_gates, strict=True)]
+        pairs = [(walk.nodes.by_path[gate], norm) for gate, norm in zip(gates, of_gates, strict=True)]
+        judged = [(node, norm, refusal(node, norm, _step_of_gate(walk, node))) for node, norm in pairs]
         refused = [refusal.to(total.device) for _, _, refusal in judged]
         # gates decide by numbers that are equal on all processes, so the decisions are equal too
         numbers = torch.stack([x.double() for x in (total, lost, *refused, *taking_part)])
@@ -145,11 +146,6 @@ class StepPolicy:
             step = _step_of_gate(walk, node)
             record(node, norm, step, taken=taken)
             walk.store(node, step)
-
-    def _judge(self, name: str, walk: Undecided, norm: Tensor) -> tuple[Node, Tensor, Tensor]:
-        """A gate, the norm of the gradients that it acts on, and whether it refuses the step."""
-        node = walk.nodes.by_path[name]
-        return node, norm, refusal(node, norm, _step_of_gate(walk, node))
 
     def _count(self, counts: MutableMapping[str, Any], refused_by: Sequence[str]) -> None:
         counts[SKIPPED] += 1

@@ -85,12 +85,8 @@ class Others(Company):
     def metrics(self, nodes: Nodes, own: dict[str, Tensor], has_gradients: bool) -> dict[str, Tensor] | None:
         """The metrics of all processes together, by name, in one collective; None if no process has a gradient.
 
-        It waits for the device if only the other processes know whether some transform has run.
-
-        Args:
-            nodes: The transforms.
-            own: The metrics that transforms have set themselves.
-            has_gradients: True if any parameter of this process has a gradient.
+        ``own`` are those that transforms have set themselves. It waits for the device if only the other processes know
+        whether some transform has run.
         """
         paths = [node.path for node, _ in measuring(nodes)]
         if not paths and not self._has_schedules:
@@ -119,12 +115,7 @@ def _path(name: str) -> str:
 
 
 class _Absence:
-    """What changes for a transform on a process that has no tensor for it.
-
-    Args:
-        group: The processes.
-        device: The device from which numbers are sent.
-    """
+    """What changes for a transform on a process that has no tensor for it."""
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
         self._group, self._device = group, device

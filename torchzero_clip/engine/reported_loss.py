@@ -24,9 +24,24 @@ class Loss:
     exists: Tensor | None = None  # 0-d: True if a process has a loss; None before `join`
 
     def join(self, device: torch.device, params: Sequence[Tensor], process_group: ProcessGroup | None) -> None:
-        """Replace the value by the mean over all processes, as in `joint_loss`."""
-        found = joint_loss(self.value, self.count, device, params, process_group)
-        self.value, self.exists = (None, None) if found is None else found
+        """Replace the value by the mean over all processes, unless no process can have one."""
+        # All processes of the meshes and of the process group call it; without either, all of the default group do.
+        meshes = mesh_groups(params)
+        is_parallel = bool(meshes) or process_group is not None
+        is_replicated = not is_parallel and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        if self.value is None and not is_parallel and not is_replicated:
+            return
+        value = 0.0 if self.value is None else self.value
+        _check_loss(value)
+        given = value if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64, device="cpu")
+        mean = given.detach().reshape(()).to(device, torch.float64)
+        total = torch.stack([mean * self.count, torch.full_like(mean, self.count)])
+        if is_replicated:
+            dist.all_reduce(total)
+        for group in meshes:
+            dist.all_reduce(total, group=group)
+        total = gathered(total, process_group).sum(dim=0)
+        self.value, self.exists = total[0] / total[1].clamp(min=1), total[1] > 0
 
 
 class ReportedLoss:
@@ -59,29 +74,6 @@ class ReportedLoss:
     def loss(self) -> Loss:
         """The mean of the reports."""
         return Loss(self._sum / self.count, self.count) if self.count else Loss()
-
-
-def joint_loss(
-    loss: Any, count: int, device: torch.device, params: Sequence[Tensor], process_group: ProcessGroup | None
-) -> tuple[Tensor, Tensor] | None:
-    """The mean of ``count`` losses of each process, and whether there is one: 0-d. None if no process can have one."""
-    # All processes of the meshes and of the process group call it; without either, all of the default group do.
-    meshes = mesh_groups(params)
-    is_parallel = bool(meshes) or process_group is not None
-    is_replicated = not is_parallel and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    if loss is None and not is_parallel and not is_replicated:
-        return None
-    value = 0.0 if loss is None else loss
-    _check_loss(value)
-    given = value if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64, device="cpu")
-    mean = given.detach().reshape(()).to(device, torch.float64)
-    total = torch.stack([mean * count, torch.full_like(mean, count)])
-    if is_replicated:
-        dist.all_reduce(total)
-    for group in meshes:
-        dist.all_reduce(total, group=group)
-    total = gathered(total, process_group).sum(dim=0)
-    return total[0] / total[1].clamp(min=1), total[1] > 0
 
 
 def _check_loss(loss: Any) -> None:

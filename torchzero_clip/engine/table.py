@@ -3,16 +3,14 @@
 import operator
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchzero_clip.core.nodes import Node
 from torchzero_clip.core.scope import NamedParam, named_params
-from torchzero_clip.types import State
-
-Group: TypeAlias = dict[str, Any]
+from torchzero_clip.types import Group, State
 
 
 class Picked(NamedTuple):
@@ -113,7 +111,10 @@ def refuse_unusable(groups: Sequence[Group]) -> None:
             _refuse_meta(group)
         own = [param for param in group["params"] if param.grad is not None and param.requires_grad]
         if not {torch.strided}.issuperset([param.grad.layout for param in own]):
-            _refuse_sparse(own, group)
+            sparse = next(param for param in own if param.grad.layout != torch.strided)
+            raise RuntimeError(
+                f"{_name(sparse, group)} has a sparse gradient, which transforms do not take: use clip_grad_norm_"
+            )
 
 
 def _refuse_meta(group: Group) -> None:
@@ -123,13 +124,6 @@ def _refuse_meta(group: Group) -> None:
                 f"{_name(param, group)} is on the meta device and has no values: calls that allocate them, such as "
                 "to_empty, may replace the parameters of a module. Build Modular after such a call"
             )
-
-
-def _refuse_sparse(own: Sequence[Tensor], group: Group) -> None:
-    sparse = next(param for param in own if param.grad is not None and param.grad.layout != torch.strided)
-    raise RuntimeError(
-        f"{_name(sparse, group)} has a sparse gradient, which transforms do not take: use clip_grad_norm_"
-    )
 
 
 def _name(param: Tensor, group: Group) -> str:

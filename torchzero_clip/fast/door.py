@@ -6,12 +6,11 @@ from typing import Any
 
 from torch import Tensor
 
-from torchzero_clip.engine.table import Group
 from torchzero_clip.engine.walk import Walk
 from torchzero_clip.fast.fast import Fast
 from torchzero_clip.fast.plan import Options, Plan, Planned
 from torchzero_clip.fast.workspace import Workspace
-from torchzero_clip.types import State
+from torchzero_clip.types import Group, State
 
 
 class FastWay:
@@ -20,15 +19,12 @@ class FastWay:
     It has the plan of the optimizer, and makes one after a few steps in a row that looked the same. If few steps follow
     a plan, the next plan needs twice as many such steps. So plans cost little where parameters get gradients only now
     and then.
-
-    Args:
-        beside: The fast way of other parameters, which take their steps in turns with these and lend their memory.
     """
 
     _FIRST_WAIT, _LONGEST_WAIT = 2, 64
 
-    def __init__(self, beside: "FastWay | None" = None) -> None:
-        self._workspace = Workspace() if beside is None else beside._workspace.beside()
+    def __init__(self, workspace: Workspace | None = None) -> None:
+        self._workspace = workspace or Workspace()
         self.columns = self._workspace.columns
         """Returns parameters, gradients and state by key, if the tensors need no further checks; else None."""
         self.executor = partial(Fast, self._workspace)  # makes the executor of a step, from its updates and `columns`
@@ -36,18 +32,18 @@ class FastWay:
         self._layout: object = None
         self._alike = self._uses = 0
         self._wait = self._FIRST_WAIT
+        self._beside: dict[object, FastWay] = {}
+
+    def beside(self, key: object) -> "FastWay":
+        """The fast way of some of the parameters, which take their steps in turns and share memory."""
+        if key not in self._beside:
+            self._beside[key] = FastWay(self._workspace.beside())
+        return self._beside[key]
 
     def begin(self, groups: list[Group], kept: Mapping[Tensor, State], options: Options, *given: Any) -> Planned | None:
-        """Begin a step by the plan. Return None, before any change, if there is no plan or it does not fit.
+        """Begin a step by the plan; ``given`` is as in `Planned`, from ``chain_state`` on.
 
-        Args:
-            groups: The param groups.
-            kept: The state of each parameter.
-            options: As in `Plan`.
-            *given: As in `Planned`, from ``chain_state`` on.
-
-        Raises:
-            ValueError: If a setting is out of range.
+        Return None, before any change, if there is no plan or it does not fit. Raise if a setting is out of range.
         """
         plan, self.plan = self.plan, None  # an error drops the plan
         found = (

@@ -19,9 +19,8 @@ from torchzero_clip.core.step import Step
 from torchzero_clip.core.transform import overridden_last
 from torchzero_clip.engine.executor import DeliveredScale, Executor, Host
 from torchzero_clip.engine.updates import Updates
-from torchzero_clip.fast.averages import Average
 from torchzero_clip.fast.kernels import Delivered, Ended, run_kernel
-from torchzero_clip.fast.ops import Op, Pointwise, Scale, Shift
+from torchzero_clip.fast.ops import Average, Op, Pointwise, Scale, Shift
 from torchzero_clip.fast.pieces import run_pieces
 from torchzero_clip.fast.queues import Queues
 from torchzero_clip.fast.trial import try_out
@@ -151,7 +150,7 @@ class Fast(Executor):
             return
         updates = self.memory.own(rows, False)
         if isinstance(op, Shift):
-            foreach.subtract_each_(updates, op.numbers)
+            foreach.subtract_plain_(updates, op.numbers.to(updates[0].dtype).unbind())
             return
         run_pieces([op], updates, op.settings, self._scratch)
 

@@ -48,18 +48,10 @@ def run_kernel(
     scratch: Scratch,
     name: str,
 ) -> None:
-    """Multiply updates by their factors, and take the step.
+    """Multiply updates by their factors, in place, and take the step; ``name`` is as in `rows.multiply_short_`.
 
-    Args:
-        kernel: The rest of the chain.
-        params: The parameters.
-        updates: Their updates, which are modified if there are factors.
-        state: Their state, one list for each key.
-        settings: Each setting with the range of the lists that it applies to.
-        factors: A vector with the factor of each update; or one factor for all, as a 0-d tensor or, except in float64,
-            as a number; or None for 1.
-        scratch: Memory for factors.
-        name: As in `rows.multiply_short_`.
+    ``factors`` are a vector with one for each update; or one for all, as a 0-d tensor or, except in float64, as a
+    number; or None for 1.
     """
     alone: dict[int, Tensor] = {}
     scale = None

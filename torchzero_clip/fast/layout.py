@@ -47,7 +47,8 @@ class Layout:
         # statistics of half precision are float32
         is_half = not (params[0].is_cpu or foreach.is_real_and_wide(params[0].dtype))
         others = [(key, column) for key, column in tensors.items() if is_half and key not in like]
-        wider = {key for key, column in others if _is_wider(facts, column)}
+        wide = [(torch.float32, *own) for _, *own in facts]
+        wider = {key for key, column in others if _are_like(wide, column)}
         layout = cls(tensors, like, wider)
         return layout if "grads" in like and layout.fits(tensors, vectors) else None
 
@@ -80,12 +81,6 @@ def _are_like(facts: list[Any], tensors: Sequence[Any]) -> bool:
     if not one_device or _repeated(tensors) or any(map(Tensor.is_neg, tensors)):  # see `own_gradients`
         return False
     return foreach.all_contiguous(tensors)
-
-
-def _is_wider(facts: list[Any], tensors: Sequence[Any]) -> bool:
-    return foreach.PLAIN.issuperset(map(type, tensors)) and _are_like(
-        [(torch.float32, *own) for _, *own in facts], tensors
-    )
 
 
 def _repeated(tensors: Sequence[Tensor]) -> bool:

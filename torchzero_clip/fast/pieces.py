@@ -80,16 +80,11 @@ def run_pieces(
     columns: Sequence[list[Tensor]] = (),
     writes: bool = True,
 ) -> None:
-    """Send updates through operations, and pass the results to a kernel.
+    """Send updates through operations, of which only the first may be a scaling or a shift.
 
-    Args:
-        ops: The operations, in order. Only the first may be a scaling or a shift.
-        updates: The updates, which are modified only if ``kernel`` is None.
-        settings: A setting for each update; neighbours that share one are taken together.
-        scratch: Memory for pieces.
-        kernel: Takes the results. Without a kernel, they are written over the updates if ``writes``.
-        columns: The parameters, and the state that the kernel takes.
-        writes: False if the results are not needed, because the operations change only their own state.
+    The results go to the ``kernel``, with the parameters and their state in ``columns``. Without a kernel they are
+    written over the updates, if ``writes``: some operations change only their own state. Neighbours that share a
+    setting are taken together.
     """
     first = updates[0]
     stages = [op for op in ops if isinstance(op, Pointwise)]

@@ -57,9 +57,8 @@ from torchzero_clip.functional import foreach
 from torchzero_clip.functional.measure import L2, Measured, Slicing, by_setting, effect
 from torchzero_clip.functional.norms import whole_norm, whole_norms
 from torchzero_clip.functional.scratch import Scratch
-from torchzero_clip.types import Setting, State
+from torchzero_clip.types import Group, Setting, State
 
-Group: TypeAlias = dict[str, Any]
 Options: TypeAlias = tuple[bool, bool, object, object]
 """What decides about a step beside its chain and its tensors: maximize, keep_grads, parts and process_group."""
 Factor: TypeAlias = Callable[[float, Setting], float]
@@ -437,14 +436,14 @@ def _acting(nodes: Nodes) -> list[Node]:
 
 
 def _by_number(transform: Transform) -> Factor | None:
-    """The method ``factor`` of a joint clip, which saves many operations on one element; None if it has none.
+    """The method ``_factor`` of a joint clip, which saves many operations on one element; None if it has none.
 
     The class that has ``factors`` must have it too, because a subclass that overrides only ``factors`` has others.
     """
     if not isinstance(transform, Scaling) or transform.slicing != Slicing(L2, "global") or "factors" in vars(transform):
         return None
-    is_its_own = overridden_last(type(transform), "factor", "factors") == "factor"
-    return getattr(transform, "factor", None) if is_its_own else None
+    is_its_own = overridden_last(type(transform), "_factor", "factors") == "_factor"
+    return getattr(transform, "_factor", None) if is_its_own else None
 
 
 def _shaped(ended: Ended | Delivered) -> list[str]:

@@ -25,11 +25,6 @@ def try_out(transform: Elementwise, setting: Setting, dtype: torch.dtype) -> Non
 
     In the third step an element is inf, and in the fourth the gradient is not finite. A `change` that forgets
     ``result`` would train on uninitialized memory. The tensor is on CPU, so the trial does not wait for a device.
-
-    Args:
-        transform: The transform.
-        setting: Its settings.
-        dtype: float32 or float64.
     """
     first = torch.linspace(-2.9, 3.3, 12, dtype=dtype, device="cpu")
     if isinstance(first, FakeTensor) or not transform.is_elementwise():

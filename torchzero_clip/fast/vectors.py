@@ -46,10 +46,7 @@ class Vectors:
     def vector(self, name: str, column: list[Tensor], rows: Sequence[State]) -> Tensor | None:
         """The numbers that ``rows`` have under a name as a vector, to be modified; None if they cannot be one.
 
-        Args:
-            name: The qualified key.
-            column: The numbers as they are now, to be replaced by views of the vector.
-            rows: The states, in which they are replaced too.
+        Views of the vector replace them in the rows, and in ``column``, which has them as they are now.
         """
         known = self.known(name, column)
         if known is not None:

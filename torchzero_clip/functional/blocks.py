@@ -20,7 +20,8 @@ from torchzero_clip.functional.scratch import Scratch
 SHORT = 65536  # tensors of at most this many elements are copied to be measured together
 
 BLOCK = 1024
-"""Elements of a block of a long tensor. Blocks are reduced in the dtype of the tensor, and added up in float64."""
+"""Elements of a block of a long tensor. Blocks are reduced in the dtype of the tensor, and added up in float64. A plain
+float32 sum of 16M elements is off by 6e-4."""
 
 ROW = 512  # elements of a row in the memory for copies of short tensors
 

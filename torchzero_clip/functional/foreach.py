@@ -279,11 +279,6 @@ def subtract_plain_(tensors: Sequence[Tensor], numbers: Sequence[Tensor]) -> Non
     _foreach._foreach_sub_(tensors, numbers)
 
 
-def subtract_each_(tensors: Sequence[Tensor], numbers: Tensor) -> None:
-    """Subtract its number from each of some plain tensors of float32 or float64, in place."""
-    subtract_plain_(tensors, numbers.to(tensors[0].dtype).unbind())
-
-
 def zero_plain_(tensors: Sequence[Tensor]) -> None:
     """Set plain tensors to 0."""
     _foreach._foreach_zero_(tensors)

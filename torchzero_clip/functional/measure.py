@@ -25,7 +25,7 @@ from torchzero_clip.functional.norms import (
     p_norms,
     root_of_moments,
     slice_metrics,
-    sums_over_ranks,
+    slice_sums,
     total_norm,
     whole_maxima,
     whole_norm,
@@ -483,7 +483,7 @@ def scale_(measured: Measured, factors: Tensor, scratch: Scratch | None = None, 
 def effect(measured: Measured, factors: Tensor) -> dict[str, Tensor]:
     """The joint norm before a scaling, its mean factor (1 without slices), and the share of slices that changed."""
     total = measured.total
-    if not measured.is_whole and measured.spread:
+    if measured.spread:
         return effect_of(total, effect_numbers(measured, factors).unsqueeze(0))
     if not factors.numel():
         return {"norm": total, "factor": torch.ones_like(total), "clipped": torch.zeros_like(total)}
@@ -502,10 +502,12 @@ def effect_numbers(measured: Measured, factors: Tensor) -> Tensor:
     """The numbers of this process from which `effect_of` finds the effect of several: a vector of three."""
     # the sum is taken of 1 - factor, so that ranks without slices report a factor of 1
     off = 1 - factors
-    columns = [off, (torch.hardshrink(off, ROUNDING) != 0).double(), torch.ones_like(factors)]
-    spread = measured.spread
-    sums = sums_over_ranks(measured.parts, measured.counts, columns) if spread else [c.sum() for c in columns]
-    return torch.stack(sums)
+    columns: Sequence[Tensor] = [off, (torch.hardshrink(off, ROUNDING) != 0).double(), torch.ones_like(factors)]
+    if measured.spread:  # other ranks hold the rest of the slices
+        parts, counts = measured.parts, measured.counts
+        own = [Part(v, (0,), p.size, p.spread) for c in columns for p, v in zip(parts, c.split(counts), strict=True)]
+        columns = pack(slice_sums(own)).split(len(parts))
+    return torch.stack([column.sum() for column in columns])
 
 
 def effect_of(total: Tensor, rows: Tensor) -> dict[str, Tensor]:

@@ -17,6 +17,7 @@ from torchzero_clip.checks import dims as check_dims
 from torchzero_clip.compat import any_distributed
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.blocks import (
+    BLOCK,
     LARGEST,
     SMALLEST,
     Moves,
@@ -37,8 +38,6 @@ from torchzero_clip.functional.shards import replicated as replicated
 from torchzero_clip.types import Ord
 
 SQUARABLE = 1e150  # the square of a larger norm, or a sum of such squares, may be infinite
-
-BLOCK = 1024  # float32 sums of more elements are taken in two levels; a plain sum of 16M elements is off by 6e-4
 
 
 def norm(tensor: Tensor, ord: Ord = 2, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
@@ -281,14 +280,6 @@ def extent(vector: Tensor) -> tuple[float, float]:
         return number, number
     smallest, largest = vector.aminmax()
     return smallest.item(), largest.item()
-
-
-def sums_over_ranks(parts: Sequence[Part], counts: Sequence[int], columns: Sequence[Tensor]) -> list[Tensor]:
-    """The sum of each column over all slices of all ranks, where a column has ``counts`` numbers for each part."""
-    if not any(part.spread for part in parts):
-        return [column.sum() for column in columns]
-    rows = [Part(v, (0,), p.size, p.spread) for c in columns for p, v in zip(parts, c.split(list(counts)), strict=True)]
-    return [chunk.sum() for chunk in pack(slice_sums(rows)).split(len(parts))]
 
 
 def whole_norms(tensors: Sequence[Tensor], scratch: Scratch | None) -> Tensor:

@@ -37,9 +37,8 @@ def check_group(group: object, tensors: Sequence[Tensor]) -> None:
 class SharedGroup:
     """A process group as an attribute of an optimizer. Copies share it. Pickles lose it, and say so by ``is_lost``."""
 
-    def __init__(self, group: ProcessGroup | None, is_lost: bool) -> None:
-        self.group = group
-        self.is_lost = is_lost
+    def __init__(self, group: ProcessGroup | None, is_lost: bool = False) -> None:
+        self.group, self.is_lost = group, is_lost
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "SharedGroup":
         return self

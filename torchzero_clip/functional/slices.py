@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torchzero_clip.compat import unflatten
 from torchzero_clip.functional import foreach
-from torchzero_clip.functional.blocks import BLOCK, LARGEST, ROW, ROWS, SHORT, SMALLEST, spans
+from torchzero_clip.functional.blocks import BLOCK, LARGEST, ROW, ROWS, SHORT, SMALLEST, in_rows, spans
 from torchzero_clip.functional.norms import extent, norm_along, p_norms
 from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.functional.shards import Part, pack
@@ -35,17 +35,13 @@ class Slices(NamedTuple):
     others: list[int]  # the tensors that are measured one by one
     order: Tensor  # where each slice stands in the order in which they are measured
 
-    def shaped(self, vector: Tensor) -> list[Tensor]:
-        """A vector with a number per slice as one tensor for each, of the same dimensions."""
-        return unflatten(vector, self.templates)
-
     def scale_(self, tensors: Sequence[Tensor], factors: Tensor) -> None:
         """Multiply each slice by its factor, in place. Tensors without a factor other than 1 are not touched."""
         counts = torch.zeros(len(tensors), dtype=torch.float32, device="cpu").index_add_(
             0, self.owner, (factors != 1).float()
         )
         changed = (counts > 0).tolist()
-        numbers = self.shaped(factors.to(tensors[0].dtype))
+        numbers = unflatten(factors.to(tensors[0].dtype), self.templates)
         foreach.multiply_plain_(list(compress(tensors, changed)), list(compress(numbers, changed)))
 
     def parts(self, tensors: Sequence[Tensor]) -> list[Part]:
@@ -69,7 +65,7 @@ def plan(tensors: Sequence[Tensor], dims: Sequence[tuple[int, ...]], scratch: Sc
         (alike.setdefault(length, []) if is_short else others).append(i)
     memory = scratch.memory("slices", ROWS * ROW, like)
     chunks = [
-        _chunk(memory, own, [tensors[i].shape for i in own], length)
+        _Chunk(own, *in_rows(memory, [tensors[i] for i in own], length))
         for length, together in alike.items()
         for own in (together[cut] for cut in spans([tensors[i].numel() for i in together], ROWS * ROW))
     ]
@@ -118,10 +114,3 @@ def _are_rows(tensor: Tensor, dims: tuple[int, ...]) -> bool:
 
 def _part(tensor: Tensor, dims: tuple[int, ...]) -> Part:
     return Part(tensor, dims, math.prod(tensor.shape[d] for d in dims))
-
-
-def _chunk(memory: Tensor, own: list[int], shapes: list[torch.Size], length: int) -> _Chunk:
-    sizes = list(map(math.prod, shapes))
-    used = memory.narrow(0, 0, sum(sizes))
-    views = [part.view(shape) for part, shape in zip(used.split(sizes), shapes, strict=True)]
-    return _Chunk(own, views, used.view(-1, length))

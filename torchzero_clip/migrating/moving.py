@@ -16,10 +16,10 @@ from torchzero_clip.core.kinds import FinalRule
 from torchzero_clip.core.nodes import Nodes
 from torchzero_clip.core.scope import NamedParam, named_params
 from torchzero_clip.core.transform import Transform
-from torchzero_clip.migrating.torch_groups import TORCHS, Group, copied, optimizer_of, settings_from, settings_to
+from torchzero_clip.migrating.torch_groups import TORCHS, copied, optimizer_of, settings_from, settings_to
 from torchzero_clip.modular.modular import Modular
 from torchzero_clip.optimizers.wrap import Wrap
-from torchzero_clip.types import State
+from torchzero_clip.types import Group, State
 
 
 def from_torch_optim(state_dict: Mapping[str, Any], optimizer: Modular) -> dict[str, Any]:

@@ -20,8 +20,7 @@ from torchzero_clip.optimizers.rmsprop import RMSprop
 from torchzero_clip.optimizers.sgd import SGD
 from torchzero_clip.optimizers.weight_decay import WeightDecay
 from torchzero_clip.optimizers.wrap import Wrap, constructed
-
-Group = dict[str, Any]
+from torchzero_clip.types import Group
 
 TORCHS: dict[type[Transform], type[Optimizer]] = {Adam: optim.Adam, SGD: optim.SGD, RMSprop: optim.RMSprop}
 TORCHS[Muon] = optim.Muon

@@ -12,8 +12,7 @@ from torchzero_clip.checkpoints.saving import Load, without_device
 from torchzero_clip.core.group_keys import BEFORE_STEP as KEY
 from torchzero_clip.core.scope import named_params
 from torchzero_clip.modular.front import Front
-
-Group = dict[str, Any]
+from torchzero_clip.types import Group
 
 
 class Entries:

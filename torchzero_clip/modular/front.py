@@ -15,9 +15,7 @@ from torchzero_clip.engine.end import Deliver
 from torchzero_clip.engine.executor import DeliveredScale
 from torchzero_clip.modular.modular import Modular
 from torchzero_clip.modular.validation import check_added, check_places
-from torchzero_clip.types import Setting
-
-Group = dict[str, Any]
+from torchzero_clip.types import Group, Setting
 
 
 class Front(Modular):
@@ -52,8 +50,9 @@ class Front(Modular):
             own["params"] = group["params"]
         self._ids = _checked_ids(groups)
 
+    @staticmethod
     @override
-    def _completed(self, transforms: list[Transform]) -> list[Transform]:
+    def _completed(transforms: list[Transform]) -> list[Transform]:
         return transforms
 
     def forget_loss(self) -> None:

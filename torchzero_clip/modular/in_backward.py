@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from torchzero_clip.checks import count
 from torchzero_clip.compat import at_end_of_backward, current_graph_task_id, never_compiled
 from torchzero_clip.engine.parts import Parts, second_gradient
-from torchzero_clip.fast.door import FastWay
 from torchzero_clip.modular.modular import Modular
 from torchzero_clip.modular.refusals import refuse
 from torchzero_clip.modular.wrapped import unwrap
@@ -39,7 +38,6 @@ class StepInBackward:
         self._settings: dict[str, list[Setting]] = {}
         self._waiting: dict[int, Tensor] = {}
         self._bytes = 0
-        self._fast_ways: dict[int, FastWay] = {}
         self._ready = _weakly(self.take)
         self._attach()
         # parameters may be added or unfrozen between steps
@@ -153,18 +151,12 @@ class StepInBackward:
         # so that autograd raises if the rest of the backward needs an old value: fused kernels do not count versions
         increment_version(waiting.values())
         try:
-            self._optimizer.take_part(self._groups_of(waiting), self._settings, self._fast_way_of(next(iter(waiting))))
+            self._optimizer.take_part(self._groups_of(waiting), self._settings, next(iter(waiting)))
         except BaseException as error:
             error.add_note(self._updated())
             raise
         for param in waiting.values():
             param.grad = None
-
-    def _fast_way_of(self, first: int) -> FastWay:
-        """That of the parameters that are updated together with the first one, as they are in most steps."""
-        if first not in self._fast_ways:
-            self._fast_ways[first] = self._optimizer.new_fast_way()
-        return self._fast_ways[first]
 
     def _groups_of(self, params: Iterable[int]) -> list[dict[str, Any]]:
         """The param groups, each with only the given parameters (ids), in order."""

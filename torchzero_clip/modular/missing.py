@@ -1,7 +1,6 @@
 """Distributed parameters that have no gradient on this process, and may have one on the others."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,9 +10,7 @@ from torchzero_clip.core.nodes import Nodes
 from torchzero_clip.core.scope import named_params
 from torchzero_clip.engine.listener import Seen
 from torchzero_clip.functional.shards import present_elsewhere
-from torchzero_clip.types import State
-
-Group = dict[str, Any]
+from torchzero_clip.types import Group, State
 
 
 class Missing:

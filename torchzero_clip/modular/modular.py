@@ -44,21 +44,12 @@ from torchzero_clip.modular.classes import ClassMaker, configured
 from torchzero_clip.modular.described import described
 from torchzero_clip.modular.missing import Missing
 from torchzero_clip.modular.origin import Origin
-from torchzero_clip.modular.param_groups import (
-    accepted,
-    all_or_none,
-    as_groups,
-    check_disjoint,
-    completed,
-    let_names_decide,
-    split,
-)
+from torchzero_clip.modular.param_groups import accepted, all_or_none, as_groups, check_disjoint, parts_of
 from torchzero_clip.modular.validation import (
     check_added,
     check_places,
     check_tensors,
     listed_transforms,
-    warn_of_no_rule,
     warn_of_slips,
     warn_of_unread_keys,
 )
@@ -143,6 +134,7 @@ class Modular(Explained, ClassMaker, Optimizer):
     steps_taken: int = 0
     """How many steps this object has taken. Steps that were refused or had no gradients do not count."""
 
+    _completed = staticmethod(with_learning_rate)  # returns the transforms of a chain from those that were given
     _delivery: Deliver | None = None  # the end of a step; None to subtract the updates from the parameters
     _has_meshes = False  # if a parameter is distributed
     _origin: Origin | None = None  # the module that ``params`` was. Copies and pickles have none
@@ -170,14 +162,14 @@ class Modular(Explained, ClassMaker, Optimizer):
         self._judging = Judging(self.nodes)
         self.storage_keys = self.nodes.storage_keys
         self._policy = StepPolicy(nonfinite, max_consecutive_skips, self.transforms)
-        self._schedules = Schedules(self.nodes.schedules(), self.storage_keys.values())
         self._chain_state = new_chain_state(self.nodes, self._policy.counts())
+        self._schedules = Schedules(self.nodes.schedules(), self.storage_keys.values(), self._chain_state)
         self._metrics: dict[str, Tensor] = {}
         self._unread: Callable[[], dict[str, Tensor]] | None = None  # computes the metrics of a planned step, once
         self._reported = ReportedLoss()
         self._fitting: set[object] = set()  # see `check_tensors`
         check_group(process_group, [])
-        self._process_group, self._lost_group, self._is_complete = process_group, False, False
+        self._shared, self._is_complete = SharedGroup(process_group), False
         super().__init__(as_groups(params, may_be_empty=process_group is not None), self.nodes.defaults())
         check_disjoint(self.param_groups)
         self.nodes.checked_settings(self.param_groups)
@@ -186,14 +178,10 @@ class Modular(Explained, ClassMaker, Optimizer):
         named = self._named_params()
         check_places(self.chain, self.nodes, named)
         idle, self._has_joint_schedules = agree(self.nodes, self._policy, named, self._schedules.any, process_group)
-        warn_of_slips(self.nodes, named, idle)
+        warn_of_slips(self.nodes, named, idle, listed if isinstance(params, nn.Module) else None)
         if isinstance(params, nn.Module):
             self._origin = Origin(params)
-            warn_of_no_rule(self.nodes, listed)
         self._is_complete = True
-
-    def _completed(self, transforms: list[Transform]) -> list[Transform]:
-        return with_learning_rate(transforms)
 
     def _named_params(self, first: int = 0) -> list[NamedParam]:
         return [named for group in self.param_groups[first:] for named in named_params(group)]
@@ -229,14 +217,14 @@ class Modular(Explained, ClassMaker, Optimizer):
             ValueError: As in `Modular`.
             TypeError: As in `Modular`.
         """
-        return self._process_group
+        return self._shared.group
 
     @process_group.setter
     def process_group(self, group: ProcessGroup | None) -> None:
         named = self._named_params()
         check_group(group, [param for param, *_ in named])
         _, self._has_joint_schedules = agree(self.nodes, self._policy, named, self._schedules.any, group)
-        self._process_group, self._lost_group = group, False
+        self._shared = SharedGroup(group)
 
     def is_scheduled(self, key: str) -> bool:
         """Return True if a setting, by its key in the param groups, is a function of the step in some group."""
@@ -300,7 +288,7 @@ class Modular(Explained, ClassMaker, Optimizer):
         """
         try:
             self.skipped_by = ()
-            if self._lost_group:
+            if self._shared.is_lost:
                 refuse_lost()
             if closure is None and self._fast_way.plan is not None and self._repeat(self._reported.loss):
                 return None
@@ -308,22 +296,22 @@ class Modular(Explained, ClassMaker, Optimizer):
                 raise ValueError("a transform with target='closure' needs a closure: call step(closure)")
             settings = self.begin()
 
-            result = None
+            result, loss = None, self._reported.loss
             if closure is not None:
                 with torch.enable_grad():
                     result = closure()
-                found = self._reported.loss if result is None else partial(Loss, result, 1)
-                if self._fast_way.plan is not None and self._repeat(found):
+                loss = loss if result is None else partial(Loss, result, 1)
+                if self._fast_way.plan is not None and self._repeat(loss):
                     return result
                 # the closure may have changed them, or added groups
                 settings = self.nodes.checked_settings(self.param_groups)
 
-            loss = Loss(result, 1) if result is not None else self._reported.loss()
-            has_meshes = self._has_meshes and self.parts is None
-            missing = Missing(self.nodes, self.param_groups, self.state) if has_meshes else None
+            missing = (
+                Missing(self.nodes, self.param_groups, self.state) if self._has_meshes and not self.parts else None
+            )
             walk = None
             try:
-                walk = self._walk(self.param_groups, self._fast_way, settings, loss)
+                walk = self._walk(self.param_groups, self._fast_way, settings, loss())
                 if self.parts is not None:
                     self.parts.refuse_second(walk.table.params)
                 self._take(walk)
@@ -342,7 +330,7 @@ class Modular(Explained, ClassMaker, Optimizer):
         try:
             if walk is not None:
                 has_updated = parts is not None and len(parts.updated) > 0
-                takes_part = len(walk.table.params) > 0 or self._process_group is not None or has_updated
+                takes_part = len(walk.table.params) > 0 or self._shared.group is not None or has_updated
                 is_taken = takes_part and (not self._policy.decides or self._policy.allows(walk, state))
             if is_taken and go is not None:
                 go()
@@ -356,10 +344,9 @@ class Modular(Explained, ClassMaker, Optimizer):
                     self._metrics.update(walk.metrics if parts is None else parts.end(self.nodes, self.param_groups))
                     self._unread = None
                     if not isinstance(walk.executor, Readable):
-                        self._fast_way.learn(walk, (self.maximize, self.keep_grads, parts, self._process_group))
+                        self._fast_way.learn(walk, (self.maximize, self.keep_grads, parts, self._shared.group))
                 if SCHEDULE_STEP in state:
-                    state[SCHEDULE_STEP] += 1
-                    self._schedules.advance(self.param_groups, state[SCHEDULE_STEP])
+                    self._schedules.advance(self.param_groups)
         finally:
             if walk is not None:
                 self.skipped_by = () if "error" in walk.refused_by else tuple(walk.refused_by)
@@ -374,8 +361,8 @@ class Modular(Explained, ClassMaker, Optimizer):
             return False
         state = self._chain_state.values
         if state:
-            self._take_over()
-        options = self.maximize, self.keep_grads, self.parts, self._process_group
+            self._schedules.catch_up(self.param_groups, self.step)
+        options = self.maximize, self.keep_grads, self.parts, self._shared.group
         groups, policy = self.param_groups, self._policy
         step = self._fast_way.begin(groups, self.state, options, state, loss, self.listener)
         if step is None:
@@ -389,19 +376,10 @@ class Modular(Explained, ClassMaker, Optimizer):
         self._unread = step.metrics or self._unread
         return True
 
-    def _take_over(self) -> None:
-        """Take over the counters that were written to the param groups, and write scheduled settings that are late."""
-        state = self._chain_state.values
-        self._chain_state.take_counters(self.param_groups)
-        if SCHEDULE_STEP in state:
-            if "lr" in self._schedules and hasattr(self.step, "_wrapped_by_lr_sched"):
-                raise ValueError("lr is a function of the step and has a scheduler as well: keep one of them")
-            self._schedules.catch_up(self.param_groups, state[SCHEDULE_STEP])
-
     def begin(self) -> dict[str, list[Setting]]:
         """Take over what was written to the param groups since the last step, and return the settings by transform."""
         if self._chain_state.values:  # also if there are schedules
-            self._take_over()
+            self._schedules.catch_up(self.param_groups, self.step)
         if self._origin is not None and not torch.compiler.is_compiling():
             self._origin.look(self.param_groups)
         lengths = list(map(len, self.param_groups))
@@ -455,15 +433,14 @@ class Modular(Explained, ClassMaker, Optimizer):
         is_repeated = columns is None and len(set(map(id, table.params))) < len(table.params)
         end = self._delivery or Subtract(self.keep_grads or "grad" in self.nodes.targets or is_repeated)
         updates = Updates(table, state, maximize=self.maximize, over_grads=end.over_grads)
-        is_fast = is_fast and not is_repeated
-        executor = fast_way.executor(updates, columns) if is_fast else Readable(updates)
+        executor = fast_way.executor(updates, columns) if is_fast and not is_repeated else Readable(updates)
         judged = Judged(self._judging, table.grads, executor, listens=self.listener is not None)
         walk = Walk(self.nodes, settings, table, state, executor, judged, end, loss)
         if self.parts is not None:
             walk.company = Part()
-        if self._process_group is not None:
-            device = device_of(table.all_params(), self._process_group)
-            Others(self._process_group, device, has_schedules=self._has_joint_schedules).join(walk)
+        if self._shared.group is not None:
+            device = device_of(table.all_params(), self._shared.group)
+            Others(self._shared.group, device, has_schedules=self._has_joint_schedules).join(walk)
         return walk
 
     def _may_be_fast(self) -> bool:
@@ -474,14 +451,11 @@ class Modular(Explained, ClassMaker, Optimizer):
         return self.fast and usable and "grad" not in self.nodes.targets
 
     @torch.no_grad()
-    def take_part(self, groups: list[dict[str, Any]], settings: dict[str, list[Setting]], fast_way: FastWay) -> None:
+    def take_part(self, groups: list[dict[str, Any]], settings: dict[str, list[Setting]], first: int) -> None:
         """Take the step of the parameters in these groups, for `step_in_backward`; `step` ends it."""
-        walk = self._walk(groups, fast_way, settings, self._reported.loss())
+        # parameters that come together are the same in most steps, so the id of the first one names them
+        walk = self._walk(groups, self._fast_way.beside(first), settings, self._reported.loss())
         run(walk, self.chain, states=self.state, listener=self.listener, parts=self.parts)
-
-    def new_fast_way(self) -> FastWay:
-        """The fast way of some of the parameters, with the memory that this optimizer has for intermediate results."""
-        return FastWay(self._fast_way)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with settings of their own, for example layers that are unfrozen later.
@@ -497,20 +471,15 @@ class Modular(Explained, ClassMaker, Optimizer):
         """
         if not isinstance(param_group, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"param_group must be a dict, got {type(param_group).__name__}")
-        others = self.param_groups if self._is_complete else []  # before, torch compares them
-        module = None if self._origin is None else self._origin.module()
-        group = accepted(param_group, self.nodes, others, module=module, ignored=self._chain_state.keys)
-        if self._process_group is not None:
-            let_names_decide(self.param_groups, group)
-        before = len(self.param_groups)
-        steps = self._chain_state.values.get(SCHEDULE_STEP, 0), param_group.get(SCHEDULE_STEP)
-        with all_or_none(self.param_groups, self._schedules):
-            for part in split(group, self.nodes):
-                valued, schedules = self._schedules.split(part, *steps)
-                self._append(completed(valued, self.defaults))
+        own, keys, module = self.param_groups, self._chain_state.keys, self._origin and self._origin.module()
+        group = accepted(param_group, self.nodes, own, module=module, ignored=keys, is_complete=self._is_complete)
+        before, was_at = len(own), param_group.get(SCHEDULE_STEP)
+        with all_or_none(own, self._schedules):
+            for part, schedules in parts_of(group, self.nodes, self.defaults, self._schedules, was_at):
+                self._append(part)
                 self._schedules.add(self.param_groups[-1], schedules)
                 added = self._named_params(before)
-                check_added(self.nodes, added, self._process_group)
+                check_added(self.nodes, added, self._shared.group)
                 self._has_meshes = self._has_meshes or any_distributed([named.param for named in added])
             if self._is_complete:
                 self.nodes.checked_settings(self.param_groups)
@@ -560,7 +529,7 @@ class Modular(Explained, ClassMaker, Optimizer):
 
         ``new`` and ``dropped`` have no effect on a checkpoint of this very chain, so a script may keep them.
         """
-        if self._lost_group:
+        if self._shared.is_lost:
             refuse_lost()
         with self.new_load(new, dropped).hooked(self):
             super().load_state_dict(state_dict)
@@ -569,22 +538,18 @@ class Modular(Explained, ClassMaker, Optimizer):
 
     def new_load(self, new: str | Iterable[str], dropped: str | Iterable[str]) -> Load:
         """A load of one checkpoint, with the arguments of `load_state_dict`."""
-        return Load(self.nodes, self._schedules, self._chain_state, self._process_group, new, dropped)
+        return Load(self.nodes, self._schedules, self._chain_state, self._shared.group, new, dropped)
 
     def __getstate__(self) -> dict[str, Any]:
         own = ("maximize", "keep_grads", "fast", "chain", "storage_keys", "_written", "nodes", "_judging", "_policy")
         own += ("_schedules", "_chain_state", "_reported", "_fitting", "_is_complete", "_has_meshes")
-        own += ("_has_joint_schedules", "skipped_by", "steps_taken")
-        others = {"_shared_group": SharedGroup(self._process_group, self._lost_group)}
-        others |= {"_metrics": self._known_metrics(), "_unread": None}
-        return super().__getstate__() | {name: getattr(self, name) for name in own} | others
+        own += ("_has_joint_schedules", "_shared", "skipped_by", "steps_taken")
+        metrics = {"_metrics": self._known_metrics(), "_unread": None}
+        return super().__getstate__() | {name: getattr(self, name) for name in own} | metrics
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.defaults.pop("differentiable", None)  # torch adds it, and each group that is added later would get it
-        shared: SharedGroup | None = self.__dict__.pop("_shared_group", None)  # load_state_dict comes here too
-        if shared is not None:
-            self._process_group, self._lost_group = shared.group, shared.is_lost
         self._fast_way = FastWay()
 
     def __repr__(self) -> str:

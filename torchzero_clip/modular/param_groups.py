@@ -14,6 +14,7 @@ from torchzero_clip.core.learning_rate import rates_of
 from torchzero_clip.core.nodes import Node, Nodes
 from torchzero_clip.core.schedules import Schedules
 from torchzero_clip.core.scope import NamedParam
+from torchzero_clip.types import Schedule
 
 
 def as_groups(params: ParamsT | nn.Module, *, may_be_empty: bool) -> Any:
@@ -32,16 +33,20 @@ def as_groups(params: ParamsT | nn.Module, *, may_be_empty: bool) -> Any:
 def accepted(
     group: Mapping[str, Any],
     nodes: Nodes,
-    others: Sequence[dict[str, Any]],
+    groups: Sequence[dict[str, Any]],
     *,
     module: nn.Module | None,
     ignored: Container[str],
+    is_complete: bool,
 ) -> dict[str, Any]:
     """A group that is added, with every setting under the key that stores it, and names if the others have them."""
+    others = groups if is_complete else []  # while an optimizer is made, torch compares its groups
     kept = {key: value for key, value in group.items() if key != BEFORE_STEP and key not in ignored}
     given = _with_names(kept, others, module)
     _check_new(given, others)
-    return _normalized(given, nodes)
+    added = _normalized(given, nodes)
+    _let_names_decide(groups, added)
+    return added
 
 
 def _normalized(group: Mapping[str, Any], nodes: Nodes) -> dict[str, Any]:
@@ -72,7 +77,7 @@ def _normalized(group: Mapping[str, Any], nodes: Nodes) -> dict[str, Any]:
     return result
 
 
-def let_names_decide(groups: Sequence[dict[str, Any]], added: Mapping[str, Any]) -> None:
+def _let_names_decide(groups: Sequence[dict[str, Any]], added: Mapping[str, Any]) -> None:
     """If no group has a parameter yet, give them names if the added group has names: torch allows no mix."""
     params = added.get("params")
     if not params or isinstance(params, set) or any(group["params"] for group in groups):
@@ -142,11 +147,15 @@ def split(group: Mapping[str, Any], nodes: Nodes) -> Iterator[dict[str, Any]]:
         yield {"params": items, **of_part, **own}
 
 
-def completed(part: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """A group with all settings."""
-    # tensors are copied: a scheduler that fills one lr changes no other group and no other optimizer
-    own = {key: value.clone() if isinstance(value, Tensor) else value for key, value in defaults.items()}
-    return {**own, **part}
+def parts_of(
+    group: Mapping[str, Any], nodes: Nodes, defaults: Mapping[str, Any], schedules: Schedules, was_at: int | None
+) -> Iterator[tuple[dict[str, Any], dict[str, Schedule]]]:
+    """The parts of a group as `split` makes them, each with all settings, and with those that are functions."""
+    for part in split(group, nodes):
+        valued, functions = schedules.split(part, was_at)
+        # tensors are copied: a scheduler that fills one lr changes no other group and no other optimizer
+        own = {k: value.clone() if isinstance(value, Tensor) else value for k, value in defaults.items()}
+        yield {**own, **valued}, functions
 
 
 def check_disjoint(groups: Sequence[dict[str, Any]]) -> None:

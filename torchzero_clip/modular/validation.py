@@ -3,7 +3,6 @@
 import inspect
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
 
 import torch.distributed as dist
 from torch import Tensor
@@ -19,8 +18,7 @@ from torchzero_clip.core.scope import NamedParam, named_params
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.engine.table import Table
 from torchzero_clip.functional.processes import check_group
-
-Group: TypeAlias = dict[str, Any]
+from torchzero_clip.types import Group
 
 
 def listed_transforms(params: object, transforms: Sequence[Transforms]) -> list[Transform]:
@@ -112,13 +110,24 @@ def _is_empty(node: Node, params: Sequence[NamedParam]) -> bool:
     return bool(around) and not any(node.transform.scope.has(named) for named in around)
 
 
-def warn_of_slips(nodes: Nodes, params: Sequence[NamedParam], idle: Mapping[str, bool]) -> None:
-    """Warn of patterns that are idle, and of parameters on which no update rule acts, or several."""
+def warn_of_slips(
+    nodes: Nodes, params: Sequence[NamedParam], idle: Mapping[str, bool], given: Sequence[Transform] | None
+) -> None:
+    """Warn of patterns that are idle, and of parameters on which no update rule acts, or several.
+
+    If ``given`` is what the user gave with a module, also warn if nothing in it decides how far parameters move.
+    """
     for text, is_idle in idle.items():
         if is_idle:
             warnings.warn(text, stacklevel=3)
     scopes = [node.scope for node, _ in update_rules(nodes)]
     if not scopes:
+        if given is not None and not any(isinstance(transform, LR) for transform in given):
+            warnings.warn(
+                "the chain has no optimizer, so each step subtracts the whole update from the parameters, as with a "
+                "learning rate of 1. Put an optimizer at its end, such as AdamW(1e-3), or SGD(1.0) if this is meant",
+                stacklevel=3,
+            )
         return
     counts = [sum(scope.has(named) for scope in scopes) for named in params]
     without = [named for named, count in zip(params, counts, strict=True) if count == 0]
@@ -126,16 +135,6 @@ def warn_of_slips(nodes: Nodes, params: Sequence[NamedParam], idle: Mapping[str,
     consequence = "its update is the gradient times the learning rate, as with SGD()"
     _warn_of_params("no optimizer acts on", without, consequence)
     _warn_of_params("two optimizers act on", several, "one after the other")
-
-
-def warn_of_no_rule(nodes: Nodes, given: Sequence[Transform]) -> None:
-    """Warn if nothing that the user gave decides how far parameters move."""
-    if not update_rules(nodes) and not any(isinstance(transform, LR) for transform in given):
-        warnings.warn(
-            "the chain has no optimizer, so each step subtracts the whole update from the parameters, as with a "
-            "learning rate of 1. Put an optimizer at its end, such as AdamW(1e-3), or SGD(1.0) if this is meant",
-            stacklevel=3,
-        )
 
 
 def warn_of_unread_keys(groups: Sequence[Group], nodes: Nodes, shown: Iterable[str]) -> None:
