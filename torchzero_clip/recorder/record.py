@@ -159,8 +159,10 @@ class Readable(ABC):
             TypeError: If ``share_clipped`` is not a number.
         """
         if scope != "joint":
-            advice = "call suggest_max_norm of the Recorder"
-            raise ValueError(f"scope must be 'joint' for a Record, got {scope!r}: {advice}")
+            advice = f"call recorder.suggest_max_norm(scope={scope!r}) in the process that trains"
+            raise ValueError(
+                f"scope must be 'joint' for a Record, which may lack norms of parameters. Instead, {advice}"
+            )
         return suggested({"joint": self._whole().norms_of_gradients()}, share_clipped, "joint")
 
 
