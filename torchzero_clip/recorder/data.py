@@ -207,7 +207,8 @@ class Data:
 
     def layers_that_jumped(self) -> set[tuple[int, str]]:
         """The steps and layers of norms that are far above those of the steps before."""
-        joint = self.norm[[self._rows[step] for step in self.layer_steps]]
+        known = dict(zip(self.steps, self.norm.tolist(), strict=True))
+        joint = self.norm.new_tensor([known.get(step, math.nan) for step in self.layer_steps])
         found = jumps(self.layer_steps, joint, self.layer_norms, self.precision).nonzero().tolist()
         return {*self.jumps, *((self.layer_steps[row], self.layers[k]) for row, k in found)}
 
