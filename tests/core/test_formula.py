@@ -297,6 +297,11 @@ class Returns(Formula):
             r"\.formula returned .* and a tensor of .* of torch\.float64\. ",
         ),
         (lambda: Returns(lambda x: (x, ())), r"\.formula returned a tensor of shape"),
+        (
+            lambda: Returns(lambda x: (x, x)),
+            r"\.formula returned .* Return the new elements and a tuple of the new state",
+        ),
+        (lambda: Returns(lambda x: (x, (x,)), lambda x: x), r"\.start returned a .* Return a tuple of the first state"),
         (lambda: Returns(lambda x: (x, (x,)), lambda x: 0.0), r"\.start returned float\. .*`return \(new_average,\)`"),
         (lambda: Returns(lambda x: (x, (x,)), lambda x: ()), r"\.start returned nothing\. "),
     ],

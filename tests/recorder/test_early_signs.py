@@ -19,7 +19,9 @@ def signs(ratios):
     ratios = torch.as_tensor(ratios, dtype=torch.float64)
     if ratios.ndim == 1:
         ratios = ratios[:, None]
-    return [tuple(sign) for sign in early_signs(range(len(ratios)), NAMES, ratios)]
+    found = early_signs(range(len(ratios)), NAMES, ratios)
+    assert all(sign.ratio == pytest.approx(sign.value / sign.usual) for sign in found)
+    return [(sign.step, sign.layer, sign.value, sign.usual) for sign in found]
 
 
 def test_a_ratio_above_twice_the_median_of_equal_ratios_is_a_sign():
@@ -124,7 +126,7 @@ def test_an_update_that_is_too_large_is_among_the_spikes_although_the_norm_is_us
     recorder = train(lambda step: 30.0 if step == 200 else 1.0)
     found = recorder.early_signs()
     assert {sign.step for sign in found} == {200}
-    assert all(sign.ratio > 2 * sign.usual for sign in found)
+    assert all(sign.ratio > 2 and sign.number == "update / weights" for sign in found)
     assert 200 in recorder.spikes()
     assert 200 not in recorder.record().norm_spikes()
 
@@ -132,6 +134,6 @@ def test_an_update_that_is_too_large_is_among_the_spikes_although_the_norm_is_us
 def test_signs_of_a_record_have_the_names_of_its_layers():
     ratios = [Ratios(10 * k, column([2.0, 0.0]), column([0.5 if k == 9 else 0.01, 1.0])) for k in range(10)]
     record = made([1.0] * 100, ("weight", "bias"), ratios=ratios)
-    assert [tuple(sign) for sign in record.early_signs()] == [(90, "weight", 0.25, pytest.approx(0.005))]
+    assert record.early_signs() == [(90, "weight", "update / weights", 0.25, pytest.approx(0.005), pytest.approx(50))]
     assert record.spikes() == [90]
     assert made([1.0] * 100).early_signs() == []

@@ -209,12 +209,12 @@ def test_the_layers_of_a_spike_are_written_however_few_steps_come_with_it(path, 
 
 def test_a_spike_that_is_known_only_later_gets_its_layers(path):
     optimizer, recorder = start(path)
-    run(optimizer, 12, sizes={8: 20.0})
+    run(optimizer, 12, sizes={7: 20.0})
     recorder.flush()
     assert read_record(path).layer_steps == [0]
     run(optimizer, 90, start=12)
     recorder.close()
-    assert read_record(path).layer_steps == [0, 8, 100]
+    assert read_record(path).layer_steps == [0, 7, 100]
 
 
 def fails_halfway(error):

@@ -111,6 +111,8 @@ def test_a_file_of_something_else_is_refused(write, line):
         (step(3, metrics={"a": "b"}), "must be numbers"),
         ('{"kind": "layers", "step": 3, "norms": [1.0]}', "line 2: it has 1 numbers for 2 layers"),
         ('{"kind": "layers", "step": 3, "norms": [1.0, "x"]}', "line 2: it must have numbers only"),
+        ('{"kind": "layers", "step": 3, "norms": [1, 2], "jumps": ["x"]}', "line 2: its jumps must be names of layers"),
+        ('{"kind": "layers", "step": 3, "norms": [1, 2], "jumps": 1}', "line 2: 'int' object is not iterable"),
         (step(3, norm=10**400), "line 2: int too"),
         (OLD.replace('"version": 1', '"version": 2'), "version 2 cannot be read"),
     ],

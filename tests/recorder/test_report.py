@@ -301,9 +301,9 @@ def test_early_signs_have_a_table_and_are_counted(tmp_path):
     ratios = [Ratios(10 * k, column([2.0, 1.0]), column([0.5 if k == 9 else 0.01, 0.02])) for k in range(10)]
     page = report(made([1.0] * 100, ("first", "second"), ratios=ratios), tmp_path)
     assert "There were 0 spikes. 1 step had an early sign of a spike." in page.text
-    head, *rows = page.table("Updates that were unusually large")
-    assert head == ["Step", "Layer", "Update / weights", "Usual", "Ratio"]
-    assert rows == [["90", "first", "0.25", "0.005", "50x"]]
+    head, *rows = page.table("Norms of layers, and updates")
+    assert head == ["Step", "Layer", "Number", "Value", "Usual", "Ratio"]
+    assert rows == [["90", "first", "update / weights", "0.25", "0.005", "50x"]]
 
 
 @quick

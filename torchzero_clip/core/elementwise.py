@@ -176,10 +176,15 @@ class Elementwise(TensorwiseTransform):
         """The tensors that a method returned. Raise if their number, a shape or a dtype is wrong."""
         tensors = list(_leaves(found))
         kinds = [[(getattr(t, "shape", None), getattr(t, "dtype", None)) for t in group] for group in (tensors, like)]
-        if kinds[0] != kinds[1]:
+        is_pair = name == "formula" and isinstance(found, tuple | list) and len(found) == 2
+        state: Any = found[1] if is_pair else found
+        if kinds[0] != kinds[1] or (self.keys and isinstance(state, Tensor)):
             state = f"({''.join(f'new_{key}, ' for key in self.keys).strip()})"
+            parts = (
+                "the new elements and a tuple of the new state" if name == "formula" else "a tuple of the first state"
+            )
             raise RuntimeError(
-                f"{self!r}.{name} returned {_described(found)}. Return tensors of the shape and the dtype of x: "
+                f"{self!r}.{name} returned {_described(found)}. Return {parts}, of the shape and the dtype of x: "
                 f"write `return {f'new, {state}' if name == 'formula' else state}`"
             )
         return tensors

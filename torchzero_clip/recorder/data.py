@@ -15,7 +15,7 @@ from torch import Tensor
 from torchzero_clip.checks import count
 from torchzero_clip.recorder.numbers import medians
 from torchzero_clip.recorder.precision import FLOAT32, relative
-from torchzero_clip.recorder.series import EarlySign, early_signs, spikes_among
+from torchzero_clip.recorder.series import EarlySign, early_signs, jumps, spikes_among
 from torchzero_clip.recorder.words import as_table
 
 MOST_NAMED = 5
@@ -77,6 +77,7 @@ class Data:
     ratios: list[Ratios] = field(default_factory=list, repr=False)
     joint: list[str] = field(default_factory=list)
     precision: float = FLOAT32
+    jumps: list[tuple[int, str]] = field(default_factory=list, repr=False)
 
     @cached_property
     def _rows(self) -> dict[int, int]:
@@ -192,13 +193,24 @@ class Data:
         return {self.steps[i] for i in rows}
 
     def early_signs(self) -> list[EarlySign]:
-        """Return the updates that were unusually large: see `Recorder.early_signs`."""
-        if not self.ratios:
-            return []
-        steps, ratios = [ratios.step for ratios in self.ratios], torch.stack([r.relative for r in self.ratios])
-        known = dict(zip(steps, self.update_ratios(), strict=True))
-        found = early_signs(steps, self.layers, ratios)
-        return [sign for sign in found if not known[sign.step][self.layers.index(sign.layer)].isnan()]
+        """Return the norms and updates of layers that were unusually large: see `Recorder.early_signs`."""
+        jumped, found = self.layers_that_jumped(), list[EarlySign]()
+        for step in {step for step, _ in jumped} - self.norm_spikes():
+            layers = [layer for layer in self.layers_of(step) if (step, layer.name) in jumped]
+            found += [EarlySign(step, name, "norm", *numbers) for name, *numbers in layers]
+        if self.ratios:
+            steps, ratios = [ratios.step for ratios in self.ratios], torch.stack([r.relative for r in self.ratios])
+            known = dict(zip(steps, self.update_ratios(), strict=True))
+            updates = early_signs(steps, self.layers, ratios)
+            found += [sign for sign in updates if not known[sign.step][self.layers.index(sign.layer)].isnan()]
+        return sorted(found, key=lambda sign: sign.step)
+
+    def layers_that_jumped(self) -> set[tuple[int, str]]:
+        """The steps and layers of norms that are far above those of the steps before."""
+        known = dict(zip(self.steps, self.norm.tolist(), strict=True))
+        joint = self.norm.new_tensor([known.get(step, math.nan) for step in self.layer_steps])
+        found = jumps(self.layer_steps, joint, self.layer_norms, self.precision).nonzero().tolist()
+        return {*self.jumps, *((self.layer_steps[row], self.layers[k]) for row, k in found)}
 
     def update_ratios(self) -> Tensor:
         """The relative norms of updates, a row for each of ``ratios``; NaN if rounding alone explains the gradient."""

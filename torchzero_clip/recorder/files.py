@@ -4,7 +4,7 @@
  "precision": 1.9e-06}
 {"kind": "step", "run": "5c1f", "step": 0, "norm": 1.5, "loss": 2.3, "reason": "", "metrics": {"clip_norm/limit": 1.0}}
 {"kind": "loss", "run": "5c1f", "step": 0, "loss": 2.4}
-{"kind": "layers", "run": "5c1f", "step": 0, "norms": [1.5]}
+{"kind": "layers", "run": "5c1f", "step": 0, "norms": [1.5], "jumps": ["w"]}
 {"kind": "block", "run": "5c1f", "first": 0, "last": 99, "median": [0.4], "maximum": [1.5]}
 {"kind": "ratios", "run": "5c1f", "step": 0, "params": [3.0], "updates": [0.01]}
 """
@@ -59,9 +59,13 @@ def rows_of_steps(record: Data) -> list[Row]:
     return rows
 
 
-def rows_of_layers(record: Data, steps: set[int]) -> list[Row]:
-    pairs = zip(record.layer_steps, record.layer_norms, strict=True)
-    return [{"kind": "layers", "step": step, "norms": _row(norms)} for step, norms in pairs if step in steps]
+def rows_of_layers(record: Data, steps: set[int], jumped: set[tuple[int, str]]) -> list[Row]:
+    rows: list[Row] = []
+    for step, norms in zip(record.layer_steps, record.layer_norms, strict=True):
+        if step in steps:
+            jumps = [name for name in record.layers if (step, name) in jumped]
+            rows.append({"kind": "layers", "step": step, "norms": _row(norms), **({"jumps": jumps} if jumps else {})})
+    return rows
 
 
 def block(steps: Sequence[int], norms: Tensor) -> Row:

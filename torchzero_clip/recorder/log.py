@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torchzero_clip.recorder import files
 from torchzero_clip.recorder.layout import By
 from torchzero_clip.recorder.record import Record
-from torchzero_clip.recorder.series import spikes_among
+from torchzero_clip.recorder.series import LATEST, spikes_among
 
 REMEMBERED = 1000  # how many earlier joint norms are used to find spikes among the next ones
 BLOCK = 100
@@ -48,7 +48,7 @@ class Log:
         self.run, self.parent = uuid.uuid4().hex[:12], parent
         self.is_new = True  # False if the file had lines before, and this run has not written or loaded anything yet
         self._header: tuple[list[str], float] | None = None  # the layers and the precision in the file
-        # the last steps in the file: their joint norms, and whether the step was refused or not finite
+        # the last steps in the file: their joint norms, and whether one was refused, not finite or a jump
         self._seen: deque[tuple[int, float, bool]] = deque(maxlen=REMEMBERED)
         self._whole: set[int] = set()  # the steps whose layers are in the file
         self._open = 0  # how many of the last steps in the file are in no complete block
@@ -71,12 +71,13 @@ class Log:
                 stacklevel=2,
             )
         record = kept(self._open + count)
-        new = record.last(count)
+        new, jumped = record.last(count), kept(count + LATEST).layers_that_jumped()
         now = record.layers, record.precision if record.steps or self._header is None else self._header[1]
         rows = files.rows_of_steps(new)
         rows += [{"kind": "loss", "step": step, "loss": files.finite(loss)} for step, loss in losses.items()]
         lost = new.layer_norms.isfinite().logical_not().any(dim=1).tolist()
-        bad = [bool(reason) or is_lost for reason, is_lost in zip(new.reasons, lost, strict=True)]
+        own = {step for step, _ in jumped}
+        bad = [s in own or bool(why) or no for s, why, no in zip(new.steps, new.reasons, lost, strict=True)]
         seen = [*self._seen, *zip(new.steps, new.norm.tolist(), bad, strict=True)]
         # if older steps are forgotten, a series of bad ones may have begun before
         whole = _in_whole(seen, IN_A_ROW if len(self._seen) == REMEMBERED else 0) | {r.step for r in new.ratios}
@@ -84,7 +85,7 @@ class Log:
             whole |= set(record.steps)  # a short run
         whole -= self._whole
         is_old = len(whole) > 0 and (not record.steps or min(whole) < record.steps[0])
-        rows += files.rows_of_layers(kept(self._keep) if is_old else record, whole)
+        rows += files.rows_of_layers(kept(self._keep) if is_old else record, whole, jumped)
         blocks, rest = self._blocks(record, is_end)
         rows += blocks
         if rows and (now != self._header or not self.path.exists() or not self.path.stat().st_size):
@@ -113,7 +114,7 @@ class Log:
 
 
 def _in_whole(seen: list[tuple[int, float, bool]], series: int) -> set[int]:
-    """Spikes and refused steps; of a series, only the first `IN_A_ROW`, and ``series`` of these came before."""
+    """Spikes, jumps and refused steps; of a series, only the first `IN_A_ROW`, and ``series`` of these came before."""
     norms = torch.tensor([norm for _, norm, _ in seen], dtype=torch.float64, device="cpu")
     found = set[int]()
     for (step, _, is_bad), is_spike in zip(seen, spikes_among(norms).tolist(), strict=True):

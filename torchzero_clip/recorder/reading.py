@@ -165,6 +165,8 @@ class _Reader:
                 self._check(row[key].values(), f"its {key} must be numbers")
             elif types is NUMBER:
                 self._check([row[key]], f"its {key} must be a number")
+        if not set(row.get("jumps", ())) <= set(run.layers):
+            raise ValueError("its jumps must be names of layers")
         step = row["first" if kind == "block" else "step"]
         run.lines[kind][step] = row | {"layers": run.layers}
         if kind == "step":
@@ -236,6 +238,7 @@ def _composed(path: str, run: _Run, size: int) -> Record:
         [Ratios(row["step"], wide(row, "params"), wide(row, "updates")) for row in ratios],
         run.joint,
         run.precision or FLOAT32,
+        [(row["step"], str(name)) for row in whole for name in row.get("jumps", ())],
     )
 
 

@@ -57,11 +57,12 @@ class Readable(ABC):
         return self._whole().spikes()
 
     def early_signs(self) -> list[EarlySign]:
-        """Return the updates that were unusually large relative to the weights of their layer.
+        """Return the layers whose norm or update was unusually large in a step whose joint norm may be usual.
 
         Returns:
-            Rows with ``step``, ``layer``, ``ratio`` (the norm of the update divided by the norm of the weights) and
-                ``usual`` (the median of the ratios before), in the order of steps. In each step, the worst comes first.
+            Rows with ``step``, ``layer``, ``number`` ("norm", or "update / weights" for the norm of the update divided
+                by the norm of the weights), its ``value``, ``usual`` (the median of those before) and ``ratio``, in the
+                order of steps. In each step, norms come before updates, and the worst comes first.
         """
         return self._whole().early_signs()
 
@@ -158,8 +159,10 @@ class Readable(ABC):
             TypeError: If ``share_clipped`` is not a number.
         """
         if scope != "joint":
-            advice = "call suggest_max_norm of the Recorder"
-            raise ValueError(f"scope must be 'joint' for a Record, got {scope!r}: {advice}")
+            advice = f"call recorder.suggest_max_norm(scope={scope!r}) in the process that trains"
+            raise ValueError(
+                f"scope must be 'joint' for a Record, which may lack norms of parameters. Instead, {advice}"
+            )
         return suggested({"joint": self._whole().norms_of_gradients()}, share_clipped, "joint")
 
 
@@ -181,6 +184,7 @@ class Record(Data, Readable):
         ratios: For some steps, the norms of the parameters and of their updates.
         joint: The names of transforms that limit the joint norm.
         precision: The rounding of a step divided by its joint norm. Smaller norms of layers may be rounding only.
+        jumps: In a record from a file, the steps and the layers of norms that are far above those before.
 
     Examples:
         >>> import torch
@@ -238,7 +242,7 @@ class Record(Data, Readable):
     def filled(self, kept: "Record") -> "Record":
         """This record, with the layers of the steps of another one, which are its last."""
         older = self.part(0, bisect_left(self.steps, kept.steps[0]))
-        return replace(joined([older, kept]), blocks=self.blocks)
+        return replace(joined([older, kept]), blocks=self.blocks, jumps=self.jumps)
 
 
 def joined(records: list[Record]) -> Record:

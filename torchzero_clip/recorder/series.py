@@ -1,6 +1,7 @@
 """Norms in the order of their steps: what is usual among them, what is a spike, and what makes a limit doubtful."""
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -30,6 +31,7 @@ EQUAL = 1e-5  # norms this close to the largest one count as equal to it, becaus
 FEWEST_RATIOS = 8  # with five earlier ratios, one of 28 steps of noise was an early sign; with eight, one of 150
 LATEST = 20
 JUST_BEFORE = 3
+JUMP = 10.0  # of 31 clean runs, one had a norm ten times above the last twenty but one; with five times, seven had
 
 
 @dataclass(frozen=True)
@@ -243,12 +245,30 @@ def _equal_largest(norms: Tensor) -> int:
 
 
 class EarlySign(NamedTuple):
-    """The norm of an update divided by that of the weights, if it is large, and the median of those before."""
+    """A number of a layer that is large, and the median of those before."""
 
     step: int
     layer: str
-    ratio: float
+    number: Literal["norm", "update / weights"]  # of the gradient, or of the update divided by that of the weights
+    value: float
     usual: float
+    ratio: float  # of the value to the usual one, or to the rounding of the step if that is larger
+
+
+def jumps(steps: Sequence[int], joint: Tensor, norms: Tensor, precision: float) -> Tensor:
+    """True for each norm of a layer (a row for each step) that is far above those before it and above rounding."""
+    found = torch.zeros_like(norms, dtype=torch.bool)
+    # a layer that is not used in each step is not compared with zeros, but the first matrix of a LoRA is
+    known = ((norms > 0) | (norms == 0) & ~(norms > 0).cumsum(dim=0).bool()) & (joint.isfinite() & (joint > 0))[:, None]
+    sizes = torch.where(known, torch.maximum(norms, precision * joint[:, None]), 0.0)
+    near = torch.minimum(sizes[1:-1], sizes[:-2])  # most norms are not even far above the lower one of the two before
+    rows: list[int] = ((sizes[2:] > JUMP * near).any(dim=1).nonzero().flatten() + 2).tolist()
+    for row in rows:
+        before = sizes[bisect_left(steps, steps[row] - LATEST) : row]
+        # the second largest, so that one jump does not hide the next
+        highest = before.topk(min(2, len(before)), dim=0).values
+        found[row] = ((before > 0).sum(dim=0) >= FEWEST_RATIOS) & (sizes[row] > JUMP * highest[-1:].sum(dim=0))
+    return found
 
 
 def early_signs(steps: Sequence[int], layers: Sequence[str], ratios: Tensor) -> list[EarlySign]:
@@ -266,6 +286,7 @@ def early_signs(steps: Sequence[int], layers: Sequence[str], ratios: Tensor) -> 
         # more than twice each of the last ones, so that a learning rate that rises smoothly gives no sign
         above = known & (logs[row] > torch.maximum(border, highest + TWICE))
         signs: list[int] = above.nonzero().flatten().tolist()
-        new = [EarlySign(steps[row], layers[k], float(ratios[row, k]), float(median[k].exp())) for k in signs]
-        found += sorted(new, key=lambda sign: -sign.ratio / sign.usual)
+        numbers = torch.stack([ratios[row], median.exp(), ratios[row] / median.exp()], dim=1).tolist()
+        new = [EarlySign(steps[row], layers[k], "update / weights", *numbers[k]) for k in signs]
+        found += sorted(new, key=lambda sign: -sign.ratio)
     return found

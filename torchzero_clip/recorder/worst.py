@@ -107,12 +107,12 @@ def _cells_of(layers: Layers) -> list[list[str]]:
 def sign_table(record: Data) -> list[str]:
     signs = record.early_signs()
     rows = [
-        [f"{s.step:,}", words.short(s.layer), f"{s.ratio:.2g}", f"{s.usual:.2g}", words.times(s.ratio / s.usual)]
-        for s in signs[: MOST_STEPS * TOP]
+        [f"{step:,}", words.short(layer), number, f"{value:.2g}", f"{usual:.2g}", words.times(ratio)]
+        for step, layer, number, value, usual, ratio in signs[: MOST_STEPS * TOP]
     ]
-    caption = "Updates that were unusually large relative to the weights of their layer"
+    caption = "Norms of layers, and updates relative to the weights of their layer, that were unusually large"
     caption += f" (the first {len(rows)} of {len(signs):,})." if len(signs) > len(rows) else "."
-    return [table(caption, ("Step", "Layer", "Update / weights", "Usual", "Ratio"), rows)] if rows else []
+    return [table(caption, ("Step", "Layer", "Number", "Value", "Usual", "Ratio"), rows)] if rows else []
 
 
 def ratio_table(record: Data) -> list[str]:
