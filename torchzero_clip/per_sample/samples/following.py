@@ -1,7 +1,7 @@
 """Follows the functions that a forward calls, and finds the labels of their outputs.
 
 A function that moves entries runs once more, on numbers that stand for the labels: the samples plus 1, and 0 for no
-sample, because functions fill new entries with 0. Where a function adds entries, they are put there and read again: see
+sample, because functions fill new entries with 0. Where a function adds entries, their mean must be each of them: see
 `_Call.added`. If a function is in no list, the operations that it consists of are followed instead.
 """
 
@@ -61,12 +61,12 @@ JOINS = names("""
 PLACES = {"indexcopy", "indexput", "maskedscatter", "scatter", "setitem"}
 """Functions that put the entries of their last argument into their first one, in place of others."""
 SUMS: dict[str, tuple[Any, Any]] = {
-    "indexadd": (torch.index_copy, torch.index_select),
-    "indexput": (torch.ops.aten.index_put, torch.ops.aten.index),
-    **dict.fromkeys(("scatter", "scatteradd", "scatterreduce"), (torch.scatter, torch.gather)),
+    "indexadd": (torch.index_add, torch.index_select),
+    "indexput": (functools.partial(torch.ops.aten.index_put, accumulate=True), torch.ops.aten.index),
+    **dict.fromkeys(("scatter", "scatteradd", "scatterreduce"), (torch.scatter_add, torch.gather)),
 }
-"""Functions that may add the entries of their last argument to their first one. The first of each pair puts them in
-place of others, and the second one reads them again."""
+"""Functions that may add the entries of their last argument to their first one. The first of each pair adds them, and
+the second one reads what is there."""
 PADS = {"pad": 3, "constantpadnd": 2, "padpackedsequence": 3, "padsequence": 2}
 """Functions that move entries and fill what is left, and the place of the value among their arguments."""
 INDEXED = {"gather", "scatter", "scatteradd", "scatterreduce", "takealongdim"}
@@ -386,18 +386,22 @@ class _Call:
         return {*range(taken - self.ndim, 0)}
 
     def added(self, before: Tensor, given: Tensor) -> Tensor | None:
-        """The labels where the function adds entries; None if entries of different samples come together.
+        """The labels where the function adds entries: means of what comes together; None if a mean is another sample.
 
-        Then not all of them can be read again after they were put there, or others are there already.
+        Entries of no sample count in no mean. What is there before must be of the same sample too.
         """
-        put, read = SUMS[self.name]
+        add, read = SUMS[self.name]
         keys = ("indices",) if self.name == "indexput" else ("dim", "index")
         where = [self.args[i] if i < len(self.args) else self.kwargs[key] for i, key in enumerate(keys, 1)]
-        found = put(before, *where, given)
+        zeros, given = torch.zeros_like(before, dtype=torch.float64), given.double()
+        try:
+            found = add(zeros, *where, given) / add(zeros, *where, given.sign()).clamp(min=1)
+        except RuntimeError:
+            return None
         again, others = read(found, *where), read(before, *where)
         given = given[tuple(map(slice, again.shape[again.ndim - given.ndim :]))]  # a `src` may be larger than its index
         clash = (given > 0) & ((again != given) | ((others != given) & (others > 0)))
-        return None if bool(clash.any()) else torch.maximum(found, before)
+        return None if bool(clash.any()) else torch.maximum(found, before.double())
 
     def run(self, labels: Mapping[int, Tensor]) -> list[Tensor]:
         """The outputs of the function for labels in place of values; none if it does not take them."""
