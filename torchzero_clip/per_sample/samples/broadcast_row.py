@@ -170,9 +170,10 @@ def _with_copies(func: Any, args: Any, kwargs: Any, leaves: list[Any], rebuilt: 
         return NotImplemented
     if places:
         output = call.of_batch_or_not(name)
-        sized = {i: Place(layer.engine.batch_dim) for i, x in others.items() if _has_size(layer, x, count)}
-        if output is NotImplemented and sized.keys() - places.keys():  # such as a random mask
-            output = _Call(func, leaves, rebuilt, {**sized, **places}, changes).of_batch_or_not(name)
+        if output is NotImplemented:
+            sized = {i: Place(layer.engine.batch_dim) for i, x in others.items() if _has_size(layer, x, count)}
+            if sized.keys() - places.keys():  # such as a random mask
+                output = _Call(func, leaves, rebuilt, {**sized, **places}, changes).of_batch_or_not(name)
         return output
     if changes:
         return _changed(call, args[0], first, lambda: func(*args, **kwargs))

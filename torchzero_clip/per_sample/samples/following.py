@@ -129,8 +129,7 @@ class Following(OwnMode):
         target: Any = args[0] if args else None
         changes = isinstance(target, Tensor) and type(target) is not BroadcastRow
         version = version_of(target) if changes else 0
-        known = inside or is_listed(name) or name in LISTED or "nested" in name
-        if known or not self._has_samples(args, kwargs):
+        if inside or _is_known(name) or not self._has_samples(args, kwargs):
             output = func(*args, **kwargs)
         else:
             with _Inside(self):
@@ -435,6 +434,11 @@ def _labels_of(numbers: Tensor) -> Tensor:
 def _key(name: str) -> str:
     """The name of a function as in the lists."""
     return name.replace("_", "")
+
+
+@functools.cache
+def _is_known(name: str) -> bool:
+    return name in LISTED or is_listed(name) or "nested" in name
 
 
 LISTED = VIEWS | MOVES | JOINS | PLACES | SUMS.keys() | SHAPES | KEEPS | TENSORS
