@@ -8,7 +8,7 @@ from torchzero_clip.per_sample.norm_clippers import NormClipper as NormClipper
 from torchzero_clip.per_sample.opacus.fast_gradient_clipping import (
     GradSampleModuleFastGradientClipping as GradSampleModuleFastGradientClipping,
 )
-from torchzero_clip.per_sample.opacus.norm_sample import create_norm_sample as create_norm_sample
+from torchzero_clip.per_sample.opacus.two_passes import create_norm_sample as create_norm_sample
 from torchzero_clip.per_sample.per_example import per_example_global_norm_clip as per_example_global_norm_clip
 from torchzero_clip.per_sample.per_example import per_example_layer_norm_clip as per_example_layer_norm_clip
 from torchzero_clip.per_sample.private.clipper import PrivateGradientClipper as PrivateGradientClipper

@@ -205,6 +205,7 @@ ADDITIONS = {
     "times a number": lambda rng, z, index, x: z.index_add(0, index, x, alpha=rng.choice((0.5, 2, -1))),
     "in place": lambda rng, z, index, x: z.index_add_(0, index, x),
     "scatter_add": lambda rng, z, index, x: z.scatter_add(0, index[:, None].expand_as(x), x),
+    "reduce": lambda rng, z, index, x: z.scatter_reduce(0, index[:, None].expand_as(x), x, "sum"),
     "accumulate": lambda rng, z, index, x: z.index_put((index,), x, accumulate=True),
     "one for all": lambda rng, z, index, x: z.index_put((index,), x[:1], accumulate=True),
 }

@@ -33,11 +33,7 @@ FAST_PATHS = nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAtte
 
 
 class Attachment:
-    """The captured layers of a model: see `Engine`.
-
-    Raises:
-        ValueError: If per-sample gradients of this model would be wrong, or something else captures it.
-    """
+    """The captured layers of a model: see `Engine`. It raises a ValueError if their gradients would be wrong."""
 
     def __init__(self, engine: Any, model: nn.Module, whole: Whole, *, force_generic: bool) -> None:
         self.model = model
@@ -67,7 +63,7 @@ class Attachment:
     def is_outdated(self) -> bool:
         """True if the model has changed since it was captured."""
         held = _held(self.model)
-        if [(id(x), trains) for x, trains in held] == self._ids and self._rules == RULES:
+        if [(id(x), trains) for x, trains in held] == self._ids and self._rules == RULES:  # as in most forwards
             return False
         if any(isinstance(x, Tensor) and not isinstance(x, nn.Parameter) for x, _ in held):
             return False  # functional_call replaces the parameters by other tensors, for this forward only
@@ -79,10 +75,7 @@ class Attachment:
         )
 
     def has_fast_path(self) -> bool:
-        """True if a module of torch may now run in a faster way, which torch does not take under a function mode.
-
-        The faster way has other outputs, such as zeros in padding.
-        """
+        """True if a module of torch may run in a faster way with other outputs, not taken under a function mode."""
         return any(not (module.training or trainable(module)) for module in self._with_fast_path)
 
     def params_of(self, module: nn.Module) -> dict[str, nn.Parameter]:
@@ -120,11 +113,7 @@ class Attachment:
             self._handles.append(param.register_hook(Hook(partial(self._engine.refuse_outside, name))))
         for layer in layers:
             layer.module.__dict__["forward"] = layer
-        if self._engine.processes.sharded:
-            self._follow_shards()
-
-    def _follow_shards(self) -> None:
-        """Hook what `fully_shard` shows in place of the parameters, which exists from the first forward on."""
+        # what `fully_shard` shows in place of the parameters exists from the first forward on
         self._unwatched = list(slots(self.model, self.params))
         for module in fully_sharded(self.model):
             self._handles.append(module.register_forward_pre_hook(Hook(self._watch)))
@@ -213,10 +202,8 @@ def _is_replaced(layer: CapturedLayer) -> bool:
 
 
 def _held(model: nn.Module) -> list[tuple[object, bool]]:
-    """The modules and parameters of a model, and which parameters are trainable, to detect changes.
-
-    It runs in every forward, so it reads the dictionaries, which is faster than `named_parameters`.
-    """
+    """The modules and parameters of a model, and which parameters are trainable, to detect changes."""
+    # in every forward, so it reads the dictionaries, which is faster than `named_parameters`
     held: list[tuple[object, bool]] = []
     for module in model.modules():
         held.append((module, False))

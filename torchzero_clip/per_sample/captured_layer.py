@@ -14,14 +14,14 @@ from typing_extensions import override
 from torchzero_clip.compat import get_interpreter_stack, never_compiled
 from torchzero_clip.per_sample.gradients.autograd_graph import leaves_of
 from torchzero_clip.per_sample.gradients.contributions import Contribution, Dense
-from torchzero_clip.per_sample.gradients.row_products import regrouped
+from torchzero_clip.per_sample.gradients.rows import regrouped
 from torchzero_clip.per_sample.gradients.squared_norms import wide, without_autocast
 from torchzero_clip.per_sample.processes.sharding import memory_of, slots, stands_for
 from torchzero_clip.per_sample.rules.whole import whole_line, written
 from torchzero_clip.per_sample.samples.broadcast_row import BroadcastRow, is_row, row_of
+from torchzero_clip.per_sample.samples.following import WithoutOwnModes
 from torchzero_clip.per_sample.samples.labels import LOST, Labels, depth_of, wider
 from torchzero_clip.per_sample.samples.layout import Place, place_of, step_at
-from torchzero_clip.per_sample.samples.modes import WithoutOwnModes
 from torchzero_clip.per_sample.samples.probe import LostRows
 
 
@@ -58,22 +58,25 @@ class Samples(NamedTuple):
     tensor: Tensor
     dim: int
     had_dim: bool | None = None
-    rows: Tensor | None = None
-    """The sample of each entry of the first dimensions, if the samples are in no dimension of their own."""
+    rows: Tensor | int = 1
+    """How many neighboring entries of ``dim`` each sample has; or the sample of each entry of the first dimensions."""
     lost: int = 0
     """The number of first dimensions that have rows of samples which are not known yet."""
-    run: int = 1
-    """The number of neighboring entries in ``dim`` that belong to one sample."""
 
     @property
-    def is_plain(self) -> bool:
-        """True if the samples are in order in a dimension of their own."""
-        return self.had_dim is None and self.rows is None and not self.lost and self.run == 1
+    def where(self) -> Place | Tensor:
+        """The place of the samples, or the sample of each entry of the first dimensions."""
+        return self.rows if isinstance(self.rows, Tensor) else Place(self.dim, self.rows)
+
+    @property
+    def in_order(self) -> bool:
+        """True if each entry of the dimension is a sample."""
+        return isinstance(self.rows, int) and self.rows == 1 and not self.lost
 
     @property
     def depth(self) -> int:
         """The number of dimensions that tell rows apart."""
-        return self.lost or (1 if self.rows is None else self.rows.ndim)
+        return self.lost or (self.rows.ndim if isinstance(self.rows, Tensor) else 1)
 
 
 class CapturedLayer:
@@ -168,11 +171,7 @@ class CapturedLayer:
         return next((x.shape[dim] for x in values if isinstance(x, Tensor) and x.ndim > dim), None)
 
     def samples(self, input: Tensor, leading: int) -> Samples:
-        """Find the samples in an input that has ``leading`` dimensions before those of a single position.
-
-        Raises:
-            ValueError: If it is not known which sample each row belongs to, and a probe in the backward cannot find it.
-        """
+        """Find the samples in an input that has ``leading`` dimensions before those of a single position, or raise."""
         if leading == 0:
             raise ValueError(f"the input of {self} has no batch dimension: per-sample gradients need one{self.way_out}")
         dim = 0 if leading == 1 else self.engine.batch_dim  # without positions, samples are first in any case
@@ -188,7 +187,7 @@ class CapturedLayer:
                 found = Samples(input.expand(*input.shape[:dim], count, *input.shape[dim + 1 :]), dim, True)
             else:
                 found = self._found(input, labels, leading, dim)
-        self.note(found.dim, found.had_dim, (found.run > 1 or found.rows is not None) and found.depth, found.lost)
+        self.note(found.dim, found.had_dim, not found.in_order and found.depth, found.lost)
         return found
 
     def _found(self, input: Tensor, labels: Place | Labels, leading: int, dim: int) -> Samples:
@@ -196,7 +195,7 @@ class CapturedLayer:
         if labels is None and is_same(input, dim, count, of_batch=leading > 1 or input.ndim > 2):
             return Samples(input, dim)
         if isinstance(labels, Place) and labels.dim < leading:
-            return Samples(input, labels.dim, run=labels.run)
+            return Samples(input, labels.dim, rows=labels.run)
         if labels is not LOST and count == 1 == input.shape[dim]:  # a row for all is the row of the only sample
             return Samples(input, dim)
         if isinstance(labels, Tensor):
@@ -209,40 +208,21 @@ class CapturedLayer:
             raise self.unknown_rows()
         return Samples(input, 0, lost=leading)
 
-    def sample_of_rows(self, input: Tensor) -> tuple[Tensor, Place | Tensor]:
-        """The sample of each row of an input (N, width), and what `mark` takes for it.
-
-        Raises:
-            ValueError: If it is not known which sample each row belongs to.
-        """
-        if self.engine.forward.provenance is None and self.engine.forward.batch_size != 0:
-            raise self.unknown_rows()
-        found = self.samples(input, 1)
-        if found.had_dim is not None or found.lost:
-            raise self.unknown_rows()
-        if found.rows is not None:
-            return found.rows.to(input.device), found.rows[:, None]
-        return torch.arange(len(input), device=input.device) // found.run, Place(0, found.run)
-
     def rows_along(self, input: Tensor, dim: int) -> Tensor | None:
-        """The sample of each entry along a dimension; None if these are the samples in order, or as many as there are.
-
-        Raises:
-            ValueError: If it is not known which sample each entry belongs to.
-        """
+        """The sample of each entry along a dimension; None if these are the samples in order."""
         provenance = self.engine.forward.provenance
         if provenance is None:
             return None
         labels = self.labels(input)
         if labels is None and is_same(input, dim, provenance.count):
             return None
+        if labels == Place(dim):
+            return None
         if isinstance(labels, Place):
-            if labels == Place(dim):
-                return None
             labels = wider(step_at(labels, tuple(input.shape)), input.shape, provenance.count)
         if not isinstance(labels, Tensor) or labels.shape[dim] != labels.numel() or bool((labels < 0).any()):
             raise self.unknown_rows()
-        return labels.flatten().expand(input.shape[dim])
+        return labels.flatten().expand(input.shape[dim]).to(input.device)
 
     def unknown_rows(self, *, why: str = "", instead: str = "", how: str = "") -> ValueError:
         """The error for rows whose samples are not known. ``how`` replaces the way out that the message shows."""
@@ -340,20 +320,19 @@ class CapturedLayer:
         """
         before = output if output.requires_grad else None
         where: Place | Tensor | None = None
+        engine = self.engine
         if samples is not None and samples.lost:
             contribute = LostRows(self, contribute, samples.lost, shared=self.labels(samples.tensor) is None)
-        elif samples is not None and _are_rows(samples) and self.engine.may_find_rows:
+        # the number of samples may be known only from the losses
+        elif samples is not None and engine.forward.batch_size is None and engine.probe.possible and not samples.dim:
             contribute = LostRows(self, contribute, 1, rows=len(output))
         elif samples is not None:
-            where = Place(samples.dim, samples.run) if samples.rows is None else samples.rows
-            if samples.run > 1 or samples.rows is not None:
-                rows = samples.run if samples.rows is None else samples.rows.flatten()
-                contribute = _regrouping(contribute, rows, self.engine.forward.batch_size)
-        lasting = self.lasting(inputs) if self.engine.processes.sharded else inputs
-        watched: Any = _Watched.apply(self.engine.anchor, before, [output.detach()], lasting, self, contribute, where)
-        if isinstance(where, Tensor):
-            self.mark(watched, where.view(*where.shape, *[1] * (watched.ndim - where.ndim)))
-        elif samples is not None:
+            where = samples.where
+            if isinstance(samples.rows, Tensor) or samples.rows > 1:
+                contribute = _regrouping(contribute, samples.rows, self.engine.forward.batch_size)
+        lasting = self.lasting(inputs) if engine.processes.sharded else inputs
+        watched: Any = _Watched.apply(engine.anchor, before, [output.detach()], lasting, self, contribute, where)
+        if samples is not None:
             self.mark(watched, LOST if where is None else where)
         if samples is None or samples.had_dim is None:
             return watched
@@ -366,9 +345,11 @@ class CapturedLayer:
         return [x.clone() if memory_of((x,)) & shown else x for x in inputs]
 
     def mark(self, output: Tensor, labels: Place | Labels) -> None:
-        """Note the samples of an output, which are as in `CapturedLayer.labels`."""
+        """Note the samples of an output, which are as in `CapturedLayer.labels`, or those of its first dimensions."""
         provenance = self.engine.forward.provenance
         if provenance is not None and output.ndim:
+            if isinstance(labels, Tensor):
+                labels = labels.view(*labels.shape, *[1] * (output.ndim - labels.ndim))
             if isinstance(labels, Place):
                 fits = output.shape[labels.dim] == provenance.count * labels.run
                 labels = step_at(labels, tuple(output.shape)) if fits else LOST
@@ -397,11 +378,6 @@ def is_same(tensor: Tensor, dim: int, count: int, *, of_batch: bool = True) -> b
     if tensor.stride(dim) == 0 or count == 1:
         return True
     return of_batch and bool((tensor == tensor.narrow(dim, 0, 1)).all())
-
-
-def _are_rows(samples: Samples) -> bool:
-    """True if each row of the first dimension was taken for a sample."""
-    return samples.dim == 0 and samples.run == 1 and samples.rows is None
 
 
 def _regrouping(
@@ -449,11 +425,7 @@ class _Watched(torch.autograd.Function):
 
 
 def saved_tensors(ctx: Any, layer: CapturedLayer, name: str) -> tuple[Tensor, ...]:
-    """What a function has saved for its backward.
-
-    Raises:
-        RuntimeError: If one of the tensors was changed in place, which the message calls ``name``.
-    """
+    """What a function has saved for its backward. It raises if one was changed in place, which the message names."""
     try:
         return ctx.saved_tensors
     except RuntimeError as error:

@@ -42,11 +42,10 @@ class Phase(Enum):
     """What a model that is captured is doing."""
 
     IDLE = auto()
+    """Gradients of the last backward may wait to be clipped."""
     FORWARD = auto()
     BACKWARD = auto()
     """Gradients arrive. If the backward raises, the phase lasts until the next forward."""
-    WAITING = auto()
-    """All gradients of a backward have arrived, and wait to be clipped."""
     CHECK = auto()
     """The losses of some samples are sent backward alone, to see which samples get gradients."""
     PROBE = auto()
@@ -56,9 +55,7 @@ class Phase(Enum):
 class Engine:
     """Captures the layers of a model, and collects their per-sample gradients.
 
-    The arguments are those of `PerSampleGradientClipper`, and ``force_generic`` to run every layer by the generic rule,
-    ``of_mean`` for losses that are means over the samples, and ``probes`` to find the samples of lost rows by more
-    backwards. `TwoPassEngine` overrides what is done with gradients.
+    ``of_mean`` is for losses that are means over the samples, and ``probes`` finds lost rows by more backwards.
     """
 
     def __init__(
@@ -114,7 +111,7 @@ class Engine:
     @property
     def waiting(self) -> dict[int, list[Contribution]]:
         """What waits to be clipped after a backward, by the id of the parameter."""
-        return self.captured.of if self.phase is Phase.WAITING else {}
+        return self.captured.of if self.phase is Phase.IDLE else {}
 
     @property
     def waits(self) -> bool:
@@ -132,11 +129,6 @@ class Engine:
         if self.inside or self.pauses or not self.attached:
             return False
         return self.forward.captured if in_backward() else self.enabled
-
-    @property
-    def may_find_rows(self) -> bool:
-        """True if the number of samples is known only from the losses, and a probe can find the sample of each row."""
-        return self.forward.batch_size is None and self.probe.possible
 
     def norm_dtype(self) -> torch.dtype:
         """Float32, or float64 if a parameter is."""
@@ -208,7 +200,8 @@ class Engine:
         # packed sequences are named tuples, whose rows do not tell how many samples there are
         leaves = pytree.tree_leaves((args, kwargs), is_leaf=lambda x: isinstance(x, PackedSequence))
         packed = [x for x in leaves if isinstance(x, PackedSequence)]
-        leaves = [_first_time(x, self.batch_dim) if isinstance(x, PackedSequence) else x for x in leaves]
+        first = {id(x): x.data[: int(x.batch_sizes[0])].unsqueeze(0) for x in packed}  # the rows at the first time
+        leaves = [first[id(x)].movedim(1, self.batch_dim) if id(x) in first else x for x in leaves]
         inputs = [x for x in leaves if isinstance(x, Tensor)]
         before = self.attachment.captures_model
         held = [x for leaf in leaves if not isinstance(leaf, Tensor) for x in tensors_held(leaf)]
@@ -254,7 +247,7 @@ class Engine:
         """A forward starts."""
         if self.phase is Phase.BACKWARD:  # an earlier backward has raised
             self.clear()
-        if self.phase is Phase.WAITING:
+        if self.waits:
             self.refuse_forward()
         if self._shown:
             self._hide()
@@ -271,12 +264,7 @@ class Engine:
         )
 
     def wants(self, layer: CapturedLayer) -> bool:
-        """True if the current backward gives gradients to parameters, unlike `torch.autograd.grad` of an input.
-
-        Raises:
-            RuntimeError: With ``create_graph=True``, because the parameters are not in the graph; or if the forward ran
-                outside of a block of `paused`, and its backward runs inside.
-        """
+        """True if the current backward gives gradients to parameters, unlike `torch.autograd.grad` of an input."""
         of_all = torch.autograd._is_checkpoint_valid()  # False in torch.autograd.grad, and with inputs=
         if self.pauses and (torch.is_grad_enabled() or of_all):
             raise RuntimeError(
@@ -317,19 +305,14 @@ class Engine:
     def _backward_ended(self, task: int) -> None:
         self._tasks.discard(task)
         if not self._tasks:
-            self.phase = Phase.WAITING if self.captured.of else Phase.IDLE
+            self.phase = Phase.IDLE
             self.all_arrived()
 
     def all_arrived(self) -> None:
         """A backward of the user has ended."""
 
     def gathered(self, count: int | None) -> dict[int, tuple[Contribution, Tensor]]:
-        """The contribution of each parameter, by id, and its squared norms.
-
-        Raises:
-            ValueError: If a layer has another number of samples than ``count``, or without it than the model's inputs.
-            RuntimeError: If the backward did not end.
-        """
+        """The contribution of each parameter, by id, and its squared norms."""
         if self.attachment.is_outdated():
             raise RuntimeError(
                 "parameters of the module were frozen, unfrozen or replaced since its forward started: run the "
@@ -347,10 +330,7 @@ class Engine:
             return self.captured.gathered()
 
     def gradients_of(self, losses: Tensor, chosen: Tensor) -> dict[int, Tensor]:
-        """The squared norms that the losses of chosen samples alone give to all samples, by the id of the parameter.
-
-        The graph of the losses must have been retained. ``chosen`` holds booleans, (B,).
-        """
+        """The squared norms that the losses of chosen samples alone give to all samples, by the id of the parameter."""
         before, self.captured = self.captured, CapturedGradients("low")  # only the norms are needed
         try:
             self.repeat(losses, chosen.to(losses))
@@ -419,8 +399,3 @@ def _release(engine: "weakref.ref[Engine]") -> None:
     alive = engine()
     if alive is not None:
         alive.detach()
-
-
-def _first_time(packed: PackedSequence, dim: int) -> Tensor:
-    """The rows of all samples at the first time, with the samples in dimension ``dim``."""
-    return packed.data[: int(packed.batch_sizes[0])].unsqueeze(0).movedim(1, dim)

@@ -31,8 +31,6 @@ def _nothing(*args: Any) -> None:
 def accumulate(values: Sequence[tuple[Any, Tensor]]) -> None:
     """Add to the gradients of parameters as a backward does, calling the hooks that users have registered.
 
-    The values are float32 or wider, and are rounded once to the dtype of the gradient.
-
     If a hook raises, no gradient changes, except if it is a hook that runs after accumulation.
     """
     changed: list[tuple[Any, Tensor]] = []
@@ -59,10 +57,7 @@ def accumulate(values: Sequence[tuple[Any, Tensor]]) -> None:
 
 
 def replace_gradients(values: Sequence[tuple[Any, Tensor]]) -> None:
-    """Set the gradients of parameters to values, calling the hooks that users have registered, as `accumulate` does.
-
-    If a hook raises, no gradient changes.
-    """
+    """Set the gradients of parameters to values, as `accumulate` does. If a hook raises, no gradient changes."""
     before = [(param, param.grad) for param, _ in values]
     try:
         for param, _ in values:

@@ -1,5 +1,6 @@
 """Checks, in some steps, that the loss of a sample gives gradients to no other sample."""
 
+import functools
 import itertools
 import math
 import warnings
@@ -70,12 +71,8 @@ class MixingCheck:
     ) -> None:
         """Send the losses of half of the samples backward alone, and raise if another sample got a gradient.
 
-        Args:
-            losses: One loss for each sample, (B,), whose graph was retained.
-            names: The name of each parameter, by its id.
-            backward: Returns the squared norms that the losses of chosen samples give, by the id of the parameter.
-            repeats: Whether a backward may raise, and further ones may find the first sample that gives gradients to
-                others. With `fully_shard` they may not, because all processes have to run equally many.
+        ``backward`` is `Engine.gradients_of`. Without ``repeats``, further backwards must not find which sample gives
+        gradients to others: with `fully_shard`, all processes have to run equally many.
         """
         if not repeats and any(node.name() == "CheckpointFunctionBackward" for node in nodes_of([losses])):
             self.give_up("of a checkpoint with use_reentrant=True: use_reentrant=False can be checked")
@@ -134,6 +131,7 @@ class MixingCheck:
         return half.bool()
 
 
+@functools.cache
 def _needed(count: int) -> int:
     """The number of checks after which each sample has been sent backward without each other one."""
     return next(checks for checks in itertools.count(1) if math.comb(checks, checks // 2) >= count)
@@ -141,18 +139,15 @@ def _needed(count: int) -> int:
 
 def _mixed(givers: list[int], name: str, samples: list[int]) -> RuntimeError:
     who = f"the loss of sample {givers[0]} changes" if len(givers) == 1 else f"the losses of samples {givers} change"
+    shown = ", ".join(map(str, samples[:5])) + (", ..." if len(samples) > 5 else "")
+    whose = f"sample{'s' if len(samples) > 1 else ''} {shown}"
     return RuntimeError(
-        f"the model or the loss mixes or reorders samples: {who} the gradient of {_list(samples)} at {name!r}, so they "
+        f"the model or the loss mixes or reorders samples: {who} the gradient of {whose} at {name!r}, so they "
         "are mixed in this layer or later. check_per_sample names the module. If a layer gets an input without samples "
         "and with as many positions as samples, give the input a batch dimension. A loss over all tokens, such as that "
         "of a router of experts, has to be computed for each sample. In a block of rows(), a vector may be of other "
         "rows of the same number: give one for each kind of rows, or leave rows() out. Nothing was changed"
     )
-
-
-def _list(samples: list[int]) -> str:
-    shown = ", ".join(map(str, samples[:5])) + (", ..." if len(samples) > 5 else "")
-    return f"sample {shown}" if len(samples) == 1 else f"samples {shown}"
 
 
 def _receivers(squares: Mapping[int, Tensor], chosen: Tensor) -> tuple[dict[int, list[int]], set[int]]:
@@ -173,10 +168,7 @@ def _receivers(squares: Mapping[int, Tensor], chosen: Tensor) -> tuple[dict[int,
 
 
 def outside_gradients(losses: Tensor, inside: set[int], retained: Sequence[Tensor]) -> Callable[[], None]:
-    """Return a function that restores the gradients of all leaves of the graph, except those of some parameters.
-
-    It also restores those of tensors that are no leaves, and have been ``retained``.
-    """
+    """Return a function that restores the gradients of ``retained`` tensors, and of leaves that are not ``inside``."""
     tensors = [*retained, *(leaf for leaf in leaves_of([losses]) if id(leaf) not in inside)]
     before = [(x, x.grad, None if x.grad is None else x.grad.clone()) for x in tensors]
 

@@ -59,10 +59,12 @@ def per_example_global_norm_clip(grads: Any, l2_norm_clip: float) -> tuple[Any, 
     leaves, structure = _examples(grads)
     if not leaves:
         return grads, torch.zeros((), dtype=torch.int64, device="cpu")
-    norms = _joined(_norms(leaves))
+    of_leaves = _norms(leaves)
+    table = torch.stack([column.to(of_leaves[0].device) for column in of_leaves], dim=1)
+    norms = p_norms([Part(table, (1,), len(leaves))], 2.0)[0].view(-1)
     factors = _factors(norms, l2_norm_clip)
     sums = [_weighted_sum(factors, leaf) for leaf in leaves]
-    return pytree.tree_unflatten(sums, structure), _count(factors)
+    return pytree.tree_unflatten(sums, structure), (factors < 1).sum()
 
 
 @torch.no_grad()
@@ -111,7 +113,7 @@ def per_example_layer_norm_clip(grads: Any, global_l2_norm_clip: float, uniform:
     limits = [global_l2_norm_clip * math.sqrt(share) for share in shares]
     factors = [_factors(norms, limit) for norms, limit in zip(_norms(leaves), limits, strict=True)]
     sums = [_weighted_sum(f, leaf) for f, leaf in zip(factors, leaves, strict=True)]
-    counts = [_count(f) for f in factors]
+    counts = [(f < 1).sum() for f in factors]
     return pytree.tree_unflatten(sums, structure), pytree.tree_unflatten(counts, structure)
 
 
@@ -134,12 +136,6 @@ def _norms(leaves: Sequence[Tensor]) -> list[Tensor]:
     return [norms.view(-1) for norms in p_norms(parts, 2.0)]
 
 
-def _joined(norms: Sequence[Tensor]) -> Tensor:
-    """The norms of all examples over all leaves."""
-    table = torch.stack([column.to(norms[0].device) for column in norms], dim=1)
-    return p_norms([Part(table, (1,), len(norms))], 2.0)[0].view(-1)
-
-
 def _factors(norms: Tensor, limit: float) -> Tensor:
     factors = (limit / norms).clamp(max=1.0)
     return torch.where(factors.isnan(), 1.0, factors)  # 0 / 0 and inf / inf: within the limit
@@ -150,7 +146,3 @@ def _weighted_sum(factors: Tensor, leaf: Tensor) -> Tensor:
     wide = torch.promote_types(leaf.dtype, torch.float64) if exact else wide_dtype(leaf.dtype)
     with without_autocast(leaf):
         return torch.tensordot(factors.to(leaf.device, wide), leaf.to(wide), 1).to(leaf.dtype)
-
-
-def _count(factors: Tensor) -> Tensor:
-    return (factors < 1).sum()

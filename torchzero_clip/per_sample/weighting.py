@@ -51,10 +51,7 @@ class ClippingResult:
 def clipped_backward(
     engine: Engine, losses: Tensor, norm_clipper: NormClipper, *, mean: bool, nonfinite: Nonfinite = "zero"
 ) -> ClippingResult:
-    """Run the backward of the losses, and add the clipped gradients to ``.grad``, which an error leaves unchanged.
-
-    With several processes, all of them have to call it together.
-    """
+    """Run the backward of the losses, and add the clipped gradients to ``.grad``, which an error leaves unchanged."""
     sums, used, result = clipped_sums(engine, losses, norm_clipper, mean=mean, nonfinite=nonfinite)
     params = engine.attachment.params
     if engine.processes.group is not None:
@@ -68,9 +65,8 @@ def clipped_sums(
 ) -> tuple[dict[str, Tensor], set[str], ClippingResult]:
     """Run the backward of the losses; ``.grad`` does not change.
 
-    Returns:
-        The clipped sums of this process, by the name of the parameter, with ``mean`` divided by the number of samples
-        of all processes; the names of the parameters that have a sum on any process; and the result for the user.
+    It returns the clipped sums of this process, which are means over the samples of all processes with ``mean``; the
+    names of the parameters that have a sum on any process; and the result for the user.
     """
     processes, params = engine.processes, engine.attachment.params
     if processes.group is None:
@@ -123,14 +119,12 @@ def _backwards(engine: Engine, losses: Tensor, check: bool, passes: int) -> Gene
 
 def _plan(engine: Engine, losses: Tensor) -> tuple[bool, int]:
     """Check a call, and return whether the check of samples that mix is due, and the number of backwards of a probe."""
-    _check_call(engine, losses)
-    return engine.mixing.is_due(losses), engine.probe.plan(losses)
-
-
-def _check_call(engine: Engine, losses: Tensor) -> None:
     instance("losses", losses, Tensor)
     if losses.ndim != 1:
-        raise ValueError(f"losses must have shape (B,), got {tuple(losses.shape)}: {_way_out(losses)}")
+        way_out = "one loss for each sample is needed, such as losses.flatten(1).mean(1)"
+        if not losses.ndim:
+            way_out = 'use reduction="none", or loss.backward() and clip_and_accumulate()'
+        raise ValueError(f"losses must have shape (B,), got {tuple(losses.shape)}: {way_out}")
     if not engine.attached:
         raise RuntimeError("the clipper is detached: make a new one, and run the forward again")
     if not engine.enabled:
@@ -141,15 +135,13 @@ def _check_call(engine: Engine, losses: Tensor) -> None:
         )
     if engine.waits:
         raise RuntimeError("gradients of an earlier backward wait: call clip_and_accumulate() or discard() first")
+    return engine.mixing.is_due(losses), engine.probe.plan(losses)
 
 
 def _gathered(
     engine: Engine, losses: Tensor, restore: Callable[[], None] | None, *, check: bool
 ) -> dict[int, tuple[Contribution, Tensor]]:
-    """Run the backward, those that find lost rows, and perhaps the check whether samples mix.
-
-    There is a function to restore gradients if there is more than one backward.
-    """
+    """Run the backward, those that find lost rows, and perhaps the check. ``restore`` exists if they are several."""
     params, probe = engine.attachment.params, engine.probe
     check = losses.requires_grad and _backward(engine, losses, restore) and check
     if probe.passes:
@@ -210,35 +202,18 @@ def _factors(norm_clipper: NormClipper, answer: Any, count: int, norms: Tensor) 
     return factors
 
 
-def _way_out(losses: Tensor) -> str:
-    if not losses.ndim:
-        return 'use reduction="none", or loss.backward() and clip_and_accumulate()'
-    return "one loss for each sample is needed, such as losses.flatten(1).mean(1)"
-
-
 @dataclass(frozen=True)
 class Weighed:
-    """The gradients of the samples and their factors, of which clipped sums are made.
-
-    Args:
-        result: The result for the user.
-        parts: The name, the contribution and the index of the factors of each parameter with gradients, the last first.
-        factors: Different factors of the samples.
-        scale: The factor between the given gradients and those of the losses of single samples.
-        excluded: The samples that are left out, if there are any.
-    """
+    """The gradients of the samples and their factors, of which clipped sums are made."""
 
     result: ClippingResult
-    parts: list[tuple[str, Contribution, int]]
-    factors: list[Tensor]
-    scale: float
-    excluded: Tensor | None
+    parts: list[tuple[str, Contribution, int]]  # name, contribution, index of the factors; the last parameter first
+    factors: list[Tensor]  # those that differ
+    scale: float  # between the given gradients and those of the losses of single samples
+    excluded: Tensor | None  # the samples that are left out, if there are any
 
     def sums(self, divisor: float = 1.0) -> Iterator[tuple[str, Tensor]]:
-        """Make the clipped sums, with the names of their parameters, divided by a number. This works only once.
-
-        Parts are removed one by one, which frees their activations.
-        """
+        """Make the clipped sums, divided by a number. This works once: parts are removed, which frees activations."""
         weights = [value * (self.scale / divisor) for value in self.factors]
         while self.parts:
             name, contribution, index = self.parts.pop()

@@ -13,8 +13,7 @@ from torchzero_clip.checks import instance
 from torchzero_clip.compat import current_graph_task_id
 from torchzero_clip.per_sample.gradients.contributions import Contribution, Dense, Memory, Tied
 from torchzero_clip.per_sample.gradients.products import Products
-from torchzero_clip.per_sample.gradients.row_products import RowProducts
-from torchzero_clip.per_sample.gradients.sparse_rows import SparseRows
+from torchzero_clip.per_sample.gradients.rows import RowProducts, SparseRows
 from torchzero_clip.per_sample.samples.arguments import counts_up
 from torchzero_clip.per_sample.samples.provenance import Provenance
 
@@ -100,10 +99,7 @@ class Forward:
 
 
 class CapturedGradients:
-    """The contributions of layers to all parameters, in the backwards since the last clipping.
-
-    With "low" memory, layers with a cheaper form store no per-sample gradients.
-    """
+    """The contributions of layers to all parameters, in the backwards since the last clipping."""
 
     def __init__(self, memory: Memory) -> None:
         self.forwards: set[Forward] = set()
@@ -201,9 +197,11 @@ class CapturedGradients:
 
 def merged(parts: Sequence[Contribution]) -> Contribution:
     """Merge the uses of one parameter: those of one kind are joined, and different kinds are combined in `Tied`."""
-    joined = [found for kind in (Products, SparseRows, RowProducts, Dense) for found in _joined(kind, parts)]
+    kinds: list[Any] = [Products, SparseRows, RowProducts, Dense]
     # by their exact type, because convolutions are products too, and have no positions to join
-    joined += [part for part in parts if type(part) not in (Products, SparseRows, RowProducts, Dense)]
+    found = {kind: [part for part in parts if type(part) is kind] for kind in kinds}
+    joined: list[Any] = [functools.reduce(kind.joined, same) for kind, same in found.items() if same]
+    joined += [part for part in parts if type(part) not in kinds]
     match joined:
         case [part]:
             return part
@@ -211,11 +209,6 @@ def merged(parts: Sequence[Contribution]) -> Contribution:
             return Tied(joined, inner_products=lambda: 2 * rows.inner_products(products))
         case _:
             return Tied(joined)
-
-
-def _joined(kind: type[Any], parts: Sequence[Contribution]) -> list[Any]:
-    chosen: list[Any] = [part for part in parts if type(part) is kind]
-    return [functools.reduce(kind.joined, chosen)] if chosen else []
 
 
 def in_backward() -> bool:

@@ -42,10 +42,7 @@ class Contribution(ABC):
         """Set the gradients of masked samples to 0. A factor of 0 cannot do that, because 0 times NaN is NaN."""
 
     def formed(self, bounds: Sequence[tuple[int, int]] | None = None, *, keep: bool) -> tuple["Contribution", Tensor]:
-        """What `measured` returns, from gradients that are formed for a few samples at a time, and stored or dropped.
-
-        Their norms are taken while they are in the cache.
-        """
+        """What `measured` returns, from gradients that are formed for a few samples at a time, and kept or dropped."""
         runs: list[Tensor] = []
         norms: list[Tensor] = []
         for start, stop in pieces(self.batch_size, self.param.numel() * 4) if bounds is None else bounds:

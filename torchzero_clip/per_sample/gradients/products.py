@@ -91,12 +91,9 @@ class Products(Contribution):
 def exact(
     found: Sequence[tuple[Tensor, Tensor, Tensor]], inner: Inner, rows: Callable[[int], tuple[Tensor, Tensor]]
 ) -> Tensor:
-    """Join the squared norms of pieces, computed again in float64 where digits were lost in float32.
+    """Join the results of a function for pieces, computed again in float64 where digits were lost in float32.
 
-    Args:
-        found: The squared norms of products, inputs and output gradients, in each piece.
-        inner: A function that computes them.
-        rows: Returns the inputs and output gradients behind one of the joined norms.
+    ``rows`` returns the inputs and output gradients behind one of the joined norms.
     """
     norms, *traces = (torch.cat(column) for column in zip(*found, strict=True))
     cancelled = (norms < CANCELLED * traces[0] * traces[1]).nonzero()[:, 0].tolist()

@@ -13,14 +13,13 @@ from typing_extensions import override
 
 from torchzero_clip.checks import count, finite, instance, number, one_of, positive
 from torchzero_clip.compat import fully_sharded, is_distributed
-from torchzero_clip.per_sample.buffers import Buffers, watched
 from torchzero_clip.per_sample.clipper import PerSampleGradientClipper
 from torchzero_clip.per_sample.gradients.contributions import Memory
 from torchzero_clip.per_sample.hooks import replace_gradients
-from torchzero_clip.per_sample.joint_limit import check_within, joint_limit
 from torchzero_clip.per_sample.mixing import Verify, refuse_other_leaves
 from torchzero_clip.per_sample.norm_clippers import NormClipper
 from torchzero_clip.per_sample.private.noise import gaussian
+from torchzero_clip.per_sample.private.promises import Buffers, check_within, joint_limit, watched
 from torchzero_clip.per_sample.processes.processes import Agreement
 from torchzero_clip.per_sample.rules.whole import Whole
 from torchzero_clip.per_sample.unclipped import refuse_unreleased, watch_steps

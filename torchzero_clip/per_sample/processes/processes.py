@@ -1,5 +1,6 @@
 """The processes that train one model, each with samples of its own: what they agree on, and what they add up."""
 
+import math
 import zlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import TracebackType
@@ -21,10 +22,7 @@ BUCKET = 25 << 20  # bytes of sums that one all-reduce carries, as in Distribute
 class Processes:
     """The processes of a group, each with a copy or a shard of the model. Without a group, there is only this process.
 
-    Args:
-        group: The group.
-        sharded: Whether the parameters are sharded over the group. Backwards then communicate, so that all processes
-            must run equally many.
+    If parameters are ``sharded`` over the group, backwards communicate, so all processes must run equally many.
     """
 
     def __init__(self, group: ProcessGroup | None = None, *, sharded: bool = False) -> None:
@@ -37,12 +35,9 @@ class Processes:
         return self.group is None or dist.get_rank(self.group) == 0
 
     def start(self, call: str, params: Mapping[str, nn.Parameter], *arguments: object) -> "Agreement":
-        """The first agreement in a call of a clipper, for up to four numbers.
+        """The first agreement in a method of a clipper, for up to four numbers.
 
-        Args:
-            call: The name of the method that the user has called.
-            params: The trainable parameters, by name. They and the arguments must be the same on all processes.
-            arguments: Arguments of the clipper.
+        The parameters and the arguments, of the clipper, must be the same on all processes.
         """
         said = [(name, tuple(param.shape), str(param.dtype)) for name, param in params.items()], arguments
         # not `hash`, which differs between processes
@@ -66,13 +61,10 @@ class Processes:
     def collected(
         self, sums: Iterable[tuple[str, Tensor]], params: Mapping[str, nn.Parameter], used: Collection[str]
     ) -> dict[str, Tensor]:
-        """Collect the sums of this process, by the names of parameters, in the order of the parameters.
-
-        If parameters are sharded, each sum is added up over the processes as soon as it is made, into its shard, so
-        that only one is in memory in full.
-        """
+        """Collect the sums of this process, by the names of parameters, in the order of the parameters."""
         if not self.sharded:
             return dict(sums)
+        # each is added up over the processes as soon as it is made, so that only one is in memory in full
         found: dict[str, Tensor] = {}
         rest = iter(sums)
         name, value = next(rest, (None, None))
@@ -93,10 +85,7 @@ class Processes:
     ) -> dict[str, Tensor]:
         """Add up the sums of all processes, which all of them get. Those of shards have been added up already.
 
-        Args:
-            sums: The sums of this process by the names of parameters. They may be overwritten.
-            params: The trainable parameters.
-            used: The names of the parameters for which any process has a sum.
+        The sums of this process may be overwritten. ``used`` names the parameters for which any process has a sum.
         """
         if self.group is None or self.sharded:
             return dict(sums)
@@ -191,15 +180,15 @@ class Agreement:
 def _buckets(values: Iterable[Tensor]) -> list[list[Any]]:
     """The tensors in lists of one device and dtype, each of at most 25 MiB, or of one tensor."""
     found: list[list[Tensor]] = []
-    last: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    sizes: dict[int, int] = {}
+    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for value in values:
-        kind = value.device, value.dtype
-        bucket = last.get(kind)
-        if bucket is None or sizes[id(bucket)] + value.nbytes > BUCKET:
-            bucket = last[kind] = []
-            found.append(bucket)
-            sizes[id(bucket)] = 0
-        bucket.append(value)
-        sizes[id(bucket)] += value.nbytes
+        kinds.setdefault((value.device, value.dtype), []).append(value)
+    for same in kinds.values():
+        size = math.inf
+        for value in same:
+            if size + value.nbytes > BUCKET:
+                found.append([])
+                size = 0
+            found[-1].append(value)
+            size += value.nbytes
     return found

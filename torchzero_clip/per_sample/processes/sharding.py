@@ -23,11 +23,7 @@ def stands_for(current: object, param: nn.Parameter) -> bool:
 
 
 def group_of_shards(model: nn.Module, params: Mapping[str, nn.Parameter]) -> ProcessGroup | None:
-    """The processes that hold the shards of the parameters; None if they are not sharded.
-
-    Raises:
-        ValueError: If they are distributed in another way than by `fully_shard` over one group of processes.
-    """
+    """The processes that hold the shards of the parameters, as `fully_shard` makes them; None without shards."""
     roots = fully_sharded(model)
     if not params or not (roots or any_distributed(list(model.parameters()))):
         return None

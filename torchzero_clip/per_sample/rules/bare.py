@@ -12,17 +12,14 @@ from torchzero_clip.per_sample.rules.copies import copy_of
 from torchzero_clip.per_sample.rules.generic import GenericRule
 from torchzero_clip.per_sample.samples.arguments import flattened, tensors_in
 from torchzero_clip.per_sample.samples.broadcast_row import TRANSPOSED, BroadcastRow, row_of_param
-from torchzero_clip.per_sample.samples.modes import OwnMode, WithoutOwnModes
+from torchzero_clip.per_sample.samples.following import OwnMode, WithoutOwnModes
 
 GENERIC = GenericRule()
 CHECKED = "checked"  # a key of `CapturedLayer.known`: the first call was seen by the modes of torch
 
 
 class BareRule(Rule):
-    """Runs the module as it is, with the parameters that it uses itself as rows that all samples share.
-
-    So submodules keep their rules: see `BroadcastRow`.
-    """
+    """Runs the module, with the parameters that it uses itself as a `BroadcastRow`, so submodules keep their rules."""
 
     runs_layers = True
 

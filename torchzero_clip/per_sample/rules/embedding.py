@@ -9,11 +9,9 @@ from typing_extensions import override
 
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule, Samples
 from torchzero_clip.per_sample.gradients.contributions import Contribution
-from torchzero_clip.per_sample.gradients.sparse_rows import SparseRows
+from torchzero_clip.per_sample.gradients.rows import SparseRows
 from torchzero_clip.per_sample.gradients.squared_norms import wide
 from torchzero_clip.per_sample.samples.arguments import counts_up
-from torchzero_clip.per_sample.samples.labels import LOST, wider
-from torchzero_clip.per_sample.samples.layout import Place
 
 
 class EmbeddingRule(Rule):
@@ -21,7 +19,14 @@ class EmbeddingRule(Rule):
 
     @override
     def refusal(self, module: nn.Module) -> str | None:
-        return _refusal(module)
+        table: Any = module
+        if table.scale_grad_by_freq:
+            return "scale_grad_by_freq counts over the whole batch: the gradient of a sample depends on the others"
+        if table.max_norm is not None:
+            return "max_norm rescales the table in the forward: renormalize the weight after the step instead"
+        if table.sparse:
+            return "sparse gradients cannot be clipped per sample here: use sparse=False"
+        return None
 
     @override
     def run(self, layer: CapturedLayer, input: Tensor) -> Tensor:
@@ -39,14 +44,14 @@ class EmbeddingRule(Rule):
         )
 
 
-class EmbeddingBagRule(Rule):
+class EmbeddingBagRule(EmbeddingRule):
     """Weight: as in an embedding, with each row multiplied by its weight in the bag."""
 
     @override
     def refusal(self, module: nn.Module) -> str | None:
         if module.mode == "max":
             return "mode='max' has no per-sample rule here: use 'sum' or 'mean', or an Embedding and amax"
-        return _refusal(module)
+        return super().refusal(module)
 
     @override
     def run(
@@ -89,18 +94,12 @@ def _owners(layer: CapturedLayer, input: Tensor, offsets: Tensor, bags: Tensor) 
     if labels is None or count == 1 or layer.engine.forward.is_argument(offsets):
         layer.check_rows(offsets, 0)
         return Samples(input, 0)
-    if labels is LOST:
-        raise layer.unknown_rows()
-    # in one dimension, the run of a sample is its step
-    of_index = (
-        wider(labels.run if isinstance(labels, Place) else labels, input.shape, count)
-        .to(bags.device)
-        .expand(len(input))
-    )
+    along = layer.rows_along(input, 0)
+    of_index = torch.arange(count, device=bags.device) if along is None else along
     rows = bags.new_full((len(offsets),), -1).index_copy(0, bags, of_index)
     if not torch.equal(rows[bags], of_index) or bool((rows < 0).any()):
         raise layer.unknown_rows()
-    return Samples(input, 0, rows=None if torch.equal(rows, torch.arange(count).to(rows)) else rows)
+    return Samples(input, 0, rows=1 if torch.equal(rows, torch.arange(count).to(rows)) else rows)
 
 
 def _positions(layer: CapturedLayer, input: Tensor) -> Samples | None:
@@ -128,16 +127,6 @@ def _relative(index: Tensor) -> bool:
     if index.ndim != 2 or index.shape[0] != index.shape[1] or len(index) < 3:
         return False
     return torch.equal(index[1:, 1:], index[:-1, :-1]) and bool((index != index[0, 0]).any())
-
-
-def _refusal(module: Any) -> str | None:
-    if module.scale_grad_by_freq:
-        return "scale_grad_by_freq counts over the whole batch: the gradient of a sample depends on the others"
-    if module.max_norm is not None:
-        return "max_norm rescales the table in the forward: renormalize the weight after the step instead"
-    if module.sparse:
-        return "sparse gradients cannot be clipped per sample here: use sparse=False"
-    return None
 
 
 def _rows(

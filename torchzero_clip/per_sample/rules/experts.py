@@ -10,8 +10,7 @@ from typing_extensions import override
 
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
 from torchzero_clip.per_sample.gradients.contributions import Contribution
-from torchzero_clip.per_sample.gradients.row_products import RowProducts
-from torchzero_clip.per_sample.gradients.sparse_rows import SparseRows
+from torchzero_clip.per_sample.gradients.rows import RowProducts, SparseRows
 from torchzero_clip.per_sample.gradients.squared_norms import wide
 
 SETTINGS = ("num_experts", "has_gate", "has_bias", "is_transposed", "has_post_expert_norm", "_apply_gate")
@@ -25,10 +24,7 @@ def is_experts(module: nn.Module) -> bool:
 
 
 class ExpertsRule(Rule):
-    """Weights: products of the rows that were sent to each. Biases: sums of these rows.
-
-    It computes the same in all implementations of transformers, with a loop over the experts.
-    """
+    """Weights: products of the rows that were sent to each. Biases: sums of these rows."""
 
     runs_empty = True
 
@@ -43,9 +39,13 @@ class ExpertsRule(Rule):
     def run(self, layer: CapturedLayer, /, *args: Any, **kwargs: Any) -> Tensor:
         module: Any = layer.module
         tokens, chosen, shares = inspect.signature(type(module).forward).bind(module, *args, **kwargs).args[1:]
-        sample, place = layer.sample_of_rows(tokens)
-        count, top = layer.engine.forward.batch_size, chosen.shape[-1]
-        cells = chosen.reshape(-1) * count + sample.repeat_interleave(top)
+        forward, found = layer.engine.forward, layer.samples(tokens, 1)
+        count, top, sample = forward.batch_size, chosen.shape[-1], found.rows
+        if (forward.provenance is None and count != 0) or found.had_dim is not None or found.lost:
+            raise layer.unknown_rows()
+        if isinstance(sample, int):
+            sample = torch.arange(len(tokens), device=tokens.device) // sample
+        cells = chosen.reshape(-1) * count + sample.to(tokens.device).repeat_interleave(top)
         order = torch.argsort(cells)
         sent = _Sent(layer, cells[order], count)
         rows = tokens.index_select(0, order // top)
@@ -56,7 +56,7 @@ class ExpertsRule(Rule):
         rows = sent.to("down_proj", rows) * shares.reshape(-1).index_select(0, order)[:, None]
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         output = rows.index_select(0, back).view(*chosen.shape, rows.shape[-1]).sum(-2).to(tokens.dtype)
-        layer.mark(output, place)
+        layer.mark(output, found.where)
         return output
 
 
@@ -90,9 +90,6 @@ class _Sent:
 
 
 def _multiplied(rows: Tensor, weights: Tensor, biases: Tensor | None, lengths: list[int]) -> Tensor:
-    """The products of rows with the weights (E, d, p) of their experts, plus their biases (E, p), if there are any.
-
-    Expert i has the next ``lengths[i]`` rows.
-    """
+    """The products of rows with weights (E, d, p) of their experts, plus biases (E, p). Expert i has the next rows."""
     pairs = zip(rows.split(lengths), weights, strict=True)
     return torch.cat([x @ w if biases is None else torch.addmm(biases[i], x, w) for i, (x, w) in enumerate(pairs)])

@@ -1,6 +1,5 @@
 """The rule for any module: vmap runs it with a view of the parameters for each sample, which takes no memory."""
 
-import inspect
 import warnings
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -23,7 +22,7 @@ from torchzero_clip.per_sample.processes.sharding import memory_of
 from torchzero_clip.per_sample.rules.copies import EMPTY, Bare, copy_of
 from torchzero_clip.per_sample.rules.state import State
 from torchzero_clip.per_sample.samples.arguments import counts_up
-from torchzero_clip.per_sample.samples.broadcast_row import HOOKS, detached_row, is_in_place, is_row, row_of
+from torchzero_clip.per_sample.samples.broadcast_row import HOOKS, is_in_place, is_row, row_of, without_padding
 from torchzero_clip.per_sample.samples.comparison import differ
 from torchzero_clip.per_sample.samples.layout import Place
 
@@ -57,10 +56,8 @@ class GenericRule(Rule):
 
     @override
     def run(self, layer: CapturedLayer, /, *args: Any, **kwargs: Any) -> Any:
-        _refuse_shards(layer)
         is_known = type(self) is not GenericRule  # `MultiheadAttention` calls no hooks inside, and does not mix samples
-        if not is_known:
-            _refuse_backward_hooks(layer)
+        _check_inside(layer, hooks=not is_known)
         leaves, structure = pytree.tree_flatten((args, kwargs))
         dims, shared = self.dims(layer, args, kwargs, leaves)
         inputs = _inputs(layer, leaves, dims)
@@ -68,27 +65,28 @@ class GenericRule(Rule):
         if not count:
             return EMPTY.run(layer, *args, **kwargs)
         copies = copies_of(layer, count)
-        has_samples, outputs = any(dim is not None for dim in dims), _Outputs(layer)
+        has_samples = any(dim is not None for dim in dims)
 
         def output_dim(i: int) -> int | None:
             return self.output_dim(layer, i) if has_samples else None
 
-        one = _One(layer, leaves, structure, {i: dims[i] for i in inputs}, outputs, output_dim)
+        one = _One(layer, leaves, structure, {i: dims[i] for i in inputs}, output_dim)
         # tensors of inference have no version
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]
         versions = [leaf._version for leaf in given]
-        known, decision = layer.known.setdefault(COMPARED, set()), (*dims, *map(_kind, leaves))
+        known = layer.known.setdefault(COMPARED, set())
+        decision = (*dims, *[(x.ndim, x.dtype) if isinstance(x, Tensor) else type(x) for x in leaves])
         with _alone(layer, leaves) as state:
             tensors = _mapped(layer, state, one, copies, list(inputs.values()), count)
             changed = versions != [leaf._version for leaf in given]  # so that it cannot run again
             if not is_known and not changed and decision not in known:
-                _compare(layer, state, outputs.given_back(tensors), args, kwargs)
+                _compare(layer, state, one.output(tensors), args, kwargs)
                 known.add(decision)
             state.join()
         if not in_backward():  # where a checkpoint repeats a call that was noted
             layer.note(*dims)
             layer.known.setdefault(SHARED, set()).update(shared)
-        return outputs.given_back(tensors)
+        return one.output(tensors)
 
     def dims(
         self, layer: CapturedLayer, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any]
@@ -135,7 +133,11 @@ def _inputs(layer: CapturedLayer, leaves: Sequence[Any], dims: Sequence[int | No
 
 
 class _One:
-    """Runs the module for one sample."""
+    """Runs the module for one sample, and makes the output of the batch of those of its samples.
+
+    ``dims`` has the batch dimensions of those leaves of the arguments that have samples, and ``output_dim`` that of
+    each leaf of the output.
+    """
 
     def __init__(
         self,
@@ -143,12 +145,13 @@ class _One:
         leaves: Sequence[Any],
         structure: Any,
         dims: dict[int, int | None],
-        outputs: "_Outputs",
         output_dim: Callable[[int], int | None],
     ) -> None:
         self._layer, self._leaves, self._structure, self._dims = layer, leaves, structure, dims
-        self._outputs, self._output_dim = outputs, output_dim
+        self._output_dim = output_dim
         self._bare, self._inside = Bare(layer.module), _Inside(layer)
+        self._output: tuple[list[Any], Any] = [], None  # what it holds beside tensors, and its structure
+        self._output_dims: dict[int, int | None] = {}  # of its tensors
 
     def __call__(self, copies: dict[str, Tensor], *samples: Tensor) -> tuple[Tensor, ...]:
         given = list(self._leaves)
@@ -164,7 +167,30 @@ class _One:
                 f"{self._layer} changes a list or dict among its arguments, which would not be seen outside: return "
                 "what it adds, or freeze its parameters"
             )
-        return self._outputs.taken(output, self._output_dim)
+        return self._taken(output)
+
+    def _taken(self, output: Any) -> tuple[Tensor, ...]:
+        """Store the structure of an output, and return the tensors of one sample, without their batch dimensions."""
+        leaves, structure = pytree.tree_flatten(output)
+        self._output_dims = {i: self._output_dim(i) for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
+        self._output = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure
+        for i, d in self._output_dims.items():
+            if d is not None and (leaves[i].ndim <= d or leaves[i].shape[d] != 1):
+                raise ValueError(
+                    f"{self._layer} gives an output of shape {tuple(leaves[i].shape)} for one sample, where dimension "
+                    f"{d} should have size 1: something of the batch was not split into samples, or the output has no "
+                    f"samples. Pass all tensors with samples as arguments{self._layer.way_out}"
+                )
+        return tuple(leaves[i] if d is None else leaves[i].squeeze(d) for i, d in self._output_dims.items())
+
+    def output(self, tensors: Sequence[Tensor]) -> Any:
+        """The output of the batch, from tensors with the samples first. Without a batch dimension, it is a row."""
+        leaves, structure = [*self._output[0]], self._output[1]
+        for (i, dim), tensor in zip(self._output_dims.items(), tensors, strict=True):
+            leaves[i] = row_of(self._layer, tensor) if dim is None else tensor.movedim(0, dim)
+            if dim is not None:
+                self._layer.mark(leaves[i], Place(dim))
+        return pytree.tree_unflatten(leaves, structure)
 
 
 @contextmanager
@@ -188,10 +214,7 @@ def _alone(layer: CapturedLayer, leaves: Sequence[Any]) -> Generator[State]:
 
 
 class _Inside(TorchFunctionMode):
-    """Gives the padding row of embeddings no gradient, which embeddings under vmap fail to do.
-
-    Refuses tensor hooks, and changes of parameters in place, which each sample would make again.
-    """
+    """Gives the padding row of embeddings no gradient. Refuses what each sample would do again: hooks and changes."""
 
     def __init__(self, layer: CapturedLayer) -> None:
         super().__init__()
@@ -203,51 +226,12 @@ class _Inside(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in HOOKS:
             raise ValueError("a module that runs sample by sample sets a hook on a tensor, which would get samples")
-        if is_in_place(name) and memory_of(map(_plain, args[:1])) & self._memory:
+        changed = [get_unwrapped(x) if is_batchedtensor(x) else x for x in args[:1]] if is_in_place(name) else []
+        if memory_of(changed) & self._memory:
             raise ValueError(f"{self._layer} changes a parameter in place in its forward: change it after the step")
-        if func is not F.embedding:
-            return func(*args, **(kwargs or {}))
-        call = _EMBEDDING.bind(*args, **(kwargs or {}))
-        weight, padding = call.arguments["weight"], call.arguments.get("padding_idx")
-        if padding is not None:
-            call.arguments["weight"] = detached_row(weight, padding)
-        return F.embedding(*call.args, **call.kwargs)
-
-
-_EMBEDDING = inspect.signature(F.embedding)
-
-
-class _Outputs:
-    """The structure of the output of a module: tensors and other values."""
-
-    def __init__(self, layer: CapturedLayer) -> None:
-        self._layer = layer
-        self._leaves: list[Any] = []
-        self._dims: dict[int, int | None] = {}  # of the tensors
-        self._structure: Any = None
-
-    def taken(self, output: Any, dim: Callable[[int], int | None]) -> tuple[Tensor, ...]:
-        """Store the structure, and return the tensors of one sample, without their batch dimensions."""
-        leaves, self._structure = pytree.tree_flatten(output)
-        self._dims = {i: dim(i) for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
-        self._leaves = [None if i in self._dims else leaf for i, leaf in enumerate(leaves)]
-        for i, d in self._dims.items():
-            if d is not None and (leaves[i].ndim <= d or leaves[i].shape[d] != 1):
-                raise ValueError(
-                    f"{self._layer} gives an output of shape {tuple(leaves[i].shape)} for one sample, where dimension "
-                    f"{d} should have size 1: something of the batch was not split into samples, or the output has no "
-                    f"samples. Pass all tensors with samples as arguments{self._layer.way_out}"
-                )
-        return tuple(leaves[i] if d is None else leaves[i].squeeze(d) for i, d in self._dims.items())
-
-    def given_back(self, tensors: Sequence[Tensor]) -> Any:
-        """Return the output, from tensors with the samples in the first dimension. Without dimensions, it is a row."""
-        leaves = list(self._leaves)
-        for (i, dim), tensor in zip(self._dims.items(), tensors, strict=True):
-            leaves[i] = row_of(self._layer, tensor) if dim is None else tensor.movedim(0, dim)
-            if dim is not None:
-                self._layer.mark(leaves[i], Place(dim))
-        return pytree.tree_unflatten(leaves, self._structure)
+        if func is F.embedding:
+            args, kwargs = without_padding(args, kwargs or {})
+        return func(*args, **(kwargs or {}))
 
 
 def copies_of(layer: CapturedLayer, count: int) -> dict[str, Tensor]:
@@ -268,17 +252,15 @@ def copies_of(layer: CapturedLayer, count: int) -> dict[str, Tensor]:
     return result
 
 
-def _refuse_shards(layer: CapturedLayer) -> None:
+def _check_inside(layer: CapturedLayer, *, hooks: bool) -> None:
+    """Raise a ValueError if modules in the layer are sharded, or have ``hooks`` which would not be called."""
     if any(module is not layer.module for module in fully_sharded(layer.module)):
         raise ValueError(
             f"{layer} runs sample by sample, but modules in it are sharded by themselves: call fully_shard on "
             f"{layer}, and not on modules inside"
         )
-
-
-def _refuse_backward_hooks(layer: CapturedLayer) -> None:
     for name, module in layer.module.named_modules():
-        if name and (module._backward_hooks or module._backward_pre_hooks):
+        if hooks and name and (module._backward_hooks or module._backward_pre_hooks):
             raise ValueError(
                 f"{name!r} in {layer} has a backward hook, which would not be called where {layer} is run by vmap: "
                 f"hook {layer} itself"
@@ -293,14 +275,6 @@ def run_detached(layer: CapturedLayer, args: tuple[Any, ...], kwargs: dict[str, 
         return functional_call(Bare(layer.module), params, args, kwargs)
     finally:
         layer.engine.inside = False
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    return get_unwrapped(tensor) if is_batchedtensor(tensor) else tensor
-
-
-def _kind(leaf: Any) -> Any:
-    return (leaf.ndim, leaf.dtype) if isinstance(leaf, Tensor) else type(leaf)
 
 
 def _compare(layer: CapturedLayer, state: State, output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -13,27 +13,24 @@ from torchzero_clip.per_sample.gradients.contributions import Dense
 from torchzero_clip.per_sample.rules.copies import copy_of
 from torchzero_clip.per_sample.samples.layout import Place
 
-Normalize = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
-"""A function of an input, a weight and a bias."""
-
 
 class NormalizationRule(Rule):
     """Weight: output gradient times normalized input. Bias: output gradient. Both are summed over other dimensions.
 
-    Args:
-        function: Returns the function of a layer with its present settings, which may change before the next call.
-        channels: Whether the parameters have the second dimension, instead of the last ones.
+    ``function`` is that of torch, and ``settings`` are arguments of it that are attributes of the layer. With
+    ``channels``, the parameters have the second dimension, instead of the last ones.
     """
 
-    def __init__(self, function: Callable[[Any], Normalize], *, channels: bool = False) -> None:
-        self._function = function
-        self._channels = channels
+    def __init__(self, function: Callable[..., Tensor], *settings: str, channels: bool = False) -> None:
+        self._function, self._settings, self._channels = function, settings, channels
         self.runs_empty = channels  # instance_norm of torch raises for them if it has a weight
 
     @override
     def run(self, layer: CapturedLayer, input: Tensor) -> Tensor:
         module: Any = layer.module
-        normalize, weight, bias = self._function(module), module.weight.detach(), getattr(module, "bias", None)
+        weight, bias = module.weight.detach(), getattr(module, "bias", None)
+        affine = {"weight": weight} if bias is None else {"weight": weight, "bias": bias.detach()}
+        settings = {name: getattr(module, name) for name in self._settings}  # they may change before the next call
         # InstanceNorm takes inputs without a batch, which `samples` refuses
         unbatched = module._get_no_batch_dim() if hasattr(module, "_get_no_batch_dim") else 0
         leading = int(input.ndim != unbatched) if self._channels else input.ndim - weight.ndim
@@ -44,9 +41,9 @@ class NormalizationRule(Rule):
             return grads.sum(tuple(others)) if others else grads
 
         return layer.watch_params(
-            normalize(found.tensor, weight, None if bias is None else bias.detach()),
+            self._function(found.tensor, **affine, **settings),
             found,
-            weight=lambda x, grad: Dense(layer.params["weight"], summed(grad * normalize(x, None, None))),
+            weight=lambda x, grad: Dense(layer.params["weight"], summed(grad * self._function(x, **settings))),
             bias=summed,
         )
 
@@ -57,16 +54,14 @@ class GroupNormRule(NormalizationRule):
     The kernel gets the batch as one sample with B times the channels.
     """
 
-    def __init__(self) -> None:
-        super().__init__(group_norm, channels=True)
-
     @override
     def run(self, layer: CapturedLayer, input: Tensor) -> Tensor:
         module: Any = layer.module
         # copies in half precision would get rounded gradients
-        plain = {x.dtype for x in (input, *module.parameters())} in ({torch.float32}, {torch.float64})
-        found = layer.samples(input, 1) if plain and module.bias is not None and input.numel() else None
-        if found is None or not found.is_plain or torch.is_autocast_enabled(input.device.type):
+        dtypes, lower = {x.dtype for x in (input, *module.parameters())}, torch.is_autocast_enabled(input.device.type)
+        fits = len(dtypes) == 1 and dtypes <= {torch.float32, torch.float64} and not lower
+        found = layer.samples(input, 1) if fits and module.bias is not None and input.numel() else None
+        if found is None or found.had_dim is not None or not found.in_order:
             return super().run(layer, input)
         x, own = found.tensor, {id(value): param for param, value in layer.values}
         weight, bias = (
@@ -79,31 +74,12 @@ class GroupNormRule(NormalizationRule):
         return output
 
 
-def layer_norm(module: Any) -> Normalize:
-    """LayerNorm as it is now."""
-    shape, eps = module.normalized_shape, module.eps
-    return lambda x, weight, bias: F.layer_norm(x, shape, weight, bias, eps)
+def _instance_norm(input: Tensor, **settings: Any) -> Tensor:
+    return F.group_norm(input, input.shape[1], **settings)
 
 
-def rms_norm(module: Any) -> Normalize:
-    """RMSNorm as it is now."""
-    shape, eps = module.normalized_shape, module.eps
-    return lambda x, weight, bias: F.rms_norm(x, shape, weight, eps)
-
-
-def group_norm(module: Any) -> Normalize:
-    """GroupNorm as it is now."""
-    groups, eps = module.num_groups, module.eps
-    return lambda x, weight, bias: F.group_norm(x, groups, weight, bias, eps)
-
-
-def instance_norm(module: Any) -> Normalize:
-    """InstanceNorm as it is now: every channel is a group."""
-    eps = module.eps
-    return lambda x, weight, bias: F.group_norm(x, x.shape[1], weight, bias, eps)
-
-
-def batch_norm(module: Any) -> Normalize:
-    """BatchNorm in eval mode, as it is now."""
-    mean, variance, eps = module.running_mean, module.running_var, module.eps
-    return lambda x, weight, bias: F.batch_norm(x, mean, variance, weight, bias, False, 0.0, eps)
+LAYER_NORM = NormalizationRule(F.layer_norm, "normalized_shape", "eps")
+RMS_NORM = NormalizationRule(F.rms_norm, "normalized_shape", "eps")
+GROUP_NORM = GroupNormRule(F.group_norm, "num_groups", "eps", channels=True)
+INSTANCE_NORM = NormalizationRule(_instance_norm, "eps", channels=True)
+BATCH_NORM = NormalizationRule(F.batch_norm, "running_mean", "running_var", "eps", channels=True)  # in eval mode

@@ -4,6 +4,7 @@ Autograd goes through the recurrence, and gives the gradients of these rows.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from typing_extensions import override
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
 from torchzero_clip.per_sample.gradients.contributions import Contribution, Dense
 from torchzero_clip.per_sample.gradients.products import Products
-from torchzero_clip.per_sample.gradients.row_products import regrouped
+from torchzero_clip.per_sample.gradients.rows import regrouped
 from torchzero_clip.per_sample.gradients.squared_norms import wide
 from torchzero_clip.per_sample.samples.broadcast_row import BroadcastRow
 
@@ -154,15 +155,11 @@ def _gru(added: Tensor, sums: Tensor, h: Tensor) -> list[Tensor]:
     return [torch.lerp(torch.addcmul(n, r, add).tanh(), h, z)]
 
 
-def _rnn(sums: Tensor, *_: Tensor) -> list[Tensor]:
-    return [sums.tanh()]
+def _rnn(activation: Callable[[Tensor], Tensor], sums: Tensor, *_: Tensor) -> list[Tensor]:
+    return [activation(sums)]
 
 
-def _relu(sums: Tensor, *_: Tensor) -> list[Tensor]:
-    return [sums.relu()]
-
-
-CELLS = {"LSTM": _lstm, "GRU": _gru, "RNN_TANH": _rnn, "RNN_RELU": _relu}
+CELLS = {"LSTM": _lstm, "GRU": _gru, "RNN_TANH": partial(_rnn, torch.tanh), "RNN_RELU": partial(_rnn, torch.relu)}
 
 
 class _Sequences:

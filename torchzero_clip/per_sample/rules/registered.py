@@ -16,10 +16,7 @@ PerSampleGradients: TypeAlias = Callable[..., Mapping[str, Tensor]]
 
 
 class RegisteredRule(Rule):
-    """Runs the layer without its parameters in the graph, and calls a function for their gradients.
-
-    The function gets the layer, the gradient of its output, and the arguments of the call.
-    """
+    """Runs the layer without its parameters in the graph, and calls the function of a user for their gradients."""
 
     covers_submodules = True
 

@@ -17,30 +17,24 @@ from torchzero_clip.per_sample.rules.embedding import EmbeddingBagRule, Embeddin
 from torchzero_clip.per_sample.rules.experts import ExpertsRule, is_experts
 from torchzero_clip.per_sample.rules.generic import GenericRule
 from torchzero_clip.per_sample.rules.linear import LinearRule
-from torchzero_clip.per_sample.rules.normalization import (
-    GroupNormRule,
-    NormalizationRule,
-    batch_norm,
-    instance_norm,
-    layer_norm,
-    rms_norm,
-)
+from torchzero_clip.per_sample.rules.normalization import BATCH_NORM, GROUP_NORM, INSTANCE_NORM, LAYER_NORM, RMS_NORM
 from torchzero_clip.per_sample.rules.recurrent import RecurrentRule
 from torchzero_clip.per_sample.rules.registered import PerSampleGradients, RegisteredRule
 
 WHOLE = GenericRule()
 BARE = BareRule()
 EXPERTS = ExpertsRule()
+RUNS = "forward", "_conv_forward"
 RULES: dict[type[nn.Module], Rule] = {
     nn.Linear: LinearRule(),
     **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), ConvRule()),
     nn.Embedding: EmbeddingRule(),
     nn.EmbeddingBag: EmbeddingBagRule(),
-    nn.LayerNorm: NormalizationRule(layer_norm),
-    nn.RMSNorm: NormalizationRule(rms_norm),
-    nn.GroupNorm: GroupNormRule(),
-    BatchNorm: NormalizationRule(batch_norm, channels=True),
-    InstanceNorm: NormalizationRule(instance_norm, channels=True),
+    nn.LayerNorm: LAYER_NORM,
+    nn.RMSNorm: RMS_NORM,
+    nn.GroupNorm: GROUP_NORM,
+    BatchNorm: BATCH_NORM,
+    InstanceNorm: INSTANCE_NORM,
     **dict.fromkeys((nn.RNN, nn.LSTM, nn.GRU), RecurrentRule()),
     nn.MultiheadAttention: AttentionRule(),
 }
@@ -93,7 +87,8 @@ def rule_for(module: nn.Module) -> Rule | None:
     kind = type(module)
     if isinstance(module, torch.jit.ScriptModule):
         return None
-    found = next((RULES[c] for c in kind.__mro__ if c in RULES and _runs_as(kind, c)), None)
+    run = [getattr(kind, name, None) for name in RUNS]  # a class that overrides one of them has no rule
+    found = next((RULES[c] for c in kind.__mro__ if c in RULES and run == [getattr(c, n, None) for n in RUNS]), None)
     if parametrize.is_parametrized(module) or "_conv_forward" in vars(module):
         return WHOLE
     if found is not None and found.covers_submodules:  # before the names of parameters are asked for, which vary
@@ -106,17 +101,8 @@ def rule_for(module: nn.Module) -> Rule | None:
         return found
     if not own or kind.forward is nn.Module.forward:
         return None
-    return WHOLE if any(_is_refused(inner) for inner in module.modules() if inner is not module) else BARE
-
-
-def _is_refused(module: nn.Module) -> bool:
-    rule = rule_for(module) if trainable(module) else None
-    return rule is not None and rule.refusal(module) is not None
-
-
-def _runs_as(kind: type[Any], known: type[Any]) -> bool:
-    """True if a class has the forward of the class that has a rule."""
-    return all(getattr(kind, name, None) is getattr(known, name, None) for name in ("forward", "_conv_forward"))
+    inside = [(rule_for(inner), inner) for inner in module.modules() if inner is not module and trainable(inner)]
+    return WHOLE if any(rule is not None and rule.refusal(inner) is not None for rule, inner in inside) else BARE
 
 
 def own_params(module: nn.Module) -> dict[int, str]:

@@ -54,11 +54,7 @@ class State:
             self._holders[holder][name] = value
 
     def join(self) -> None:
-        """Install the state of the batch.
-
-        Raises:
-            ValueError: If a value cannot be combined over the samples, or would depend on them.
-        """
+        """Install the state of the batch, or raise if a value cannot be combined over the samples."""
         joined = {key: self._combined(key, [run.get(key, MISSING) for run in self._runs]) for key in self._runs[-1]}
         for (holder, name), value in joined.items():
             self._holders[holder][name] = _written(self._before.get((holder, name), MISSING), value)

@@ -31,10 +31,6 @@ def chosen_whole(model: nn.Module, given: Any) -> dict[str, str]:
     """The names of the modules that are run whole, with the reason.
 
     The outermost of nested modules counts, and what the user gives counts more than the table.
-
-    Raises:
-        TypeError: If an item is neither a class of modules nor a string.
-        ValueError: If an item names no module.
     """
     if isinstance(given, str | type):
         raise TypeError(f"whole must be a sequence of classes and patterns, got {given!r}: put it into a list")
@@ -60,10 +56,7 @@ def chosen_whole(model: nn.Module, given: Any) -> dict[str, str]:
 
 
 def whole_line(model: nn.Module, name: str, holds: object = None) -> str:
-    """A way out: the argument ``whole`` that takes a module around one whole, the nearest first. Empty without one.
-
-    If ``holds`` is a parameter, the modules are those that have it.
-    """
+    """A way out: the ``whole`` that takes a module around one whole, which has the parameter ``holds``; or empty."""
     around = [module for _, module in _around(model, name)]
     kinds = [type(module) for module in around if holds is None or any(x is holds for x in module.parameters())]
     # a line with Sequential would take all of them

@@ -22,5 +22,5 @@ In a forward:
    share, with a copy for each sample, so that each one has a gradient.
 
 Read `layout`, `labels`, `memory` and `provenance` first, then `operations` and `following`. `probe` and `broadcast_row`
-can be read alone. `arguments`, `modes` and `comparison` have small helpers.
+can be read alone. `arguments` and `comparison` have small helpers.
 """

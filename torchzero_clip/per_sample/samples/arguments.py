@@ -12,17 +12,15 @@ from torch.utils import _pytree as pytree
 Rebuild: TypeAlias = Callable[[Sequence[Any]], tuple[Sequence[Any], Mapping[str, Any]]]
 """Returns arguments with other leaves in the places of those that were found."""
 
-OBJECTS = 100
+OBJECTS = 100  # after which a search ends, because a batch may refer to its dataset
 OF_TORCH = Tensor, torch.Size, torch.dtype, torch.device, torch.memory_format
 LEAVES = *OF_TORCH, int, float, str, NoneType, EllipsisType, slice
 ATOMS = frozenset((*LEAVES, nn.Parameter, bool))
 
 
 def flattened(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], Rebuild]:
-    """The leaves of arguments, including those in containers, and how to rebuild the arguments from other leaves.
-
-    This takes a few microseconds if the only containers are lists and tuples of leaves, as in calls of `torch.cat`.
-    """
+    """The leaves of arguments, including those in containers, and how to rebuild the arguments from other leaves."""
+    # a few microseconds if the only containers are lists and tuples of leaves, as in calls of `torch.cat`
     given, count = [*args, *kwargs.values()], len(args)
     if ATOMS.issuperset(map(type, given)) or all(isinstance(x, LEAVES) for x in given):
         return given, lambda new: (new[:count], dict(zip(kwargs, new[count:], strict=True)))
@@ -59,10 +57,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def tensors_held(value: Any) -> list[Tensor]:
-    """The tensors in the attributes of an object, such as a batch of a class of its own, and of objects in it.
-
-    The search ends after a hundred objects, because a batch may refer to its dataset.
-    """
+    """The tensors in the attributes of an object, such as a batch of a class of its own, and of objects in it."""
     found: list[Tensor] = []
     seen: list[Any] = []
     for item in (rest := [value]):  # grows

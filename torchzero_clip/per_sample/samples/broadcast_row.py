@@ -5,6 +5,7 @@ samples runs for each sample, on copies, and returns one row with the copies beh
 whose shape it expects. A function that joins it with a tensor of the batch, as ``h + positions``, gets the copies.
 """
 
+import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -29,6 +30,7 @@ OF_DTYPE = {"to", "type_as"}
 EXPANSIONS = {"expand", "expand_as", "broadcast_to", "repeat"}
 TRANSPOSED = {"T", "mT", "H", "mH", "real", "imag"}
 EXPANDED = "expanded"  # a key of `CapturedLayer.known`: what was expanded to another size than that of the batch
+_EMBEDDING = inspect.signature(F.embedding)
 HOOKS = {"register_hook", "retain_grad", "register_post_accumulate_grad_hook"}
 
 
@@ -121,10 +123,7 @@ def is_row(value: Any) -> bool:
 
 
 def row_of(layer: Any, each: Tensor) -> BroadcastRow:
-    """Return the output of a layer that ran for each sample as one row, the output for its real input.
-
-    The samples of ``each`` are in a first dimension that the row does not have.
-    """
+    """Return the output of a layer for each sample, ``each``, with these first, as one row, for its real input."""
     row = each[0] if len(each) else each.new_zeros(each.shape[1:])
     return _as_row(_refusing(layer, row.detach().clone()).clone(), each, layer, is_param=False)
 
@@ -159,7 +158,7 @@ def _with_copies(func: Any, args: Any, kwargs: Any, leaves: list[Any], rebuilt: 
     if kwargs.get("out") is not None:
         return NotImplemented
     if func is F.embedding:
-        func, args, kwargs = _without_padding(*args, **kwargs)
+        args, kwargs = without_padding(args, kwargs)
         leaves, rebuilt = flattened(args, kwargs)
     tensors = {i: x for i, x in enumerate(leaves) if isinstance(x, Tensor)}
     others = {i: x for i, x in tensors.items() if not isinstance(x, BroadcastRow) and name not in OF_DTYPE}
@@ -167,9 +166,9 @@ def _with_copies(func: Any, args: Any, kwargs: Any, leaves: list[Any], rebuilt: 
     if any(place is LOST for place in places.values()) or (changes and 0 not in tensors):
         return NotImplemented
     call = _Call(func, leaves, rebuilt, places, changes)
-    if call.places and changes and 0 not in call.places:
+    if places and changes and 0 not in places:
         return NotImplemented
-    if call.places:
+    if places:
         output = call.of_batch_or_not(name)
         if output is NotImplemented:
             sized = {i: Place(layer.engine.batch_dim) for i, x in others.items() if _has_size(layer, x, count)}
@@ -388,20 +387,21 @@ def _are_equal(together: Any, alone: Tensor) -> bool:
     return not differ(together.double(), alone.detach().double(), tolerance)
 
 
-def detached_row(table: Tensor, index: int) -> Tensor:
-    """A table (..., rows, width) of which a row gets no gradient. Embeddings under vmap ignore their padding row."""
-    row = torch.arange(table.shape[-2], device=table.device) == index % table.shape[-2]
-    return torch.where(row[:, None], table.detach(), table)
+def without_padding(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The arguments of an embedding whose padding row gets no gradient. Embeddings under vmap ignore that row."""
+    call = _EMBEDDING.bind(*args, **kwargs)
+    table, index = call.arguments["weight"], call.arguments.pop("padding_idx", None)
 
+    def detached(x: Tensor) -> Tensor:  # (..., rows, width)
+        row = torch.arange(x.shape[-2], device=x.device) == index % x.shape[-2]
+        return torch.where(row[:, None], x.detach(), x)
 
-def _without_padding(
-    input: Tensor, weight: Any, padding_idx: int | None = None, *args: Any, **kwargs: Any
-) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """The call of an embedding whose padding row gets no gradient."""
-    if padding_idx is not None and isinstance(weight, BroadcastRow):
-        each = detached_row(weight._each, padding_idx)
-        weight = _as_row(weight.as_subclass(Tensor).clone(), each, weight._layer, is_param=weight._is_param)
-    return F.embedding, (input, weight, None, *args), kwargs
+    if index is not None and isinstance(table, BroadcastRow):
+        plain, each = table.as_subclass(Tensor).clone(), detached(table._each)
+        call.arguments["weight"] = _as_row(plain, each, table._layer, is_param=table._is_param)
+    elif index is not None:
+        call.arguments["weight"] = detached(table)
+    return call.args, call.kwargs
 
 
 def _expanded(kind: str, copies: Tensor, output: Tensor) -> Tensor:

@@ -1,18 +1,24 @@
 """Follows the functions that a forward calls, and finds the labels of their outputs.
 
 A function that moves entries runs once more, on numbers that stand for the labels: the samples plus 1, and 0 for no
-sample, because functions fill new entries with 0. A function that adds entries needs more: see `Following._added`. If a
-function is in no list, the operations that it consists of are followed instead.
+sample, because functions fill new entries with 0. Where a function adds entries, their mean must be each of them: see
+`_Call.added`. If a function is in no list, the operations that it consists of are followed instead.
 """
 
 import functools
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode,  # pyright: ignore[reportPrivateUsage]
+    _pop_mode,  # pyright: ignore[reportPrivateUsage]
+    _push_mode,  # pyright: ignore[reportPrivateUsage]
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
@@ -20,8 +26,17 @@ from torchzero_clip.compat import DisableTorchFunctionSubclass, get_interpreter_
 from torchzero_clip.per_sample.samples.arguments import Rebuild, flattened
 from torchzero_clip.per_sample.samples.broadcast_row import BroadcastRow
 from torchzero_clip.per_sample.samples.labels import LOST, Known, Labels, simplest, wider
-from torchzero_clip.per_sample.samples.modes import OwnMode
-from torchzero_clip.per_sample.samples.operations import ELEMENTS, NEW, Part, beside, dims_of, is_listed, names, unmoved
+from torchzero_clip.per_sample.samples.operations import (
+    ELEMENTS,
+    JOINED,
+    NEW,
+    Part,
+    beside,
+    dims_of,
+    is_listed,
+    names,
+    unmoved,
+)
 from torchzero_clip.per_sample.samples.provenance import Provenance, version_of
 
 VIEWS = names("""
@@ -45,29 +60,50 @@ JOINS = names("""
 """Functions that move the entries of all arguments."""
 PLACES = {"indexcopy", "indexput", "maskedscatter", "scatter", "setitem"}
 """Functions that put the entries of their last argument into their first one, in place of others."""
-SUMS = {"indexadd", "scatteradd"}
-"""Functions that add the entries of their last argument to their first one."""
+SUMS: dict[str, tuple[Any, Any]] = {
+    "indexadd": (torch.index_add, torch.index_select),
+    "indexput": (functools.partial(torch.ops.aten.index_put, accumulate=True), torch.ops.aten.index),
+    **dict.fromkeys(("scatter", "scatteradd", "scatterreduce"), (torch.scatter_add, torch.gather)),
+}
+"""Functions that may add the entries of their last argument to their first one. The first of each pair adds them, and
+the second one reads what is there."""
 PADS = {"pad": 3, "constantpadnd": 2, "padpackedsequence": 3, "padsequence": 2}
 """Functions that move entries and fill what is left, and the place of the value among their arguments."""
-ALONG = {
-    **dict.fromkeys(("cat", "concat", "concatenate", "gather", "indexadd", "indexcopy", "indexselect", "scatter"), 1),
-    **dict.fromkeys(("scatteradd", "scatterreduce"), 1),
-    **dict.fromkeys(("repeatinterleave", "roll", "takealongdim"), 2),
-}
-"""The place of the dimension among the arguments of functions that move entries along one."""
 INDEXED = {"gather", "scatter", "scatteradd", "scatterreduce", "takealongdim"}
 """Functions whose index has a number for each entry."""
+ALONG = JOINED | INDEXED | PADS.keys() | {"indexadd", "indexcopy", "indexselect", "repeatinterleave", "roll"}
+"""Functions that move entries along some dimensions."""
 SHAPES = {"resize", "resizeas", "set"}
 """Functions that give a tensor another memory or size in place, after which its samples are not known."""
 KEEPS = {"asstrided", "squeeze", "swapaxes", "swapdims", "t", "transpose", "unsqueeze", "requiresgrad"}
 """Functions that change only the form of a tensor in place."""
 TENSORS = {"T", "mT", "H", "mH", "data", "real", "imag", "grad"}
 """Attributes that are tensors."""
-NEUTRAL = {"alpha": 1, "value": 0, "padding_value": 0}
-"""Arguments that would change labels: what entries are multiplied by, and the values of padding."""
+NEUTRAL = {"value": 0, "padding_value": 0}
+"""Arguments that would change labels: the values of padding."""
+OF_SHAPES = SAME | JOINS | PADS.keys()
+"""Functions whose labels of outputs depend only on the shapes and labels of arguments, as of all in `operations`."""
 FOUND: dict[tuple[Any, ...], Sequence[Labels]] = {}  # by shapes and steps, because forwards repeat their calls
 MOST_FOUND = 4096
-EXACT = 2.0**53  # float64 has all integers up to it
+
+
+class OwnMode(TorchFunctionMode):
+    """A mode of the clipper. It costs a few microseconds for each function that is called, even if it ignores it."""
+
+
+class WithoutOwnModes:
+    """A block without the innermost modes of the clipper. Those outside of a mode of the user stay."""
+
+    def __enter__(self) -> None:
+        self._modes: list[OwnMode] = []
+        while isinstance(_get_current_function_mode(), OwnMode):
+            self._modes.append(_pop_mode())
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        while self._modes:
+            _push_mode(self._modes.pop())
 
 
 class Following(OwnMode):
@@ -93,7 +129,7 @@ class Following(OwnMode):
         target: Any = args[0] if args else None
         changes = isinstance(target, Tensor) and type(target) is not BroadcastRow
         version = version_of(target) if changes else 0
-        if inside or _is_known(name) or "nested" in name or not self._has_samples(args, kwargs):
+        if inside or _is_known(name) or not self._has_samples(args, kwargs):
             output = func(*args, **kwargs)
         else:
             with _Inside(self):
@@ -141,7 +177,8 @@ class Following(OwnMode):
 
     def _found(self, call: "_Call", outputs: Sequence[Tensor]) -> Sequence[Labels]:
         """The labels of new outputs, which are the same for arguments of the same shapes and steps."""
-        if not (_is_of_shapes(call.name) and all(type(x) is int for x in call.labels.values())):
+        of_shapes = is_listed(call.name) or call.name in OF_SHAPES
+        if not (of_shapes and all(type(x) is int for x in call.labels.values())):
             return self._after(call, outputs)
         given = [x.shape if isinstance(x, Tensor) else x for x in (*call.leaves, *outputs)]
         key = self._provenance.count, call.name, *call.labels.items(), *call.kwargs, *map(type, call.args), *given
@@ -169,7 +206,7 @@ class Following(OwnMode):
             if any(labels[i] is LOST for i in moves):
                 return [LOST] * len(outputs)
             return self._moved(call, outputs)
-        if name in PLACES or name in SUMS or name == "scatterreduce":
+        if name in PLACES or name in SUMS:
             return [self._placed(call, outputs[0])]
         if name in MOVES:
             return [self._looked_up(call, x) for x in outputs]
@@ -184,7 +221,7 @@ class Following(OwnMode):
     def _moved(self, call: "_Call", outputs: Sequence[Tensor]) -> Sequence[Labels]:
         """The labels after a function that moves entries, which moves their labels too."""
         count, dims = self._provenance.count, call.along
-        if dims is not None and len(outputs) == 1:  # without running it, if the samples are in another dimension
+        if dims and len(outputs) == 1:  # without running it, if the samples are in another dimension
             parts = [Part(found, call.leaves[i].shape) for i, found in call.labels.items() if i in call.moved]
             found = [beside(part, outputs[0].shape, count, dims) for part in parts if isinstance(part.labels, int)]
             if found and len(found) == len(parts) and LOST not in found and len({*found}) == 1:
@@ -202,7 +239,7 @@ class Following(OwnMode):
         values = None if by_mask else call.labels.get(last)
         if values is None or into is LOST or values is LOST:
             return LOST if into is None or values is not None else into
-        if call.along is not None and isinstance(values, int) and not isinstance(into, Tensor):
+        if call.along and isinstance(values, int) and not isinstance(into, Tensor):
             found = beside(Part(values, call.leaves[last].shape), output.shape, count, call.along)
             if found is not LOST and (into is None or found == into):
                 return found
@@ -210,68 +247,34 @@ class Following(OwnMode):
         if call.name in PLACES and not any(x is True or isinstance(x, str) for x in call.leaves):
             result = call.run({0: numbers[0].clone(), last: numbers[last]})
             return simplest(_labels_of(result[0]), output.shape, count) if result else LOST
-        added = self._added(call, numbers[0], numbers[last], last)
+        added = call.added(numbers[0], numbers[last])
         if added is None or isinstance(into, int):
             return LOST if added is None else into
         return simplest(_labels_of(added), output.shape, count)
 
-    def _added(self, call: "_Call", before: Tensor, given: Tensor, place: int) -> Tensor | None:
-        """The numbers of labels where a function adds entries; None if different samples are added up.
-
-        To each number, a power of two is added that is above all sums of numbers. So one run of the function gives, for
-        each entry, how many numbers it adds, k, and their sum. If k > 1, a second run adds the squares: the numbers are
-        equal if and only if k times the sum of the squares is the square of the sum.
-        """
-        count = self._provenance.count
-        if call.along is None:  # one for each entry of the indices
-            most = math.prod(math.prod(shape) for shape in {x.shape for i, x in call.tensors.items() if 0 < i < place})
-        else:
-            most = math.prod(given.shape[dim] for dim in call.along)
-        one = 2.0 ** (most * count).bit_length()
-        if "reduce" in call.kwargs or call.name == "scatterreduce" or most * max(one, count**2) >= EXACT:
-            return None
-        zeros, given = torch.zeros_like(before, dtype=torch.float64), given.double()
-        found = call.run({0: zeros.clone(), place: torch.add(given, given.sign(), alpha=one)})
-        if not found:
-            return None
-        times = (found[0] / one).floor()
-        owner = torch.add(found[0], times, alpha=-one)
-        if times.numel() and times.max() > 1:
-            squares = call.run({0: zeros, place: given.square()})[0]
-            if not torch.equal(times * squares, owner.square()):
-                return None
-            owner = owner / times.clamp(min=1)
-        if call.labels.get(0) is None:
-            return owner
-        clash = (owner - before) * owner * before
-        return None if bool(clash.any()) else torch.maximum(owner, before)
-
     def _looked_up(self, call: "_Call", output: Tensor) -> Labels:
         """The labels of entries that an index selects from a tensor without samples: those of the index."""
         count, leaves, name = self._provenance.count, call.leaves, call.name
-        if name in ("gather", "take", "takealongdim"):
-            index = next(x for i, x in call.tensors.items() if i)
-            return self._provenance.of(index) if index.shape == output.shape else LOST
         indices = {i: x for i, x in call.tensors.items() if i}
+        i, first = next(iter(indices.items()))
+        if name in ("gather", "take", "takealongdim"):
+            return self._provenance.of(first) if first.shape == output.shape else LOST
         by_index = name in ("getitem", "index", "maskedselect") and len(indices) == len(leaves) - 1
         if not (by_index or (name == "indexselect" and leaves[1] == 0)) or any(
             call.labels.get(i) is LOST for i in indices
         ):
             return LOST  # such as table[:, index], where the samples are in another dimension than in the index
-        first = next(iter(indices.values()))
         if first.dtype in (torch.bool, torch.uint8):
             if len(indices) > 1 or leaves[0].shape[: first.ndim] != first.shape:
                 return LOST
-            labels = (
-                wider(call.labels[next(iter(indices))], first.shape, count).to(first.device).expand(first.shape)[first]
-            )
+            labels = wider(call.labels[i], first.shape, count).to(first.device).expand(first.shape)[first]
         else:
             shape = torch.broadcast_shapes(*(x.shape for x in indices.values()))
             parts = [Part(found, leaves[i].shape) for i, found in call.labels.items()]
             found = unmoved("where", parts, shape, count, ())
-            labels = wider(found, shape, count).expand(shape) if found is not LOST else None
-        if labels is None:
-            return LOST
+            if found is LOST:
+                return LOST
+            labels = wider(found, shape, count).expand(shape)
         return simplest(labels.reshape(*labels.shape, *[1] * (output.ndim - labels.ndim)).long(), output.shape, count)
 
     def _changed(self, func: Any, name: str, tensor: Tensor, version: int, args: Any, kwargs: Any) -> None:
@@ -291,13 +294,11 @@ class Following(OwnMode):
             before = self._provenance.before(tensor, tensor, version)
         if name == "copy":
             found = beside(Part(known[last], leaves[last].shape), tensor.shape, count) if last in known else before
-        elif name in PLACES or name in SUMS:
-            found = self._placed(call, tensor)
-        elif name in SHAPES or not is_listed(name.removeprefix("i")):  # iadd is add in place
+        elif name in SHAPES or not (name in LISTED or is_listed(name.removeprefix("i"))):
             found = LOST
         else:
-            dims = dims_of(name, tensor.ndim, args, kwargs)
-            found = unmoved(name if is_listed(name) else name[1:], call.parts, tensor.shape, count, dims)
+            call.name = name if name in LISTED or is_listed(name) else name[1:]  # iadd is add in place
+            (found,) = self._after(call, [tensor])
         same = isinstance(found, int) and isinstance(before, int) and found == before
         if same and found is not LOST:
             self._provenance.refresh(tensor, version)
@@ -305,10 +306,7 @@ class Following(OwnMode):
             self._provenance.note_change(tensor, found)
 
     def _numbers(self, call: "_Call", places: Sequence[int]) -> dict[int, Tensor]:
-        """The samples plus 1 of arguments, and 0 for no sample.
-
-        They have size 1 where labels do not vary and all entries move alike, which takes less time.
-        """
+        """The samples plus 1 of arguments, and 0 for no sample; with size 1 where they do not vary and move alike."""
         count, free, leaves = self._provenance.count, call.free, call.leaves
         found = {
             i: wider(call.labels.get(i), leaves[i].shape, count).to(leaves[i].device, torch.float32) + 1 for i in places
@@ -367,25 +365,15 @@ class _Call:
         return self.tensors[(self.moved or [*self.tensors])[0]].ndim
 
     @functools.cached_property
-    def along(self) -> set[int] | None:
-        """The dimensions along which entries are moved; None if that is not known."""
-        if self.name in ("pad", "constantpadnd"):
-            pads = self.args[1] if len(self.args) > 1 else self.kwargs["pad"]
-            return {self.ndim - 1 - i // 2 for i, n in enumerate(pads) if n}
-        if self.name not in ALONG:
-            return None
-        place = ALONG[self.name]
-        dims = next((self.kwargs[key] for key in ("dim", "dims", "axis") if key in self.kwargs), None)
-        if dims is None:
-            dims = self.args[place] if len(self.args) > place else 0 if self.name.startswith("c") else None
-        dims = [dims] if isinstance(dims, int) else dims
-        return {dim % max(self.ndim, 1) for dim in dims} if isinstance(dims, list | tuple) and dims else None
+    def along(self) -> set[int]:
+        """The dimensions along which entries are moved; none if they are not known."""
+        return dims_of(self.name, self.ndim, self.args, self.kwargs) if self.name in ALONG else set()
 
     @property
     def free(self) -> set[int]:
         """The dimensions along which all entries move alike, counted from the last, as negative numbers."""
-        if (along := self.along) is not None:
-            return {dim - self.ndim for dim in range(self.ndim) if dim not in along and self.name not in INDEXED}
+        if self.along:
+            return {dim - self.ndim for dim in range(self.ndim) if dim not in self.along and self.name not in INDEXED}
         if self.name not in ("getitem", "index", "indexput", "setitem"):
             return set()
         last = max(self.tensors) if self.name in PLACES else len(self.leaves)
@@ -395,6 +383,24 @@ class _Call:
             return set()  # the index has `None` or `...`
         taken = sum(x.ndim if isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8) else 1 for x in index)
         return {*range(taken - self.ndim, 0)}
+
+    def added(self, before: Tensor, given: Tensor) -> Tensor | None:
+        """The labels where the function adds entries: means of what comes together; None if a mean is another sample.
+
+        Entries of no sample count in no mean. What is there before must be of the same sample too.
+        """
+        add, read = SUMS[self.name]
+        keys = ("indices",) if self.name == "indexput" else ("dim", "index")
+        where = [self.args[i] if i < len(self.args) else self.kwargs[key] for i, key in enumerate(keys, 1)]
+        zeros, given = torch.zeros_like(before, dtype=torch.float64), given.double()
+        try:
+            found = add(zeros, *where, given) / add(zeros, *where, given.sign()).clamp(min=1)
+        except RuntimeError:
+            return None
+        again, others = read(found, *where), read(before, *where)
+        given = given[tuple(map(slice, again.shape[again.ndim - given.ndim :]))]  # a `src` may be larger than its index
+        clash = (given > 0) & ((again != given) | ((others != given) & (others > 0)))
+        return None if bool(clash.any()) else torch.maximum(found, before.double())
 
     def run(self, labels: Mapping[int, Tensor]) -> list[Tensor]:
         """The outputs of the function for labels in place of values; none if it does not take them."""
@@ -431,14 +437,8 @@ def _key(name: str) -> str:
 
 
 @functools.cache
-def _is_of_shapes(name: str) -> bool:
-    """True if the labels of outputs depend only on the shapes and the labels of arguments, not on their values."""
-    return is_listed(name) or name in SAME or name in JOINS or name in PADS
-
-
-@functools.cache
 def _is_known(name: str) -> bool:
-    return name in LISTED or is_listed(name)
+    return name in LISTED or is_listed(name) or "nested" in name
 
 
-LISTED = VIEWS | MOVES | JOINS | PLACES | SUMS | SHAPES | KEEPS | TENSORS | {"scatterreduce"}
+LISTED = VIEWS | MOVES | JOINS | PLACES | SUMS.keys() | SHAPES | KEEPS | TENSORS

@@ -57,8 +57,9 @@ def simplest(labels: Tensor, shape: Sequence[int], count: int, *, of_batch: bool
     if lowest < 0 and not of_batch and bool(((labels < 0) | (labels == highest)).all()):
         return labels
     if lowest < 0:
-        found = [dim for dim, size in enumerate(shape) if size == count and _is_along(labels, dim, count)]
-        return step_at(Place(found[0]), tuple(shape)) if len(found) == 1 else labels
+        steps = [step_at(Place(dim), tuple(shape)) for dim, size in enumerate(shape) if size == count]
+        found = [step for step in steps if agree(labels, step, shape, count)]
+        return found[0] if len(found) == 1 else labels
     depth = depth_of(labels)
     length = math.prod(shape[:depth])
     if length % count:  # if it is regular all the same, and ends before the last sample, the labels do as well
@@ -81,11 +82,6 @@ def narrowed(labels: Tensor) -> Tensor:
 def depth_of(labels: Tensor) -> int:
     """The number of first dimensions outside of which the labels do not vary."""
     return max((dim + 1 for dim, size in enumerate(labels.shape) if size != 1), default=0)
-
-
-def _is_along(labels: Tensor, dim: int, count: int) -> bool:
-    samples = torch.arange(count, device=labels.device).view(-1, *[1] * (labels.ndim - dim - 1))
-    return bool(((labels < 0) | (labels == samples)).all())
 
 
 def agree(labels: Known, other: Known, shape: Sequence[int], count: int) -> bool:

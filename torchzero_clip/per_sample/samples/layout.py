@@ -62,10 +62,7 @@ def moved(
 def seen_from(
     step: int, start: int, shape: tuple[int, ...], strides: tuple[int, ...], offset: int, count: int
 ) -> int | None:
-    """The step of a tensor in a memory whose entry a belongs to sample ((a - start) // step) % count.
-
-    None if the tensor is not regular.
-    """
+    """The step of a regular tensor in a memory whose entry a belongs to sample ((a - start) // step) % count."""
     if count == 1:
         return 1
     first, inner = divmod(offset - start, step)
@@ -83,9 +80,9 @@ def seen_from(
 
 
 def merged(shape: Sequence[int], strides: Sequence[int]) -> list[tuple[int, int, int]]:
-    """The size and the stride of dimensions with several entries, and the product of the sizes after each.
+    """The size and the stride of dimensions with several entries, and the product of the sizes after each, last first.
 
-    Neighboring dimensions that lie in memory like one dimension are merged. The last ones come first.
+    Neighboring dimensions that lie in memory like one dimension are merged.
     """
     found: list[tuple[int, int, int]] = []
     behind = 1

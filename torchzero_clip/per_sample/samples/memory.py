@@ -99,10 +99,7 @@ def _regular(labels: int, layout: Layout, count: int) -> Owners | None:
 
 
 def written(owners: Owners | None, labels: Labels, layout: Layout, end: int, count: int) -> Owners | None:
-    """The owners of the first ``end`` entries of a memory after values with labels were written into a tensor in it.
-
-    None if different samples have one place in it.
-    """
+    """The owners of the first ``end`` entries of a memory after values were written; None if samples share a place."""
     values = wider(labels, layout.shape, count)
     # the last dimensions are one run if they are contiguous and the labels do not vary
     run, dims = 1, [dim for dim, size in enumerate(layout.shape) if size != 1]

@@ -40,8 +40,13 @@ REDUCES = names("""
     nanmean nanmedian nanquantile nansum norm prod quantile std std_mean sum var var_mean
 """)
 """Functions along dimensions, which the output does not have."""
-COUNTED = names("fft_fft fft_ifft fft_irfft fft_rfft kthvalue linalg_vector_norm nanquantile norm quantile topk")
-"""Functions with a number before the dimension."""
+COUNTED = names("""
+    fft_fft fft_ifft fft_irfft fft_rfft kthvalue linalg_vector_norm nanquantile norm quantile repeatinterleave roll
+    takealongdim topk
+""")
+"""Functions with another argument before the dimension."""
+JOINED = names("cat concat concatenate")
+"""Functions whose first argument has the tensors."""
 PRODUCTS = {
     **dict.fromkeys(("addmm", "addmv", "baddbmm"), 1),
     **dict.fromkeys(("bmm", "cdist", "euclideandist", "ger", "linear", "matmul", "mm", "mv", "outer", "rmatmul"), 0),
@@ -98,10 +103,13 @@ def dims_of(name: str, ndim: int, args: Sequence[Any], kwargs: Mapping[str, Any]
         return {*range(ndim - (len(shape) if isinstance(shape, list | tuple) else 1), ndim)}
     if name.startswith(ATTENTION):
         return {ndim - 2, ndim - 1}
+    if name in ("pad", "constantpadnd"):
+        pads = args[1] if len(args) > 1 else kwargs["pad"]
+        return {ndim - 1 - i // 2 for i, n in enumerate(pads) if n}
     given = args[2 if name in COUNTED else 1 :]
-    dims = kwargs.get("dim", kwargs.get("axis", given[0] if given else None))
-    if name in ALONG and not isinstance(dims, int):
-        dims = 0 if name == "msort" else -1
+    dims = next((kwargs[key] for key in ("dim", "dims", "axis") if key in kwargs), given[0] if given else None)
+    if (name in ALONG or name in JOINED) and not isinstance(dims, int):
+        dims = -1 if name in ALONG and name != "msort" else 0
     dims = [dims] if isinstance(dims, int) and not isinstance(dims, bool) else dims
     return {dim % max(ndim, 1) for dim in dims if isinstance(dim, int)} if isinstance(dims, list | tuple) else set()
 

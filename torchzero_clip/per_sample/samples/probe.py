@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torchzero_clip.per_sample.gradients.autograd_graph import nodes_of
 from torchzero_clip.per_sample.gradients.contributions import PIECE, Contribution
-from torchzero_clip.per_sample.gradients.row_products import regrouped
+from torchzero_clip.per_sample.gradients.rows import regrouped
 from torchzero_clip.per_sample.gradients.squared_norms import without_autocast
 from torchzero_clip.per_sample.samples.layout import Place
 
@@ -26,15 +26,13 @@ FACTORS = [*POWERS, *(-power for power in POWERS)]
 BASE = len(FACTORS)
 SMALL = 2.0**26  # in smallest normal numbers: larger gradients are rounded as their multiples are
 UNDERFLOW = 4.0  # in smallest normal numbers: what underflow may change in an entry of a row
-ZERO, UNTOLD, WRONG = -1, -2, -3  # in place of a sample: see `Call.samples`
+# in place of a sample: for rows of zeros, which may be of any; for those too small or not finite; for other ratios
+ZERO, UNTOLD, WRONG = -1, -2, -3
 REENTRANT = "a checkpoint with use_reentrant=True hides them"
 
 
 class Call:
-    """The gradient of the output of a call of a layer in the first backward, and its ratios in further backwards.
-
-    ``depth`` is the number of first dimensions that tell rows apart.
-    """
+    """The gradient of a call with rows in ``depth`` dimensions in the first backward, and its ratios in others."""
 
     def __init__(self, layer: Any, depth: int) -> None:
         self.layer = layer
@@ -60,11 +58,7 @@ class Call:
         self.ratios.append(torch.cat(found).view(shape))
 
     def samples(self, numbers: Tensor) -> Tensor:
-        """The sample of each row by its ratios.
-
-        `ZERO` for rows of zeros, which may belong to any sample; `UNTOLD` for rows too small or not finite; `WRONG` for
-        rows with other ratios.
-        """
+        """The sample of each row by its ratios, or `ZERO`, `UNTOLD` or `WRONG`."""
         ratios, ordered = torch.stack(self.ratios), numbers.to(self.ratios[0].device).sort()
         number = sum(((ratio - 1) * BASE**place for place, ratio in enumerate(ratios)), torch.zeros_like(ratios[0]))
         place = torch.searchsorted(ordered.values, number).clamp(max=len(numbers) - 1)
@@ -121,11 +115,7 @@ class LostRows(Call):
         return self.layer.unknown_rows(why=f", and backward(losses) cannot find them: {reason}", how=how)
 
     def found(self, numbers: Tensor, losses: Tensor) -> Sequence[Contribution]:
-        """The contributions, once the further backwards have run.
-
-        Raises:
-            ValueError: If the samples of some rows cannot be found.
-        """
+        """The contributions, once the further backwards have run."""
         if (grad := self.grad) is None:
             return []
         if not self.ratios:
@@ -169,10 +159,7 @@ class KnownRows(Call):
 
 
 class Probe:
-    """Plans the further backwards, runs them, and makes the contributions of calls with lost rows.
-
-    If it is not ``possible``, layers raise for lost rows in the forward.
-    """
+    """Plans and runs further backwards for calls with lost rows. If not ``possible``, layers raise in the forward."""
 
     def __init__(self, engine: Any, *, possible: bool) -> None:
         self.possible = possible
@@ -190,11 +177,7 @@ class Probe:
         self._random = random.Random(0)
 
     def plan(self, losses: Tensor) -> int:
-        """The number of further backwards that the losses need, which is 0 without lost rows.
-
-        Raises:
-            ValueError: If a part of the graph computes in float16, whose gradients have no room for the powers.
-        """
+        """The number of further backwards that the losses need, which is 0 without lost rows."""
         if not len(losses) or (not self._of_several and all(call.rows == len(losses) for call in self.live)):
             return 0
         nodes = list(nodes_of([losses]))
@@ -205,7 +188,7 @@ class Probe:
             return 0
         self._lost = found
         if any(part.dtype == torch.float16 for node in nodes for part in node._input_metadata):
-            raise self._lost[0].refusal("a part of the graph computes in float16")
+            raise self._lost[0].refusal("a part of the graph computes in float16")  # it has no room for the powers
         # several threads add up the gradients of x[index] in another order each time
         self.exact = torch.get_num_threads() == 1 or all(node.name() != "IndexBackward0" for node in nodes)
         passes = 1

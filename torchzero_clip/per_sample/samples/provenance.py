@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torchzero_clip.compat import address_of_storage, current_graph_task_id
 from torchzero_clip.per_sample.samples.labels import LOST, Known, Labels, agree, simplest
 from torchzero_clip.per_sample.samples.layout import Place, place_of, seen_from, step_at
-from torchzero_clip.per_sample.samples.memory import Layout, Owners, end_of, owned, seen, spread, written
+from torchzero_clip.per_sample.samples.memory import Layout, Owners, end_of, owned, seen, written
 
 
 class _Memory:
@@ -165,10 +165,8 @@ class Provenance:
         return False
 
     def asked(self, tensor: Tensor, layer: object) -> Labels:
-        """The labels of a tensor, as a layer asks for them.
-
-        In a backward, where a checkpoint runs functions that are not seen, a layer gets what it got in the forward.
-        """
+        """The labels of a tensor, as a layer asks for them."""
+        # in a backward, where a checkpoint runs functions that are not seen, a layer gets what it got in the forward
         key = id(layer), tensor.shape
         if current_graph_task_id() != -1:
             return self._asked[key] if key in self._asked and self._memory(tensor) is None else self.of(tensor)
@@ -236,13 +234,10 @@ class Provenance:
             owners = Owners(owners.step * memory.size // size, owners.start * memory.size // size, owners.of)
         elif not memory.whole and tensor.numel() and (layout.offset < memory.first or end_of(layout) > memory.end):
             return LOST
-        if owners.of is None:
-            step = seen_from(owners.step, owners.start, *layout, self.count)
-            if step is not None:
-                return step
-        labels = spread(owners, layout, self.count)
-        memory.labels[size, layout] = simplest(labels, layout.shape, self.count, of_batch=False)
-        return memory.labels[size, layout]
+        labels = seen(owners, layout, self.count)
+        if isinstance(labels, Tensor):
+            labels = memory.labels[size, layout] = simplest(labels, layout.shape, self.count, of_batch=False)
+        return labels
 
     def _of_node(self, node: Any, number: int) -> Labels:
         """The labels of an output of a function that was not seen, such as a `torch.autograd.Function`.
