@@ -350,9 +350,10 @@ _WARNED: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 def _warn_of_copy(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Warn before the first step of an optimizer that has lost its transforms, as copies and pickles lose hooks."""
     groups = optimizer.param_groups
-    if not groups or KEY not in groups[0] or torch.compiler.is_compiling() or optimizer in _WARNED:
+    if not groups or KEY not in groups[0] or torch.compiler.is_compiling() or handle_of(optimizer) is not None:
         return
-    if not any(handle.has(groups[0]) for handle in _HANDLES):  # the groups of SAM are those of its base optimizer
+    # the groups of SAM are those of its base optimizer
+    if optimizer not in _WARNED and not any(handle.has(groups[0]) for handle in _HANDLES):
         _WARNED.add(optimizer)
         warnings.warn(
             f"the {type(optimizer).__name__} that this one was copied or loaded from had transforms before its steps. "
