@@ -7,6 +7,7 @@ import pickle
 import random
 import re
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -178,6 +179,23 @@ def test_keys_of_groups_that_are_no_settings_reach_the_optimizer():
         train(o, own, rows[4:])
     assert_equal(params, other)
     assert_equal(resumed, other)
+
+
+def test_groups_may_have_arrays_and_tensors_of_other_packages():
+    numpy = pytest.importorskip("numpy")
+
+    def build(kind):
+        params = parameters()
+        return params, kind([{"params": [p], "mask": numpy.ones(2), "slow": [torch.ones(2)]} for p in params])
+
+    def chain(groups):
+        return Modular(groups, Wrap(optim.SGD, lr=0.1))
+
+    (params, optimizer), (other, reference) = build(chain), build(partial(optim.SGD, lr=0.1))
+    rows = gradients(params, 2)
+    train(optimizer, params, rows)
+    train(reference, other, rows)
+    assert_equal(params, other)
 
 
 def test_scopes_share_one_checkpoint():

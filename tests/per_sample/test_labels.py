@@ -246,3 +246,11 @@ def test_labels_of_sums_of_rows_are_right_or_lost_where_different_samples_are_ad
     told = [addition(name, seed) for seed in range(100)]
     assert any(told)
     assert not all(told)
+
+
+def test_an_item_at_an_index_of_true_is_put_not_added():
+    x, y = torch.arange(3.0).view(3, 1).expand(3, 2).clone(), torch.zeros(3, 2)
+    provenance = Provenance(3, 0, [x], {})
+    with Following(provenance):
+        y[True] = x.flip(0)
+    assert wider(provenance.of(y), y.shape, 3).flatten().tolist() == [2, 1, 0]

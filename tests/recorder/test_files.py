@@ -217,6 +217,19 @@ def test_a_spike_that_is_known_only_later_gets_its_layers(path):
     assert read_record(path).layer_steps == [0, 7, 100]
 
 
+@pytest.mark.slow
+def test_a_layer_that_is_seldom_used_does_not_jump(path):
+    """Its last use is further back than what is read for a write."""
+    weights = {name: nn.Parameter(torch.zeros(1)) for name in "ab"}
+    optimizer = Modular([*weights.items()], SGD(0.1))
+    recorder = Recorder(optimizer, path=path)
+    for step in range(220):
+        weights["a"].grad, weights["b"].grad = torch.ones(1), torch.full((1,), float(step % 35 == 0))
+        optimizer.step()
+    recorder.close()
+    assert recorder.early_signs() == read_record(path).early_signs() == []
+
+
 def fails_halfway(error):
     """An `os.write` that writes half of the data, and then raises."""
     write, called = os.write, []

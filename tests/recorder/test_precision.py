@@ -164,6 +164,14 @@ def test_a_jump_does_not_hide_the_next_and_unused_layers_do_not_jump():
     assert [sign[:3] for sign in record.early_signs()] == [(step, "a", "norm") for step in (12, 16)]
 
 
+def test_a_gradient_of_zeros_does_not_jump_with_the_joint_norm():
+    """The joint norm has two levels, so none of its steps is a spike."""
+    joint = ([1.0] * 22 + [1000.0] * 30) * 4
+    record = made(joint, ["a", "b"], layer_norms=column([[norm, 0.0] for norm in joint]))
+    assert record.norm_spikes() == set()
+    assert {sign.layer for sign in record.early_signs()} == {"a"}
+
+
 def test_a_gradient_that_is_no_longer_zero_is_named():
     """The first matrix of a LoRA has no gradient while the second one is zero."""
     record = made([1.0] * 30, ["a", "b"], layer_norms=column([[0.0, 1.0]] * 20 + [[1e-3, 1.0]] * 10))

@@ -4,14 +4,14 @@ from collections.abc import Container, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
 from torchzero_clip.checks import NO_SETTINGS
 from torchzero_clip.compat import cpu_by_default
 from torchzero_clip.core.kinds import FinalRule, Gate, Scaling, UpdateRule
 from torchzero_clip.core.scope import NamedParam, Scope
 from torchzero_clip.core.transform import Transform, storable, treats_each_alone
 from torchzero_clip.types import Schedule, Setting, State
+
+_COMPARED = bool, int, float, complex, str
 
 
 @dataclass(frozen=True)
@@ -167,8 +167,13 @@ def _is_blind_to_zeros(transform: Transform) -> bool:
 
 
 def _same(one: Setting, other: Setting) -> bool:
-    """True if settings are equal. Tensors have to be one object, because comparing them would wait for the device."""
+    """True if settings are equal. Tensors and other objects have to be one object in both."""
     pairs = [(value, other.get(key)) for key, value in one.items()]
-    return one.keys() == other.keys() and all(
-        a is b or (not (isinstance(a, Tensor) or isinstance(b, Tensor)) and a == b) for a, b in pairs
-    )
+    return one.keys() == other.keys() and all(a is b or _equal(a, b) for a, b in pairs)
+
+
+def _equal(value: Any, other: Any) -> bool:
+    # comparing tensors would wait for the device, and arrays of other packages are compared by elements
+    if isinstance(value, tuple) and isinstance(other, tuple):
+        return len(value) == len(other) and all(a is b or _equal(a, b) for a, b in zip(value, other, strict=True))
+    return isinstance(value, _COMPARED) and isinstance(other, _COMPARED) and value == other

@@ -148,7 +148,8 @@ def pack(values: Sequence[Tensor]) -> Tensor:
     device, dtype = values[0].device, values[0].dtype
     if all(value.device == device and value.dtype == dtype for value in values):
         return torch.cat([value.reshape(-1) for value in values]).double()  # one cast instead of one for each value
-    if True in [value.is_meta for value in values]:
+    is_meta = [value.is_meta for value in values]
+    if True in is_meta and False in is_meta:
         raise RuntimeError("some gradients are on the meta device, where they have no values, and others are not")
     return torch.cat([value.reshape(-1).to(device, torch.float64) for value in values])
 

@@ -3,7 +3,7 @@
 import math
 import operator
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
 from itertools import chain
@@ -205,11 +205,12 @@ class Data:
             found += [sign for sign in updates if not known[sign.step][self.layers.index(sign.layer)].isnan()]
         return sorted(found, key=lambda sign: sign.step)
 
-    def layers_that_jumped(self) -> set[tuple[int, str]]:
-        """The steps and layers of norms that are far above those of the steps before."""
+    def layers_that_jumped(self, used: Collection[str] = ()) -> set[tuple[int, str]]:
+        """The steps and layers of norms that are far above those of the steps before; ``used`` is as in `jumps`."""
         known = dict(zip(self.steps, self.norm.tolist(), strict=True))
         joint = self.norm.new_tensor([known.get(step, math.nan) for step in self.layer_steps])
-        found = jumps(self.layer_steps, joint, self.layer_norms, self.precision).nonzero().tolist()
+        were_used = self.layer_norms.new_tensor([name in used for name in self.layers], dtype=torch.bool)
+        found = jumps(self.layer_steps, joint, self.layer_norms, self.precision, were_used).nonzero().tolist()
         return {*self.jumps, *((self.layer_steps[row], self.layers[k]) for row, k in found)}
 
     def update_ratios(self) -> Tensor:

@@ -51,6 +51,7 @@ class Log:
         # the last steps in the file: their joint norms, and whether one was refused, not finite or a jump
         self._seen: deque[tuple[int, float, bool]] = deque(maxlen=REMEMBERED)
         self._whole: set[int] = set()  # the steps whose layers are in the file
+        self._used: set[str] = set()  # the layers that had gradients other than 0
         self._open = 0  # how many of the last steps in the file are in no complete block
         self._has_block = False
 
@@ -71,7 +72,9 @@ class Log:
                 stacklevel=2,
             )
         record = kept(self._open + count)
-        new, jumped = record.last(count), kept(count + LATEST).layers_that_jumped()
+        # a resumed run has earlier steps in memory
+        near = kept(count + LATEST if self._header else self._keep)
+        new, jumped = record.last(count), near.layers_that_jumped(self._used)
         now = record.layers, record.precision if record.steps or self._header is None else self._header[1]
         rows = files.rows_of_steps(new)
         rows += [{"kind": "loss", "step": step, "loss": files.finite(loss)} for step, loss in losses.items()]
@@ -94,6 +97,8 @@ class Log:
         if rows:
             files.append(self.path, files.encoded(rows, self.run))
         self._has_block = self._has_block or rest < len(record.steps)
+        are_used = (near.layer_norms > 0).any(dim=0).tolist()
+        self._used.update(name for name, is_used in zip(near.layers, are_used, strict=True) if is_used)
         self._header, self._open = now, rest
         self._seen.extend(seen[len(self._seen) :])
         first = self._seen[0][0] if self._seen else 0

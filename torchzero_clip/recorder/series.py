@@ -255,19 +255,25 @@ class EarlySign(NamedTuple):
     ratio: float  # of the value to the usual one, or to the rounding of the step if that is larger
 
 
-def jumps(steps: Sequence[int], joint: Tensor, norms: Tensor, precision: float) -> Tensor:
-    """True for each norm of a layer (a row for each step) that is far above those before it and above rounding."""
+def jumps(steps: Sequence[int], joint: Tensor, norms: Tensor, precision: float, used: Tensor) -> Tensor:
+    """True for each norm of a layer (a row for each step) that is far above those before it and above rounding.
+
+    ``used`` are the layers that had gradients other than 0 before these steps.
+    """
     found = torch.zeros_like(norms, dtype=torch.bool)
     # a layer that is not used in each step is not compared with zeros, but the first matrix of a LoRA is
-    known = ((norms > 0) | (norms == 0) & ~(norms > 0).cumsum(dim=0).bool()) & (joint.isfinite() & (joint > 0))[:, None]
-    sizes = torch.where(known, torch.maximum(norms, precision * joint[:, None]), 0.0)
+    is_used = (norms > 0).cumsum(dim=0).bool() | used
+    rounding = precision * joint[:, None]
+    known = ((norms > 0) | (norms == 0) & ~is_used) & (joint.isfinite() & (joint > 0))[:, None]
+    sizes = torch.where(known, torch.maximum(norms, rounding), 0.0)
     near = torch.minimum(sizes[1:-1], sizes[:-2])  # most norms are not even far above the lower one of the two before
     rows: list[int] = ((sizes[2:] > JUMP * near).any(dim=1).nonzero().flatten() + 2).tolist()
     for row in rows:
         before = sizes[bisect_left(steps, steps[row] - LATEST) : row]
         # the second largest, so that one jump does not hide the next
         highest = before.topk(min(2, len(before)), dim=0).values
-        found[row] = ((before > 0).sum(dim=0) >= FEWEST_RATIOS) & (sizes[row] > JUMP * highest[-1:].sum(dim=0))
+        is_far = (sizes[row] > JUMP * highest[-1:].sum(dim=0)) & (norms[row] > JUMP * rounding[row])
+        found[row] = is_far & ((before > 0).sum(dim=0) >= FEWEST_RATIOS)
     return found
 
 

@@ -244,7 +244,8 @@ class Following(OwnMode):
             if found is not LOST and (into is None or found == into):
                 return found
         numbers = self._numbers(call, [0, last])
-        if call.name in PLACES and not any(x is True or isinstance(x, str) for x in call.leaves):
+        may_add = call.name in SUMS and any(x is True or isinstance(x, str) for x in call.leaves)
+        if call.name in PLACES and not may_add:
             result = call.run({0: numbers[0].clone(), last: numbers[last]})
             return simplest(_labels_of(result[0]), output.shape, count) if result else LOST
         added = call.added(numbers[0], numbers[last])
