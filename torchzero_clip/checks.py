@@ -19,7 +19,7 @@ NO_SETTINGS = frozenset({"params", "param_names", "chain", "skipped_steps", "con
 
 
 def as_number(value: Any) -> Any:
-    """The value, with a number of NumPy as int or float, which ``weights_only`` loading needs."""
+    """The value. A number of NumPy becomes an int or a float, which ``weights_only`` loading needs."""
     kind: type = type(value)
     if isinstance(value, Real) and kind not in (bool, int, float):
         return int(value) if isinstance(value, Integral) else float(value)

@@ -85,7 +85,7 @@ class Others(Company):
     def metrics(self, nodes: Nodes, own: dict[str, Tensor], has_gradients: bool) -> dict[str, Tensor] | None:
         """The metrics of all processes together, by name, in one collective; None if no process has a gradient.
 
-        ``own`` are those that transforms have set themselves. It waits for the device if only the other processes know
+        ``own`` has those that transforms have set themselves. This waits for the device if only other processes know
         whether some transform has run.
         """
         paths = [node.path for node, _ in measuring(nodes)]

@@ -128,7 +128,7 @@ def _constructor(base: Any, transforms: tuple[Transform, ...], options: dict[str
 
 
 def _way_out(name: str, base: type, transforms: Sequence[Transform], nodes: Nodes) -> str:
-    """Where an argument belongs that is no setting."""
+    """The end of an error: where an argument belongs that is not a setting."""
     kinds = [type(transform) for transform in transforms if name in inspect.signature(type(transform)).parameters]
     if kinds:
         return f": write {kinds[0].__name__}({name}=...) in {base.__name__}.of(...)"

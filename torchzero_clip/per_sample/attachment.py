@@ -33,7 +33,7 @@ FAST_PATHS = nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAtte
 
 
 class Attachment:
-    """The captured layers of a model: see `Engine`. It raises a ValueError if their gradients would be wrong."""
+    """The captured layers of a model: see `Engine`. Raises a ValueError if per-sample gradients would be wrong."""
 
     def __init__(self, engine: Any, model: nn.Module, whole: Whole, *, force_generic: bool) -> None:
         self.model = model
@@ -75,7 +75,7 @@ class Attachment:
         )
 
     def has_fast_path(self) -> bool:
-        """True if a module of torch may run in a faster way with other outputs, not taken under a function mode."""
+        """True if a module of torch may take a faster way with other outputs, which a function mode would prevent."""
         return any(not (module.training or trainable(module)) for module in self._with_fast_path)
 
     def params_of(self, module: nn.Module) -> dict[str, nn.Parameter]:

@@ -425,7 +425,7 @@ class _Watched(torch.autograd.Function):
 
 
 def saved_tensors(ctx: Any, layer: CapturedLayer, name: str) -> tuple[Tensor, ...]:
-    """What a function has saved for its backward. It raises if one was changed in place, which the message names."""
+    """What a function has saved for its backward. Raise if ``name``, as the message calls it, was changed in place."""
     try:
         return ctx.saved_tensors
     except RuntimeError as error:

@@ -141,7 +141,7 @@ def _plan(engine: Engine, losses: Tensor) -> tuple[bool, int]:
 def _gathered(
     engine: Engine, losses: Tensor, restore: Callable[[], None] | None, *, check: bool
 ) -> dict[int, tuple[Contribution, Tensor]]:
-    """Run the backward, those that find lost rows, and perhaps the check. ``restore`` exists if they are several."""
+    """Run the backward, those that find lost rows, and perhaps the check. With several, ``restore`` is given."""
     params, probe = engine.attachment.params, engine.probe
     check = losses.requires_grad and _backward(engine, losses, restore) and check
     if probe.passes:
@@ -213,7 +213,7 @@ class Weighed:
     excluded: Tensor | None  # the samples that are left out, if there are any
 
     def sums(self, divisor: float = 1.0) -> Iterator[tuple[str, Tensor]]:
-        """Make the clipped sums, divided by a number. This works once: parts are removed, which frees activations."""
+        """Make the clipped sums, divided by a number. This works only once: it removes parts to free activations."""
         weights = [value * (self.scale / divisor) for value in self.factors]
         while self.parts:
             name, contribution, index = self.parts.pop()

@@ -57,7 +57,7 @@ class Readable(ABC):
         return self._whole().spikes()
 
     def early_signs(self) -> list[EarlySign]:
-        """Return the layers whose norm or update was unusually large in a step whose joint norm may be usual.
+        """Return the layers whose norm or update was unusually large, even though the joint norm may be usual.
 
         Returns:
             Rows with ``step``, ``layer``, ``number`` ("norm", or "update / weights" for the norm of the update divided

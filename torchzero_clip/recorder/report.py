@@ -26,10 +26,10 @@ GUIDE = {
     "Spike": "A norm far above the others. Its logarithm exceeds the median of the logarithms by more than 6 standard "
     "deviations, which are estimated from the median distance to this median, and the norm is more than twice the "
     "median. A norm that is inf or NaN is also a spike.",
-    "Early sign": "A layer whose number is far above those before, though the joint norm may be usual. It is a norm "
-    "that is more than ten times those of the last twenty steps and the rounding of the step, or an update whose norm, "
-    "divided by that of the weights, is far above those before by the same rule as a spike, and more than twice each "
-    "of the last three.",
+    "Early sign": "A layer whose norm or update is far above those before, though the joint norm may be usual. A norm "
+    "is listed if it is more than ten times the rounding of the step, and ten times all but one of the last twenty "
+    "norms. The norm of an update is divided by that of the weights. This ratio is listed if it is far above those "
+    "before, by the same rule as a spike, and more than twice each of the last three.",
     "Skipped step": "A step that a transform or the gradient scaler refused, or that raised an error.",
 }
 

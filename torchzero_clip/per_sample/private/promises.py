@@ -1,6 +1,6 @@
 """What must hold in a step for its guarantee: samples add no more than the limit, and buffers do not change.
 
-Buffers are a part of the model without noise.
+Buffers are parts of the model that get no noise.
 """
 
 import torch
@@ -15,7 +15,7 @@ ROUNDING = 1e-5  # how far the norm of a clipped gradient may be above the limit
 
 
 def joint_limit(norm_clipper: NormClipper, params: int) -> float:
-    """The norm of the vector of limits, for so many parameter tensors. It raises if a limit is not finite."""
+    """The norm of the vector of limits, for so many parameter tensors. Raise if their number or a limit is wrong."""
     limits = norm_clipper.thresholds.detach().double().flatten()
     if norm_clipper.is_per_layer and len(limits) == 1:
         limits = limits.expand(params)

@@ -37,7 +37,7 @@ class Processes:
     def start(self, call: str, params: Mapping[str, nn.Parameter], *arguments: object) -> "Agreement":
         """The first agreement in a method of a clipper, for up to four numbers.
 
-        The parameters and the arguments, of the clipper, must be the same on all processes.
+        The parameters, and the arguments of the clipper, must be the same on all processes.
         """
         said = [(name, tuple(param.shape), str(param.dtype)) for name, param in params.items()], arguments
         # not `hash`, which differs between processes

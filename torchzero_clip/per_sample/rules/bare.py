@@ -19,7 +19,7 @@ CHECKED = "checked"  # a key of `CapturedLayer.known`: the first call was seen b
 
 
 class BareRule(Rule):
-    """Runs the module, with the parameters that it uses itself as a `BroadcastRow`, so submodules keep their rules."""
+    """Runs the module with a `BroadcastRow` for each parameter that it uses itself, so submodules keep their rules."""
 
     runs_layers = True
 

@@ -90,6 +90,9 @@ class _Sent:
 
 
 def _multiplied(rows: Tensor, weights: Tensor, biases: Tensor | None, lengths: list[int]) -> Tensor:
-    """The products of rows with weights (E, d, p) of their experts, plus biases (E, p). Expert i has the next rows."""
+    """The products of rows with the weights (E, d, p) of their experts, plus biases (E, p).
+
+    Expert i has the next ``lengths[i]`` rows.
+    """
     pairs = zip(rows.split(lengths), weights, strict=True)
     return torch.cat([x @ w if biases is None else torch.addmm(biases[i], x, w) for i, (x, w) in enumerate(pairs)])

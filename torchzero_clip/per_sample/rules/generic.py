@@ -253,7 +253,7 @@ def copies_of(layer: CapturedLayer, count: int) -> dict[str, Tensor]:
 
 
 def _check_inside(layer: CapturedLayer, *, hooks: bool) -> None:
-    """Raise a ValueError if modules in the layer are sharded, or have ``hooks`` which would not be called."""
+    """Raise if modules in the layer are sharded; with ``hooks``, also if they have hooks that would not be called."""
     if any(module is not layer.module for module in fully_sharded(layer.module)):
         raise ValueError(
             f"{layer} runs sample by sample, but modules in it are sharded by themselves: call fully_shard on "

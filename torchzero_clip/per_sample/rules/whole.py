@@ -56,7 +56,10 @@ def chosen_whole(model: nn.Module, given: Any) -> dict[str, str]:
 
 
 def whole_line(model: nn.Module, name: str, holds: object = None) -> str:
-    """A way out: the ``whole`` that takes a module around one whole, which has the parameter ``holds``; or empty."""
+    """A way out: the argument ``whole`` with a module around the named one, the nearest first. Empty without one.
+
+    If ``holds`` is a parameter, the modules are those that have it.
+    """
     around = [module for _, module in _around(model, name)]
     kinds = [type(module) for module in around if holds is None or any(x is holds for x in module.parameters())]
     # a line with Sequential would take all of them

@@ -123,7 +123,7 @@ def is_row(value: Any) -> bool:
 
 
 def row_of(layer: Any, each: Tensor) -> BroadcastRow:
-    """Return the output of a layer for each sample, ``each``, with these first, as one row, for its real input."""
+    """Return one row, the output of a layer for its real input. ``each`` has that for each sample, samples first."""
     row = each[0] if len(each) else each.new_zeros(each.shape[1:])
     return _as_row(_refusing(layer, row.detach().clone()).clone(), each, layer, is_param=False)
 

@@ -1,7 +1,7 @@
 """Follows the functions that a forward calls, and finds the labels of their outputs.
 
 A function that moves entries runs once more, on numbers that stand for the labels: the samples plus 1, and 0 for no
-sample, because functions fill new entries with 0. Where a function adds entries, their mean must be each of them: see
+sample, because functions fill new entries with 0. Where a function adds entries, each must be equal to their mean: see
 `_Call.added`. If a function is in no list, the operations that it consists of are followed instead.
 """
 
@@ -386,9 +386,9 @@ class _Call:
         return {*range(taken - self.ndim, 0)}
 
     def added(self, before: Tensor, given: Tensor) -> Tensor | None:
-        """The labels where the function adds entries: means of what comes together; None if a mean is another sample.
+        """The labels where the function adds entries: their means; None if an entry differs from its mean.
 
-        Entries of no sample count in no mean. What is there before must be of the same sample too.
+        Entries of no sample do not count. An entry that was there before must be of the same sample too.
         """
         add, read = SUMS[self.name]
         keys = ("indices",) if self.name == "indexput" else ("dim", "index")

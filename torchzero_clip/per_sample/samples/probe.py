@@ -26,7 +26,7 @@ FACTORS = [*POWERS, *(-power for power in POWERS)]
 BASE = len(FACTORS)
 SMALL = 2.0**26  # in smallest normal numbers: larger gradients are rounded as their multiples are
 UNDERFLOW = 4.0  # in smallest normal numbers: what underflow may change in an entry of a row
-# in place of a sample: for rows of zeros, which may be of any; for those too small or not finite; for other ratios
+# in place of a sample: rows of zeros may be of any sample, others are too small or not finite, or have other ratios
 ZERO, UNTOLD, WRONG = -1, -2, -3
 REENTRANT = "a checkpoint with use_reentrant=True hides them"
 
