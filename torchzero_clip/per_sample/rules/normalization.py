@@ -75,7 +75,7 @@ class GroupNormRule(NormalizationRule):
 
 
 def _instance_norm(input: Tensor, **settings: Any) -> Tensor:
-    return F.group_norm(input, input.shape[1], **settings)
+    return F.group_norm(input, input.shape[1], **settings)  # every channel is a group
 
 
 LAYER_NORM = NormalizationRule(F.layer_norm, "normalized_shape", "eps")
