@@ -30,21 +30,8 @@ def fitted(
         if lacks := [key for key in nodes.storage_keys.values() if key not in saved]:
             raise ValueError(f"a param group of the checkpoint lacks the setting {', '.join(map(repr, lacks))}")
     found = saved_chain_state(all_saved, own)
-    statistics: dict[str, tuple[Tensor, torch.dtype]] = {}
-    for key in COUNTERS:
-        count(key, found.get(key, 0))
+    statistics = _statistics_of_chain(found, own)
     begins = {key: 0 for key in (CONSECUTIVE, SCHEDULE_STEP) if key in own}  # a new schedule starts at 0
-    for key, expected in own.items():
-        if key in COUNTERS:
-            continue  # nonfinite= is not part of the chain, so the checkpoint may lack the counts
-        if key not in found:
-            raise ValueError(
-                f"the checkpoint lacks the state {key!r} of the chain: load it into the chain that wrote it"
-            )
-        what = f"the state {key!r} of the chain"
-        _check_value(what, found[key], expected)
-        if isinstance(expected, Tensor):
-            statistics[what] = found[key], expected.dtype
     chain_state = {**own, **begins, **{key: _like(value, own.get(key)) for key, value in found.items()}}
     merged = [{**_merged(group, saved), **chain_state} for group, saved in zip(groups, all_saved, strict=True)]
     # a schedule of this optimizer decides at the saved step, whatever number the checkpoint has
@@ -72,6 +59,23 @@ def fitted(
         if message := why_refused(saved, nodes, {*own, *COUNTERS, IDENTITY}):
             raise ValueError(message)
     return {**state_dict, "state": placed, "param_groups": merged}, chain_state
+
+
+def _statistics_of_chain(found: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, tuple[Tensor, torch.dtype]]:
+    """The tensors in the checked state of a chain, each with the dtype that it is to have."""
+    statistics: dict[str, tuple[Tensor, torch.dtype]] = {}
+    for key in COUNTERS:
+        count(key, found.get(key, 0))
+    for key, expected in own.items():
+        if key in COUNTERS:
+            continue  # nonfinite= is not part of the chain, so the checkpoint may lack the counts
+        what = f"the state {key!r} of the chain"
+        if key not in found:
+            raise ValueError(f"the checkpoint lacks {what}: load it into the chain that wrote it")
+        _check_value(what, found[key], expected)
+        if isinstance(expected, Tensor):
+            statistics[what] = found[key], expected.dtype
+    return statistics
 
 
 def _merged(group: Group, saved: Group) -> Group:

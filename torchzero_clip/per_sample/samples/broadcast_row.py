@@ -186,15 +186,7 @@ def _with_copies(func: Any, args: Any, kwargs: Any, leaves: list[Any], rebuilt: 
             output = _expanded(kind, first.aligned(output.ndim, dim), output)
             layer.mark(output, Place(dim))
             return output
-    try:
-        each = torch.vmap(call)(*call.copies)
-    except (RuntimeError, ValueError):  # it cannot run under vmap
-        return NotImplemented
-
-    def row(x: Tensor, y: Tensor) -> BroadcastRow:
-        return _as_row(x, y, layer, is_param=first._is_param)
-
-    return pytree.tree_map(row, output, each)
+    return call.of_each(output, first)
 
 
 def _changed(call: "_Call", target: Any, first: BroadcastRow, change: Callable[[], Any]) -> Any:
@@ -260,6 +252,18 @@ class _Call:
             return self.of_batch(name)
         except (IndexError, RuntimeError, ValueError):  # if the function itself is called wrongly, it raises again
             return NotImplemented
+
+    def of_each(self, output: Any, first: BroadcastRow) -> Any:
+        """The output, with a copy for each sample; NotImplemented if the function cannot run under vmap."""
+        try:
+            each = torch.vmap(self)(*self.copies)
+        except (RuntimeError, ValueError):
+            return NotImplemented
+
+        def row(x: Tensor, y: Tensor) -> BroadcastRow:
+            return _as_row(x, y, self._layer, is_param=first._is_param)
+
+        return pytree.tree_map(row, output, each)
 
     def of_batch(self, name: str) -> Any:
         """The output of the batch, from those of its samples; NotImplemented if its samples are in no dimension."""
