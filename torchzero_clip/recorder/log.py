@@ -73,7 +73,7 @@ class Log:
             )
         record = kept(self._open + count)
         # a resumed run has earlier steps in memory
-        near = kept(count + LATEST if self._header else self._keep)
+        near = kept(self._keep if self.parent and not self._header else count + LATEST)
         new, jumped = record.last(count), near.layers_that_jumped(self._used)
         now = record.layers, record.precision if record.steps or self._header is None else self._header[1]
         rows = files.rows_of_steps(new)
