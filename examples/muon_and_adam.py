@@ -56,7 +56,7 @@ def main() -> None:
     own_clip = ClipNorm(LIMIT, dim="global").without(hidden)
     both: list[Transform] = [Muon(adjust_lr_fn="match_rms_adamw").only(hidden), Adam().without(hidden)]
     chains: dict[str, tuple[float, list[Transform]]] = {
-        "Adam": (0.01, [clip, Adam()]),
+        "Adam": (0.005, [clip, Adam()]),
         "Muon and Adam": (0.01, both),
         "  all are clipped": (0.01, [clip, *both]),
         "  Adam's are clipped": (0.01, [own_clip, *both]),
