@@ -115,7 +115,8 @@ def warn_of_slips(
 ) -> None:
     """Warn of patterns that are idle, and of parameters on which no update rule acts, or several.
 
-    If ``given`` is what the user gave with a module, also warn if nothing in it decides how far parameters move.
+    ``given`` has the transforms that the user passed with a module, or is None. If none of them decides how far
+    parameters move, this warns too.
     """
     for text, is_idle in idle.items():
         if is_idle:

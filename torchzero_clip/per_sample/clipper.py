@@ -221,7 +221,7 @@ class PerSampleGradientClipper(Explained):
             ValueError: If there was no `clip_and_accumulate` since the last `pre_step`.
         """
         params, processes, mean = self._engine.attachment.params, self._engine.processes, self.loss_reduction == "mean"
-        # a process that accumulated nothing has no limit, and sends 0
+        # 0 stands for the limit of a process that has accumulated nothing
         limits = torch.zeros(1, dtype=torch.float64, device="cpu") if self._thresholds is None else self._thresholds
         with processes.start("pre_step", params, mean) as start:
             start.numbers = self._count, self._thresholds is not None, torch.linalg.vector_norm(limits).item()

@@ -1,4 +1,4 @@
-"""What must hold in a step for its guarantee: samples add no more than the limit, and buffers do not change.
+"""Checks on which the guarantee of a step rests: no sample adds more than the limit, and no buffer changes.
 
 Buffers are parts of the model that get no noise.
 """

@@ -305,7 +305,7 @@ class _Call:
         return self._leaves[0].copy_(output) if self._changes else output
 
     def _own_parts(self, dim: int) -> list[Tensor] | None:
-        """The copies; where a row has an entry for each sample, only that of its own. None if no row has such."""
+        """The copies, each with its own entry only where a row has one entry for each sample; None if no row has."""
         count = len(self.copies[0])
         sized = [x.ndim > dim + 1 and x.shape[dim + 1] == count for x in self.copies]
         pairs = zip(self.copies, sized, strict=True)
