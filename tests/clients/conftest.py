@@ -11,9 +11,8 @@ import torch
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     try:
-        importlib.import_module("torchvision")
-    except ImportError:
-        pass
+        with contextlib.suppress(ImportError):
+            importlib.import_module("torchvision")
     except RuntimeError:  # timm needs it, and its kernels for CUDA do not load beside a torch for CPUs
         for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
             del sys.modules[name]
