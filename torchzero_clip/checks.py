@@ -17,6 +17,9 @@ Check: TypeAlias = Callable[[str, Any], None]
 NO_SETTINGS = frozenset({"params", "param_names", "chain", "skipped_steps", "consecutive_skips", "schedule_step"})
 """Keys of param groups that are not settings."""
 
+HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
+"""Arguments of torch's optimizers that do not change the result of a step. The compiler adds one to param groups."""
+
 
 def as_number(value: Any) -> Any:
     """The value. A number of NumPy becomes an int or a float, which ``weights_only`` loading needs."""

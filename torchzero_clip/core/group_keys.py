@@ -10,6 +10,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from torchzero_clip.checks import HOW
 from torchzero_clip.core.kinds import FinalRule, UpdateRule
 from torchzero_clip.core.nodes import Nodes
 from torchzero_clip.core.transform import Transform, as_text
@@ -17,9 +18,6 @@ from torchzero_clip.hints import did_you_mean, nearest
 
 BEFORE_STEP = "before_step"
 """The key under which `before_step` keeps its transforms in the groups of an optimizer. Chains leave it out."""
-
-# arguments of torch's optimizers that do not change the result of a step
-HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
 
 _HINTS = {
     "decoupled_weight_decay": ". If it is True, put WeightDecay(...) after the optimizer, otherwise before it",

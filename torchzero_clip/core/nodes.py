@@ -4,7 +4,7 @@ from collections.abc import Container, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
-from torchzero_clip.checks import NO_SETTINGS
+from torchzero_clip.checks import HOW, NO_SETTINGS
 from torchzero_clip.compat import cpu_by_default
 from torchzero_clip.core.kinds import FinalRule, Gate, Scaling, UpdateRule
 from torchzero_clip.core.scope import NamedParam, Scope
@@ -41,7 +41,7 @@ class Node:
         own = {key: group[stored] for key, stored in self.storage_keys.items()}
         if self.stored is None:
             return own
-        others = group.keys() - self.stored - NO_SETTINGS
+        others = group.keys() - self.stored - NO_SETTINGS - HOW
         return {key: group[key] for key in others if "/" not in key and ":" not in key} | own
 
     def state(self, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -168,12 +168,12 @@ def _is_blind_to_zeros(transform: Transform) -> bool:
 
 def _same(one: Setting, other: Setting) -> bool:
     """True if settings are equal. Tensors and other objects have to be one object in both."""
-    pairs = [(value, other.get(key)) for key, value in one.items()]
-    return one.keys() == other.keys() and all(a is b or _equal(a, b) for a, b in pairs)
+    return one.keys() == other.keys() and all(_equal(value, other[key]) for key, value in one.items())
 
 
 def _equal(value: Any, other: Any) -> bool:
-    # comparing tensors would wait for the device, and arrays of other packages are compared by elements
     if isinstance(value, tuple) and isinstance(other, tuple):
-        return len(value) == len(other) and all(a is b or _equal(a, b) for a, b in zip(value, other, strict=True))
-    return isinstance(value, _COMPARED) and isinstance(other, _COMPARED) and value == other
+        return len(value) == len(other) and all(map(_equal, value, other))
+    # comparing tensors would wait for the device, and arrays of other packages are compared by elements
+    is_plain = isinstance(value, _COMPARED) and isinstance(other, _COMPARED)
+    return value is other or (is_plain and value == other)

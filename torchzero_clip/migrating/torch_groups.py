@@ -7,9 +7,9 @@ from torch import Tensor, optim
 from torch.optim import Optimizer
 
 from torchzero_clip.checkpoints.identity import IDENTITY
-from torchzero_clip.checks import as_builtin
+from torchzero_clip.checks import HOW, as_builtin
 from torchzero_clip.core.chain_state import COUNTERS
-from torchzero_clip.core.group_keys import BEFORE_STEP, HOW, torchs_arguments
+from torchzero_clip.core.group_keys import BEFORE_STEP, torchs_arguments
 from torchzero_clip.core.learning_rate import LR
 from torchzero_clip.core.scope import NamedParam
 from torchzero_clip.core.transform import Transform

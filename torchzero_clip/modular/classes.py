@@ -9,9 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
 
-from torchzero_clip.checks import as_builtin
+from torchzero_clip.checks import HOW, as_builtin
 from torchzero_clip.core.chain import Chain, Transforms, as_written, flatten, rebuilt
-from torchzero_clip.core.group_keys import HOW
 from torchzero_clip.core.learning_rate import rates_of, with_learning_rate
 from torchzero_clip.core.nodes import Nodes
 from torchzero_clip.core.schedules import at

@@ -116,7 +116,7 @@ class Wrap(FinalRule):
         """The state of the optimizer after a step on a gradient of zeros."""
         twin = nn.Parameter(param.detach().clone())
         optimizer = constructed(self.optimizer_class, self._with(setting), twin)
-        optimizer.param_groups[0].update(_own(setting))
+        optimizer.param_groups[0].update(setting)
         twin.grad = torch.zeros_like(twin)
         _step(optimizer)
         return dict(optimizer.state[twin])
@@ -145,8 +145,7 @@ class Wrap(FinalRule):
         # detached tensors share the memory of the parameters; setting their .grad leaves that of the parameters alone
         params = [param.detach() for param in step.params]
         group = self.template.param_groups[0]
-        parts = [(_own(setting), params[own]) for setting, own in step.by_setting()]
-        optimizer.param_groups = [{**group, **setting, "params": own} for setting, own in parts]
+        optimizer.param_groups = [{**group, **setting, "params": params[own]} for setting, own in step.by_setting()]
         optimizer.state = defaultdict(dict)
         for param, update, state, setting in zip(params, updates, step.states, step.settings, strict=True):
             if self.template.state and not state:  # Adagrad has state before its first step
@@ -170,11 +169,6 @@ class Wrap(FinalRule):
         yield self.optimizer_class.__name__
         for key, value in self.kwargs.items():
             yield f"{key}={self.lr if key == 'lr' else self.schedules.get(key, self.defaults.get(key, value))!r}"
-
-
-def _own(setting: Setting) -> Setting:
-    """What a param group says to the optimizer in the wrap. The compiler writes ``capturable`` into every group."""
-    return {key: value for key, value in setting.items() if key != "capturable"}
 
 
 def constructed(optimizer_class: type[Optimizer], kwargs: Mapping[str, Any], param: Tensor | None = None) -> Optimizer:
