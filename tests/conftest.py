@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-settings.register_profile("same", deadline=None, derandomize=True)
+settings.register_profile("same", deadline=None, derandomize=True, max_examples=50)
 settings.register_profile("explore", deadline=None, max_examples=1000)
 settings.register_profile("quick", deadline=None, derandomize=True, max_examples=20)
 

@@ -47,35 +47,36 @@ def sharded_is_one_process() -> None:
 
 
 def sharded_resumes(way: str) -> None:
-    options = WAYS[way]
-    for make in OPTIMIZERS.values():
-        for chain in CHAINS.values():
-            initial = parameters(torch.float32, SHAPES)
-            rows = gradients(initial, 6)
-            model, params = sharded(values(initial))
-            optimizer = make(params)
-            handle = before_step(optimizer, *chain())
-            train_sharded(optimizer, params, rows[:3])
-            halfway = full(params)
-            saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=options))
-            box = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-            dist.broadcast_object_list(box)
-            if not options.full_state_dict:
-                dcp.save({"optimizer": saved}, checkpoint_id=Path(str(box[0])))
-            train_sharded(optimizer, params, rows[3:])
-            model, resumed = sharded(halfway)
-            second = make(resumed)
-            other = before_step(second, *chain())
-            if not options.full_state_dict:
-                saved = get_optimizer_state_dict(model, second, options=options)
-                dcp.load({"optimizer": saved}, checkpoint_id=Path(str(box[0])))
-            elif options.broadcast_from_rank0 and dist.get_rank():
-                saved = {}
-            set_optimizer_state_dict(model, second, saved, options=options)
-            assert_equal(full(resumed), halfway)
-            train_sharded(second, resumed, rows[3:])
-            assert_equal(full(resumed), full(params))
-            torch.testing.assert_close(handle.metrics(), other.metrics(), rtol=0, atol=0)
+    """Each chain before one of the optimizers, in each way before another one."""
+    options, makes = WAYS[way], list(OPTIMIZERS.values())
+    for k, chain in enumerate(CHAINS.values(), list(WAYS).index(way)):
+        make = makes[k % len(makes)]
+        initial = parameters(torch.float32, SHAPES)
+        rows = gradients(initial, 6)
+        model, params = sharded(values(initial))
+        optimizer = make(params)
+        handle = before_step(optimizer, *chain())
+        train_sharded(optimizer, params, rows[:3])
+        halfway = full(params)
+        saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=options))
+        box = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(box)
+        if not options.full_state_dict:
+            dcp.save({"optimizer": saved}, checkpoint_id=Path(str(box[0])))
+        train_sharded(optimizer, params, rows[3:])
+        model, resumed = sharded(halfway)
+        second = make(resumed)
+        other = before_step(second, *chain())
+        if not options.full_state_dict:
+            saved = get_optimizer_state_dict(model, second, options=options)
+            dcp.load({"optimizer": saved}, checkpoint_id=Path(str(box[0])))
+        elif options.broadcast_from_rank0 and dist.get_rank():
+            saved = {}
+        set_optimizer_state_dict(model, second, saved, options=options)
+        assert_equal(full(resumed), halfway)
+        train_sharded(second, resumed, rows[3:])
+        assert_equal(full(resumed), full(params))
+        torch.testing.assert_close(handle.metrics(), other.metrics(), rtol=0, atol=0)
 
 
 def stages_are_one_process() -> None:

@@ -5,6 +5,7 @@ import gc
 import warnings
 import weakref
 from types import SimpleNamespace
+from zlib import crc32
 
 import pytest
 import ranks
@@ -148,9 +149,10 @@ WAYS = {
     ("entry", "way"),
     [
         pytest.param(entry, way, marks=[pytest.mark.slow] * (way != "float32"), id=f"{way}-{entry}")
-        for way in WAYS
+        for number, way in enumerate(WAYS)
         for entry in TAKING_PART
-        if way == "float32" or not entry.varies  # dtypes, buckets and the way are not the transform's business
+        # dtypes, buckets and the way are not the transform's business: each meets a third of the chains
+        if way == "float32" or (not entry.varies and (crc32(entry.name.encode()) + number) % 3 == 0)
     ],
 )
 def test_equals_the_ordinary_step(entry, way):

@@ -631,8 +631,9 @@ def half_precision_adds_up_in_float32(wrap):
 def cases(ranks, kind):
     """The checks for so many processes, by name: each takes the function that wraps the model."""
     found = []
-    # equal shares go the way of unequal ones: they are tried without shards only
-    for share in SHARES[ranks] if kind == "replicated" else ("unequal", "empty"):
+    # equal shares go the way of unequal ones, and blocks that are sharded by themselves that of a sharded model
+    shares = {"replicated": ("equal", "unequal", "empty"), "sharded": ("unequal", "empty")}
+    for share in shares.get(kind, ("unequal",)) if ranks == 2 else ("unequal",):
         # an empty batch of each layer is a test in `test_weighting`; experts without a row wait for no other process
         for name in MODELS if ranks == 2 and share == "unequal" and kind != "kept" else ("mlp", "gpt", "experts"):
             found.append((backward_equals_one_process, name, share, "mean"))

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import itertools
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -150,20 +151,23 @@ def grads_of_one(model, entry, batch, index):
     return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in params.items()}
 
 
-# one process makes the truth about a model once
-entries = pytest.mark.parametrize(
-    "name",
+def marks(name):
+    """One process makes the truth about a model once."""
+    return [*(PUBLISHED if TABLE[name].published else ()), pytest.mark.xdist_group(f"model {name}")]
+
+
+SLOW = itertools.cycle((by_classic_form, with_low_memory))  # each model takes one of them
+FORMS = [(name, form) for name in TABLE for form in (by_backward, by_two_passes, next(SLOW))]
+
+
+@pytest.mark.filterwarnings("ignore:the arguments of the forward have several sizes")
+@pytest.mark.parametrize(
+    ("name", "form"),
     [
-        pytest.param(name, marks=[*(PUBLISHED if entry.published else ()), pytest.mark.xdist_group(f"model {name}")])
-        for name, entry in TABLE.items()
+        pytest.param(name, form, marks=[*marks(name), *([pytest.mark.slow] * (k % 3 == 2))])
+        for k, (name, form) in enumerate(FORMS)
     ],
 )
-SLOW = [pytest.param(form, marks=pytest.mark.slow) for form in (by_classic_form, with_low_memory)]
-
-
-@entries
-@pytest.mark.filterwarnings("ignore:the arguments of the forward have several sizes")
-@pytest.mark.parametrize("form", [by_backward, *SLOW, by_two_passes])
 def test_norms_and_clipped_gradients_are_those_of_one_backward_per_sample(name, form):
     entry, (model, batch, expected, limit, buffers) = TABLE[name], truth(name)
     model = copy.deepcopy(model)
@@ -186,7 +190,7 @@ def test_norms_and_clipped_gradients_are_those_of_one_backward_per_sample(name, 
         close(buffer, buffers[key])
 
 
-@entries
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in TABLE])
 def test_every_parameter_of_the_model_gets_a_gradient(name):
     without = {key.rpartition(".")[2] for key, grads in truth(name).grads.items() if not grads.any()}
     assert without <= UNUSED

@@ -4,7 +4,7 @@ import pytest
 import ranks
 from per_sample import several
 
-QUICK = ["backward_equals_one_process gpt unequal mean", "classic_equals_one_process frozen empty mean"]
+QUICK = ["backward_equals_one_process gpt unequal mean", "classic_equals_one_process frozen unequal mean"]
 KINDS = [*((kind, 2) for kind in several.WRAPS), ("replicated", 3), ("sharded", 3)]
 """Three processes hold shards of different sizes; blocks that are sharded by themselves have them in no other way."""
 
