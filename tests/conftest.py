@@ -1,8 +1,8 @@
 """Every test starts from the same random numbers; Hypothesis explores new ones under HYPOTHESIS_PROFILE=explore.
 
 The quick run is ``pytest -m "not slow"``. It leaves out the tests with the mark ``slow``, the contract tests of an
-entry that ``varies``, and all but ``QUICK_CASES`` cases of each parametrized test. In a full run, an entry that varies
-meets one of the dtypes and ways of each test.
+entry that ``varies``, and all but ``QUICK_CASES`` cases of each parametrized test. In a full run, an entry meets two of
+the dtypes and ways of each test, and one if it varies another entry.
 """
 
 import gc
@@ -62,14 +62,16 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None
 
 
-def once(items: list[pytest.Item]) -> list[pytest.Item]:
-    """All tests, but an entry that varies is once in each: dtypes and ways are the business of the entry it varies."""
-    chosen: dict[object, pytest.Item] = {}
+def few(items: list[pytest.Item]) -> list[pytest.Item]:
+    """All tests, but each entry meets two of the dtypes and ways of each test, and one if it varies another entry."""
+    chosen: dict[object, list[pytest.Item]] = defaultdict(list)
     for item in sorted(items, key=lambda item: crc32(item.nodeid.encode())):
-        entry = getattr(item, "callspec", None) and item.callspec.params.get("entry")
-        key = (item.nodeid.partition("[")[0], entry.name) if getattr(entry, "varies", False) else item
-        chosen.setdefault(key, item)
-    kept = set(chosen.values())
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        entry, test = params.get("entry"), (item.nodeid.partition("[")[0], params.get("check"))
+        cases = chosen[(*test, entry.name) if hasattr(entry, "varies") else item]
+        if len(cases) < (1 if getattr(entry, "varies", False) else 2):
+            cases.append(item)
+    kept = {item for cases in chosen.values() for item in cases}
     return [item for item in items if item in kept]
 
 
@@ -79,7 +81,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     A checksum chooses the cases, so that each test takes other entries, dtypes and layers, in every run the same ones.
     Files with tests of many seconds come first, because at the end one core would wait for the last of them.
     """
-    items[:] = once(sorted(items, key=lambda item: not item.path.stem.endswith(LONG)))
+    items[:] = few(sorted(items, key=lambda item: not item.path.stem.endswith(LONG)))
     cases = defaultdict(list)
     for item in items:
         callspec = getattr(item, "callspec", None)

@@ -5,7 +5,6 @@ import gc
 import warnings
 import weakref
 from types import SimpleNamespace
-from zlib import crc32
 
 import pytest
 import ranks
@@ -149,10 +148,9 @@ WAYS = {
     ("entry", "way"),
     [
         pytest.param(entry, way, marks=[pytest.mark.slow] * (way != "float32"), id=f"{way}-{entry}")
-        for number, way in enumerate(WAYS)
+        for way in WAYS
         for entry in TAKING_PART
-        # dtypes, buckets and the way are not the transform's business: each meets a third of the chains
-        if way == "float32" or (not entry.varies and (crc32(entry.name.encode()) + number) % 3 == 0)
+        if way == "float32" or not entry.varies  # dtypes, buckets and the way are not the transform's business
     ],
 )
 def test_equals_the_ordinary_step(entry, way):
