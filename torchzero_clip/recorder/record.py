@@ -183,7 +183,8 @@ class Record(Data, Readable):
         blocks: In a record from a file, the median and the largest norm of each layer over several steps.
         ratios: For some steps, the norms of the parameters and of their updates.
         joint: The names of transforms that limit the joint norm.
-        precision: The rounding of a step divided by its joint norm. Smaller norms of layers may be rounding only.
+        precision: The largest rounding of a step, divided by its joint norm. All steps are judged by it, also those
+            before it rose, as in a run that goes on under autocast: smaller norms of layers may be rounding only.
         jumps: The steps and the layers of norms that are far above those before, as the run itself found them.
 
     Examples:
