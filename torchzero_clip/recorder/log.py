@@ -84,6 +84,7 @@ class Log:
         if is_end and not self._has_block and len(record.steps) <= BLOCK:
             whole |= set(record.steps)  # a short run
         whole -= self._whole
+        # reading all steps takes five times as long, and is needed only for a spike that is found late
         is_old = len(whole) > 0 and (not record.steps or min(whole) < record.steps[0])
         rows += files.rows_of_layers(kept(self._keep) if is_old else record, whole)
         blocks, rest = self._blocks(record, is_end)

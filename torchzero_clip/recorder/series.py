@@ -260,21 +260,19 @@ def jumps(norms: Tensor, precision: float, used: Tensor) -> Tensor:
     ``used`` are the layers that had gradients other than 0 before these steps.
     """
     joint = joined_norms(norms)
-    found = torch.zeros_like(norms, dtype=torch.bool)
     # a layer that is not used in each step is not compared with zeros, but the first matrix of a LoRA is
     is_used = (norms > 0).cumsum(dim=0).bool() | used
     rounding = precision * joint[:, None]
     known = ((norms > 0) | (norms == 0) & ~is_used) & (joint.isfinite() & (joint > 0))[:, None]
     sizes = torch.where(known, torch.maximum(norms, rounding), 0.0)
     near = torch.minimum(sizes[1:-1], sizes[:-2])  # most norms are not even far above the lower one of the two before
-    rows: list[int] = ((sizes[2:] > JUMP * near).any(dim=1).nonzero().flatten() + 2).tolist()
-    for row in rows:
-        before = sizes[max(row - LATEST, 0) : row]
-        # the second largest, so that one jump does not hide the next
-        highest = before.topk(min(2, len(before)), dim=0).values
-        is_far = (sizes[row] > JUMP * highest[-1:].sum(dim=0)) & (norms[row] > JUMP * rounding[row])
-        found[row] = is_far & ((before > 0).sum(dim=0) >= FEWEST_RATIOS)
-    return found
+    rows, layers = (sizes[2:] > JUMP * near).nonzero().unbind(dim=1)
+    rows = rows + 2
+    before = torch.cat([sizes.new_zeros(LATEST, sizes.shape[1]), sizes]).unfold(0, LATEST, 1)[rows, layers]
+    # the second largest, so that one jump does not hide the next
+    is_far = sizes[rows, layers] > JUMP * before.topk(2, dim=1).values[:, 1]
+    is_known = ((before > 0).sum(dim=1) >= FEWEST_RATIOS) & (norms > JUMP * rounding)[rows, layers]
+    return torch.zeros_like(norms, dtype=torch.bool).index_put_((rows, layers), is_far & is_known)
 
 
 def early_signs(steps: Sequence[int], layers: Sequence[str], ratios: Tensor) -> list[EarlySign]:
