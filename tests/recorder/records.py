@@ -6,6 +6,8 @@ import math
 import torch
 
 from torchzero_clip import Record
+from torchzero_clip.recorder.precision import FLOAT32
+from torchzero_clip.recorder.series import jumps
 
 
 def made(norms, layers=("weight",), **options):
@@ -19,8 +21,12 @@ def made(norms, layers=("weight",), **options):
         "layer_steps": list(range(count)),
         "layer_norms": norm[:, None].expand(count, len(layers)).clone(),
     } | options
+    found = jumps(options["layer_norms"], FLOAT32, torch.zeros(len(layers), dtype=torch.bool)).nonzero().tolist()
+    jumped = [(options["layer_steps"][row], layers[k]) for row, k in found]
     joint = [name.removesuffix("/limit") for name in options.get("metrics", {}) if name.endswith("/limit")]
-    return Record(steps=list(range(count)), norm=norm, layers=list(layers), **({"joint": joint} | options))
+    return Record(
+        steps=list(range(count)), norm=norm, layers=list(layers), **({"joint": joint, "jumps": jumped} | options)
+    )
 
 
 def column(values):

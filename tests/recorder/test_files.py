@@ -217,17 +217,34 @@ def test_a_spike_that_is_known_only_later_gets_its_layers(path):
     assert read_record(path).layer_steps == [0, 7, 100]
 
 
-@pytest.mark.slow
-def test_a_layer_that_is_seldom_used_does_not_jump(path):
-    """Its last use is further back than what is read for a write."""
-    weights = {name: nn.Parameter(torch.zeros(1)) for name in "ab"}
-    optimizer = Modular([*weights.items()], SGD(0.1))
-    recorder = Recorder(optimizer, path=path)
-    for step in range(220):
-        weights["a"].grad, weights["b"].grad = torch.ones(1), torch.full((1,), float(step % 35 == 0))
-        optimizer.step()
+@pytest.mark.parametrize(("every", "keep"), [(2, 1000), (35, 1000), (35, 25), (35, 1)])
+def test_a_jump_is_named_and_a_layer_that_is_not_used_in_each_step_is_not(path, every, keep):
+    """The last use of b is further back than what is written, read or stored."""
+    a, b, c = params = [nn.Parameter(torch.zeros(1)) for _ in "abc"]
+
+    def begun():
+        optimizer = Modular([*zip("abc", params, strict=True)], SGD(0.1))
+        return optimizer, Recorder(optimizer, keep=keep, path=path, ratios_every=2)
+
+    def run(optimizer, first, end):
+        for step in range(first, end):
+            sizes = 1.0, float(step == 1 or step % every == every - 1), 0.1 if step in (69, 139) else 1e-3
+            a.grad, b.grad, c.grad = (torch.full((1,), size) for size in sizes)
+            optimizer.step()
+
+    optimizer, recorder = begun()
+    run(optimizer, 0, 75)
+    saved = recorder.state_dict()
     recorder.close()
-    assert recorder.early_signs() == read_record(path).early_signs() == []
+    optimizer, recorder = begun()
+    recorder.load_state_dict(saved)
+    run(optimizer, 75, 150)
+    optimizer.add_param_group({"params": [("d", nn.Parameter(torch.zeros(1)))]})
+    run(optimizer, 150, 185)
+    recorder.flush()
+    for record in (recorder, read_record(path)):
+        assert [sign[:3] for sign in record.early_signs()] == [(step, "c", "norm") for step in (69, 139)]
+    assert len(recorder.record().early_signs()) == (2 if keep == 1000 else 0)
 
 
 def fails_halfway(error):

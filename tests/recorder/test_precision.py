@@ -1,6 +1,7 @@
 """Layers whose gradients are rounding only are never named, and jumps above the rounding always are."""
 
 import contextlib
+import json
 import math
 
 import pytest
@@ -90,7 +91,7 @@ def trained(model, mode="float32", steps=STEPS, jump=lambda step: None, seed=0, 
     for step in range(steps):
         for _ in range(4 if mode == "accumulated and clipped" else 1):
             x = torch.randn(BATCH, 16) * (1 + torch.rand(BATCH, 1))
-            is_cast = mode in ("autocast", "accumulated and clipped")
+            is_cast = mode in ("autocast", "accumulated and clipped") or (mode == "autocast from 85" and step >= 85)
             with torch.autocast("cpu", torch.bfloat16) if is_cast else contextlib.nullcontext():
                 found = net(x.to(dtype))
             nn.functional.cross_entropy(found.float(), (x @ teacher).argmax(1)).backward()
@@ -154,6 +155,18 @@ def test_a_jump_above_the_rounding_is_always_named(kind, tmp_path):
     assert f"layers/{name}/norm" in points[114]
     tiles = binning.Tiles.of(recorder.record())
     assert tiles.ratios[tiles.names.index(name), tiles.edges.index(at - 0.5)] > 10 or kind == "a LoRA"
+
+
+def test_a_precision_that_rises_takes_back_jumps_that_rounding_explains(tmp_path):
+    """The run finds it every hundred steps, and has written jumps before that."""
+    path, change = tmp_path / "run.jsonl", lambda step: {"0.bias": (0.0, 0.05)} if step == 60 else None
+    recorder = trained(batch_norm, "autocast from 85", 110, change, path=path, flush_every=20)
+    recorder.close()
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(row["step"], row["jumps"]) for row in rows if "jumps" in row] == [(s, ["0.bias"]) for s in (60, 85, 86)]
+    for record in (recorder.record(), read_record(path)):
+        assert record.precision == LOW
+        assert [sign[:2] for sign in record.early_signs()] == [(60, "0.bias")]
 
 
 def test_a_jump_does_not_hide_the_next_and_unused_layers_do_not_jump():

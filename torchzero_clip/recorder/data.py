@@ -3,7 +3,7 @@
 import math
 import operator
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
 from itertools import chain
@@ -15,7 +15,7 @@ from torch import Tensor
 from torchzero_clip.checks import count
 from torchzero_clip.recorder.numbers import medians
 from torchzero_clip.recorder.precision import FLOAT32, relative
-from torchzero_clip.recorder.series import EarlySign, early_signs, jumps, spikes_among
+from torchzero_clip.recorder.series import EarlySign, early_signs, spikes_among
 from torchzero_clip.recorder.words import as_table
 
 MOST_NAMED = 5
@@ -112,7 +112,8 @@ class Data:
         columns |= {"layer_steps": self.layer_steps[whole], "layer_norms": self.layer_norms[whole]}
         metrics = {name: values[first:end] for name, values in self.metrics.items()}
         ratios = [ratios for ratios in self.ratios if since <= ratios.step <= until]
-        return replace(self, **columns, metrics=metrics, blocks=[], ratios=ratios)
+        jumps = [jump for jump in self.jumps if since <= jump[0] <= until]
+        return replace(self, **columns, metrics=metrics, blocks=[], ratios=ratios, jumps=jumps)
 
     def index(self, step: int) -> int:
         """The row of a step; a ValueError if the record does not have the step."""
@@ -194,9 +195,9 @@ class Data:
 
     def early_signs(self) -> list[EarlySign]:
         """Return the norms and updates of layers that were unusually large: see `Recorder.early_signs`."""
-        jumped, found = self.layers_that_jumped(), list[EarlySign]()
-        for step in {step for step, _ in jumped} - self.norm_spikes():
-            layers = [layer for layer in self.layers_of(step) if (step, layer.name) in jumped]
+        found = list[EarlySign]()
+        for step in {step for step, _ in self.jumps} - self.norm_spikes():
+            layers = [layer for layer in self.layers_of(step) if (step, layer.name) in self.jumps]
             found += [EarlySign(step, name, "norm", *numbers) for name, *numbers in layers]
         if self.ratios:
             steps, ratios = [ratios.step for ratios in self.ratios], torch.stack([r.relative for r in self.ratios])
@@ -204,14 +205,6 @@ class Data:
             updates = early_signs(steps, self.layers, ratios)
             found += [sign for sign in updates if not known[sign.step][self.layers.index(sign.layer)].isnan()]
         return sorted(found, key=lambda sign: sign.step)
-
-    def layers_that_jumped(self, used: Collection[str] = ()) -> set[tuple[int, str]]:
-        """The steps and layers of norms that are far above those of the steps before; ``used`` is as in `jumps`."""
-        known = dict(zip(self.steps, self.norm.tolist(), strict=True))
-        joint = self.norm.new_tensor([known.get(step, math.nan) for step in self.layer_steps])
-        were_used = self.layer_norms.new_tensor([name in used for name in self.layers], dtype=torch.bool)
-        found = jumps(self.layer_steps, joint, self.layer_norms, self.precision, were_used).nonzero().tolist()
-        return {*self.jumps, *((self.layer_steps[row], self.layers[k]) for row, k in found)}
 
     def update_ratios(self) -> Tensor:
         """The relative norms of updates, a row for each of ``ratios``; NaN if rounding alone explains the gradient."""

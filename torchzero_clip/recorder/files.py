@@ -59,11 +59,11 @@ def rows_of_steps(record: Data) -> list[Row]:
     return rows
 
 
-def rows_of_layers(record: Data, steps: set[int], jumped: set[tuple[int, str]]) -> list[Row]:
+def rows_of_layers(record: Data, steps: set[int]) -> list[Row]:
     rows: list[Row] = []
     for step, norms in zip(record.layer_steps, record.layer_norms, strict=True):
         if step in steps:
-            jumps = [name for name in record.layers if (step, name) in jumped]
+            jumps = [name for jumped, name in record.jumps if jumped == step]
             rows.append({"kind": "layers", "step": step, "norms": _row(norms), **({"jumps": jumps} if jumps else {})})
     return rows
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torchzero_clip.recorder import files
 from torchzero_clip.recorder.layout import By
 from torchzero_clip.recorder.record import Record
-from torchzero_clip.recorder.series import LATEST, spikes_among
+from torchzero_clip.recorder.series import spikes_among
 
 REMEMBERED = 1000  # how many earlier joint norms are used to find spikes among the next ones
 BLOCK = 100
@@ -51,7 +51,6 @@ class Log:
         # the last steps in the file: their joint norms, and whether one was refused, not finite or a jump
         self._seen: deque[tuple[int, float, bool]] = deque(maxlen=REMEMBERED)
         self._whole: set[int] = set()  # the steps whose layers are in the file
-        self._used: set[str] = set()  # the layers that had gradients other than 0
         self._open = 0  # how many of the last steps in the file are in no complete block
         self._has_block = False
 
@@ -72,23 +71,22 @@ class Log:
                 stacklevel=2,
             )
         record = kept(self._open + count)
-        # a resumed run has earlier steps in memory
-        near = kept(self._keep if self.parent and not self._header else count + LATEST)
-        new, jumped = record.last(count), near.layers_that_jumped(self._used)
+        new = record.last(count)
         now = record.layers, record.precision if record.steps or self._header is None else self._header[1]
         rows = files.rows_of_steps(new)
         rows += [{"kind": "loss", "step": step, "loss": files.finite(loss)} for step, loss in losses.items()]
         lost = new.layer_norms.isfinite().logical_not().any(dim=1).tolist()
-        own = {step for step, _ in jumped}
-        bad = [s in own or bool(why) or no for s, why, no in zip(new.steps, new.reasons, lost, strict=True)]
+        jumped = {step for step, _ in new.jumps}
+        bad = [s in jumped or bool(why) or no for s, why, no in zip(new.steps, new.reasons, lost, strict=True)]
         seen = [*self._seen, *zip(new.steps, new.norm.tolist(), bad, strict=True)]
         # if older steps are forgotten, a series of bad ones may have begun before
         whole = _in_whole(seen, IN_A_ROW if len(self._seen) == REMEMBERED else 0) | {r.step for r in new.ratios}
         if is_end and not self._has_block and len(record.steps) <= BLOCK:
             whole |= set(record.steps)  # a short run
         whole -= self._whole
+        # reading all steps takes five times as long, and is needed only for a spike that is found late
         is_old = len(whole) > 0 and (not record.steps or min(whole) < record.steps[0])
-        rows += files.rows_of_layers(kept(self._keep) if is_old else record, whole, jumped)
+        rows += files.rows_of_layers(kept(self._keep) if is_old else record, whole)
         blocks, rest = self._blocks(record, is_end)
         rows += blocks
         if rows and (now != self._header or not self.path.exists() or not self.path.stat().st_size):
@@ -97,8 +95,6 @@ class Log:
         if rows:
             files.append(self.path, files.encoded(rows, self.run))
         self._has_block = self._has_block or rest < len(record.steps)
-        are_used = (near.layer_norms > 0).any(dim=0).tolist()
-        self._used.update(name for name, is_used in zip(near.layers, are_used, strict=True) if is_used)
         self._header, self._open = now, rest
         self._seen.extend(seen[len(self._seen) :])
         first = self._seen[0][0] if self._seen else 0

@@ -15,8 +15,9 @@ from torch import Tensor
 from torchzero_clip.recorder import words
 from torchzero_clip.recorder.data import Block, Ratios, places_of, widened
 from torchzero_clip.recorder.files import BEGIN, KINDS, NUMBER, VERSION, Place, Row
-from torchzero_clip.recorder.precision import FLOAT32
+from torchzero_clip.recorder.precision import FLOAT32, relative
 from torchzero_clip.recorder.record import Record
+from torchzero_clip.recorder.series import JUMP
 
 LARGEST_STEP = 2**53
 MOST_EMPTY = 100  # a record is refused if it would have more empty cells than so many for each number in the file
@@ -224,7 +225,12 @@ def _composed(path: str, run: _Run, size: int) -> Record:
     def wide(row: Row, key: str) -> Tensor:
         return widened(_column(row[key]), row["layers"], places)
 
-    norms = [wide(row, "norms") for row in whole]
+    empty = torch.zeros(0, len(places), dtype=torch.float64, device="cpu")
+    norms = torch.stack([wide(row, "norms") for row in whole]) if whole else empty
+    # the run may have found only later how coarse its gradients were
+    is_far = (relative(norms, torch.zeros_like(norms), run.precision or FLOAT32) > JUMP).tolist()
+    named = [(row, far, name) for row, far in zip(whole, is_far, strict=True) for name in row.get("jumps", ())]
+    jumps = [(row["step"], str(name)) for row, far, name in named if far[places[name]]]
     return Record(
         list(rows),
         [row["reason"] for row in rows.values()],
@@ -233,12 +239,12 @@ def _composed(path: str, run: _Run, size: int) -> Record:
         {name: _column(row["metrics"].get(name) for row in rows.values()) for name in metrics},
         list(places),
         [row["step"] for row in whole],
-        torch.stack(norms) if norms else torch.zeros(0, len(places), dtype=torch.float64, device="cpu"),
+        norms,
         [Block(row["first"], row["last"], wide(row, "median"), wide(row, "maximum")) for row in blocks],
         [Ratios(row["step"], wide(row, "params"), wide(row, "updates")) for row in ratios],
         run.joint,
         run.precision or FLOAT32,
-        [(row["step"], str(name)) for row in whole for name in row.get("jumps", ())],
+        jumps,
     )
 
 

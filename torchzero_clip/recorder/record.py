@@ -183,8 +183,9 @@ class Record(Data, Readable):
         blocks: In a record from a file, the median and the largest norm of each layer over several steps.
         ratios: For some steps, the norms of the parameters and of their updates.
         joint: The names of transforms that limit the joint norm.
-        precision: The rounding of a step divided by its joint norm. Smaller norms of layers may be rounding only.
-        jumps: In a record from a file, the steps and the layers of norms that are far above those before.
+        precision: The largest rounding of a step, divided by its joint norm. All steps are judged by it, also those
+            before it rose, as in a run that goes on under autocast: smaller norms of layers may be rounding only.
+        jumps: The steps and the layers of norms that are far above those before, as the run itself found them.
 
     Examples:
         >>> import torch
@@ -271,4 +272,5 @@ def joined(records: list[Record]) -> Record:
         [Ratios(r.step, wide(record, r.params), wide(record, r.updates)) for record in records for r in record.ratios],
         list(dict.fromkeys(name for record in records for name in record.joint)),
         max(record.precision for record in records),
+        [jump for record in records for jump in record.jumps],
     )

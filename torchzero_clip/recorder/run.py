@@ -153,7 +153,8 @@ class Run(Listener):
                 self.output.older.append(self._recorded(tape, self.output.waiting))
             self._older.append(self._recorded(tape))
             self._older = self._last_of_older(self.keep)
-        self.tape = Tape(self.keep, layout, _device_of(groups) if norms is None else norms.device)
+        device = _device_of(groups) if norms is None else norms.device
+        self.tape = Tape(self.keep, layout, device, () if tape is None else tape.used())
         self.output.waiting = 0
         return self.tape
 
@@ -218,7 +219,7 @@ class Run(Listener):
                 only = f"only the {'record' if theirs else 'optimizer'} has {sorted(theirs or ours)[:3]}"
                 problem = only if theirs or ours else "they are in another order"
                 raise ValueError(f"the parameters of the record differ from those of this optimizer: {problem}")
-            tape = Tape(max(self.keep, len(kept["steps"])), layout, _device_of(groups))
+            tape = Tape(max(self.keep, min(len(kept["steps"]), kept["keep"])), layout, _device_of(groups))
             tape.load_state_dict(kept)
         step = operator.index(state["step"])
         if step < 0:
@@ -230,7 +231,7 @@ class Run(Listener):
         parent, log = state.get("run"), self.output.log
         if kept is None and parent is None and step and log is not None:
             parent = last_run(log.path)
-        count = 0 if tape is None else len(tape.notes)
+        count = 0 if kept is None else min(len(kept["steps"]), kept["keep"])
         self.output.begin_anew(step, count, parent)
         if count >= self.keep:  # the next step would replace the oldest one
             self.flush(warn=True)

@@ -1,7 +1,6 @@
 """Norms in the order of their steps: what is usual among them, what is a spike, and what makes a limit doubtful."""
 
 import math
-from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,7 +10,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, tensor_split
 
-from torchzero_clip.recorder.numbers import effective_count, median_of, quantile
+from torchzero_clip.recorder.numbers import effective_count, joined_norms, median_of, quantile
 
 Trend: TypeAlias = Literal["settled", "growing", "falling"]
 Doubt: TypeAlias = tuple[str, bool]  # a reason why a limit may be wrong, and whether it is serious
@@ -255,26 +254,25 @@ class EarlySign(NamedTuple):
     ratio: float  # of the value to the usual one, or to the rounding of the step if that is larger
 
 
-def jumps(steps: Sequence[int], joint: Tensor, norms: Tensor, precision: float, used: Tensor) -> Tensor:
+def jumps(norms: Tensor, precision: float, used: Tensor) -> Tensor:
     """True for each norm of a layer (a row for each step) that is far above those before it and above rounding.
 
     ``used`` are the layers that had gradients other than 0 before these steps.
     """
-    found = torch.zeros_like(norms, dtype=torch.bool)
+    joint = joined_norms(norms)
     # a layer that is not used in each step is not compared with zeros, but the first matrix of a LoRA is
     is_used = (norms > 0).cumsum(dim=0).bool() | used
     rounding = precision * joint[:, None]
     known = ((norms > 0) | (norms == 0) & ~is_used) & (joint.isfinite() & (joint > 0))[:, None]
     sizes = torch.where(known, torch.maximum(norms, rounding), 0.0)
     near = torch.minimum(sizes[1:-1], sizes[:-2])  # most norms are not even far above the lower one of the two before
-    rows: list[int] = ((sizes[2:] > JUMP * near).any(dim=1).nonzero().flatten() + 2).tolist()
-    for row in rows:
-        before = sizes[bisect_left(steps, steps[row] - LATEST) : row]
-        # the second largest, so that one jump does not hide the next
-        highest = before.topk(min(2, len(before)), dim=0).values
-        is_far = (sizes[row] > JUMP * highest[-1:].sum(dim=0)) & (norms[row] > JUMP * rounding[row])
-        found[row] = is_far & ((before > 0).sum(dim=0) >= FEWEST_RATIOS)
-    return found
+    rows, layers = (sizes[2:] > JUMP * near).nonzero().unbind(dim=1)
+    rows = rows + 2
+    before = torch.cat([sizes.new_zeros(LATEST, sizes.shape[1]), sizes]).unfold(0, LATEST, 1)[rows, layers]
+    # the second largest, so that one jump does not hide the next
+    is_far = sizes[rows, layers] > JUMP * before.topk(2, dim=1).values[:, 1]
+    is_known = ((before > 0).sum(dim=1) >= FEWEST_RATIOS) & (norms > JUMP * rounding)[rows, layers]
+    return torch.zeros_like(norms, dtype=torch.bool).index_put_((rows, layers), is_far & is_known)
 
 
 def early_signs(steps: Sequence[int], layers: Sequence[str], ratios: Tensor) -> list[EarlySign]:

@@ -1,7 +1,7 @@
 """The last steps of a run, on the device of the parameters."""
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ from torchzero_clip.recorder.layout import By, Layout
 from torchzero_clip.recorder.numbers import joined_norms
 from torchzero_clip.recorder.precision import FLOAT32
 from torchzero_clip.recorder.record import Record
+from torchzero_clip.recorder.series import LATEST, jumps
 
 PRECISION = "precision"  # the name of the column
 ABSENT = -1.0  # stands for the norm of a parameter without a gradient
@@ -29,17 +30,23 @@ class Note:
 
 
 class Tape:
-    """The norms and numbers of the last steps, as rows on the device, all with the same layout."""
+    """The norms and numbers of the last steps, as rows on the device, all with the same layout.
 
-    def __init__(self, keep: int, layout: Layout, device: torch.device) -> None:
+    It has `LATEST` more steps than can be read, because these are compared with those before. ``used`` are the
+    parameters that had gradients other than 0 in earlier steps.
+    """
+
+    def __init__(self, keep: int, layout: Layout, device: torch.device, used: Collection[str] = ()) -> None:
         self.layout, self.device, self.keep = layout, device, keep
+        self._size = keep + LATEST
         self._hidden = set(layout.frozen)  # the places of those that were frozen at the start and had no gradient since
         self.count = 0  # how many steps were written
         self.keys: list[str] = []
-        self.notes: deque[Note] = deque(maxlen=keep)
-        self.ratios: deque[tuple[int, Tensor, Tensor]] = deque(maxlen=keep)
+        self.notes: deque[Note] = deque(maxlen=self._size)
+        self.ratios: deque[tuple[int, Tensor, Tensor]] = deque(maxlen=self._size)
         with torch.inference_mode(False):  # memory that is made in inference mode cannot be written to outside of it
-            self._rows = torch.full((keep, len(layout.names)), torch.nan, dtype=torch.float64, device=device)
+            self._rows = torch.full((self._size, len(layout.names)), torch.nan, dtype=torch.float64, device=device)
+            self._used = torch.tensor([name in used for name in layout.names], dtype=torch.bool, device=device)
         self._absent = torch.full((len(layout.names),), ABSENT, dtype=torch.float64, device=device)
         self._unknown = torch.full((), torch.nan, dtype=torch.float64, device=device)
         self._places: Sequence[int] = ()
@@ -59,7 +66,10 @@ class Tape:
         self._write(note, torch.cat([norms, torch.stack(found)]) if found else norms)
 
     def _write(self, note: Note, row: Tensor) -> None:
-        foreach.copy_([self._rows.select(0, self.count % self.keep)], [row])
+        oldest = self._rows.select(0, self.count % self._size)
+        if self.count >= self._size:
+            self._used |= self._norms(oldest) > 0
+        foreach.copy_([oldest], [row])
         self.notes.append(note)
         self.count += 1
 
@@ -68,7 +78,7 @@ class Tape:
         if new:
             self.keys += new
             with torch.inference_mode(False):
-                more = self._rows.new_full((self.keep, len(new)), torch.nan)
+                more = self._rows.new_full((self._size, len(new)), torch.nan)
                 self._rows = torch.cat([self._rows, more], dim=1)
 
     def write_ratios(self, step: int, params: Tensor, updates: Tensor, places: Sequence[int] | None) -> None:
@@ -90,30 +100,46 @@ class Tape:
         places = [i for i, note in enumerate(self.notes) if note.step == step]
         if places:
             self._add_columns(["loss"])
-            row = self._rows.select(0, (self.count - len(self.notes) + places[0]) % self.keep)
+            row = self._rows.select(0, (self.count - len(self.notes) + places[0]) % self._size)
             foreach.copy_([row.select(0, len(self.layout.names) + self.keys.index("loss"))], [loss])
 
     def norms(self) -> Tensor:
         """The norms on the CPU, a row for each step that is kept; `ABSENT` if there is no gradient."""
         return self._read(self.keep)[0]
 
-    def _read(self, last: int) -> tuple[Tensor, Tensor, list[tuple[int, Tensor]]]:
-        """Norms, numbers, and norms of parameters and updates of the last steps in order, copied at once."""
-        kept = min(self.count, self.keep, last)
-        order = torch.arange(self.count - kept, self.count, device=self.device) % self.keep
+    def used(self) -> set[str]:
+        """The parameters that had gradients other than 0. The call waits for the device."""
+        norms, _, _, used = self._read(self._size)
+        are_used = torch.cat([norms, used]).gt(0).any(dim=0).tolist()
+        return {name for name, is_used in zip(self.layout.names, are_used, strict=True) if is_used}
+
+    def _norms(self, rows: Tensor) -> Tensor:
+        return rows.narrow(-1, 0, len(self.layout.names))
+
+    def _read(self, last: int) -> tuple[Tensor, Tensor, list[tuple[int, Tensor]], Tensor]:
+        """Norms, numbers, and norms of parameters and updates of the last steps in order, copied at once.
+
+        The last result is a row with 1 for each parameter that had a gradient other than 0 before, else 0.
+        """
+        kept = min(self.count, self._size, last)
+        order = torch.arange(self.count - kept, self.count, device=self.device) % self._size
+        earlier = torch.arange(max(self.count - self._size, 0), self.count - kept, device=self.device) % self._size
+        used = self._used | (self._norms(self._rows[earlier]) > 0).any(dim=0)
         since = self.notes[-kept].step if kept else 0
         ratios = [ratio for ratio in self.ratios if kept and ratio[0] >= since]
-        parts = [self._rows[order], *(torch.stack(pair) for _, *pair in ratios)]
+        parts = [self._rows[order], used.double()[None], *(torch.stack(pair) for _, *pair in ratios)]
         copied = torch.cat([part.flatten() for part in parts]).cpu().split([part.numel() for part in parts])
-        rows, *pairs = (part.view(own.shape) for part, own in zip(copied, parts, strict=True))
+        rows, used, *pairs = (part.view(own.shape) for part, own in zip(copied, parts, strict=True))
         norms, numbers = rows.split([len(self.layout.names), len(self.keys)], dim=1)
-        return norms, numbers, [(step, pair) for (step, *_), pair in zip(ratios, pairs, strict=True)]
+        return norms, numbers, [(step, pair) for (step, *_), pair in zip(ratios, pairs, strict=True)], used
 
     def record(self, by: By, last: int | None = None) -> Record:
         """The last steps that are kept, on the CPU; None for all. The call waits for the device."""
-        norms, numbers, pairs = self._read(self.keep if last is None else last)
+        last = self.keep if last is None else min(last, self.keep)
+        norms, numbers, pairs, used = self._read(last + LATEST)
         notes = list(self.notes)[len(self.notes) - len(norms) :]
-        layers, of_layers = self.layout.joined(norms, by, self._hidden)
+        layers, of_layers = self.layout.joined(torch.cat([used, norms]), by, self._hidden)
+        used, of_layers = of_layers[0] > 0, of_layers[1:]
         columns = {key: numbers[:, k] for k, key in enumerate(self.keys)}
         for name in dict.fromkeys(name for note in notes for name in note.limits):
             columns[f"{name}/limit"] = norms.new_tensor([note.limits.get(name, torch.nan) for note in notes])
@@ -121,18 +147,21 @@ class Tape:
         found_inf = columns.pop("found_inf", unknown) > 0
         reasons = [note.refused_by or ("found_inf" if inf else "") for note, inf in zip(notes, found_inf, strict=True)]
         loss, precision = columns.pop("loss", unknown), columns.pop(PRECISION, unknown)
-        known = precision[precision > 0].tolist()
+        known = max(precision[precision > 0].tolist(), default=FLOAT32)
+        found = jumps(of_layers, known, used).nonzero().tolist()
+        jumped = [(notes[row].step, layers[k]) for row, k in found]
         steps = [note.step for note in notes]
         ratios = [Ratios(step, *self.layout.joined(pair, by, self._hidden)[1]) for step, pair in pairs]
         own = steps, reasons, joined_norms(norms), loss, columns, layers, list(steps), of_layers
-        return Record(*own, ratios=ratios, precision=max(known, default=FLOAT32))
+        return Record(*own, ratios=ratios, precision=known, jumps=jumped).last(last)
 
     def state_dict(self) -> dict[str, Any]:
-        norms, numbers, ratios = self._read(self.keep)
+        norms, numbers, ratios, used = self._read(self._size)
         steps, refused_by = [note.step for note in self.notes], [note.refused_by for note in self.notes]
         notes = {"steps": steps, "refused_by": refused_by, "limits": [dict(note.limits) for note in self.notes]}
         names, keys = list(self.layout.names), list(self.keys)
-        return {"names": names, **notes, "keys": keys, "norms": norms, "numbers": numbers, "ratios": ratios}
+        own = {"norms": norms, "numbers": numbers, "ratios": ratios, "used": used[0] > 0, "keep": self.keep}
+        return {"names": names, **notes, "keys": keys, **own}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._add_columns(state["keys"])
@@ -142,7 +171,8 @@ class Tape:
         self._hidden.difference_update((~(state["norms"] < 0)).any(dim=0).nonzero().flatten().tolist())
         rows = torch.cat([state["norms"], state["numbers"]], dim=1).to(self.device)
         steps = list(zip(state["steps"], state["refused_by"], state["limits"], rows, strict=True))
-        for *note, row in steps[-self.keep :]:
+        self._used |= state["used"].to(self.device)
+        for *note, row in steps[-self._size :]:
             self._write(Note(*note), row)
         for step, pair in state["ratios"]:
             self.ratios.append((step, *pair.to(self.device).unbind()))
