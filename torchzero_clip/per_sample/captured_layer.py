@@ -34,6 +34,9 @@ class Rule(ABC):
     runs_layers = False
     """Whether submodules run as layers that have rules of their own."""
 
+    takes: Sequence[str] = ("weight", "bias")
+    """The names of parameters that it knows. A layer with others runs as any module with parameters of its own."""
+
     runs_empty = False
     """Whether the rule also runs empty batches. For other rules, `EmptyRule` runs the forward of the module itself."""
 
