@@ -15,9 +15,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
-from torchzero_clip.compat import checkpoint_around, fully_sharded, get_unwrapped, is_batchedtensor
+from torchzero_clip.compat import (
+    checkpoint_around,
+    current_graph_task_id,
+    fully_sharded,
+    get_unwrapped,
+    is_batchedtensor,
+)
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
-from torchzero_clip.per_sample.gradients.captured_gradients import in_backward
 from torchzero_clip.per_sample.processes.sharding import memory_of
 from torchzero_clip.per_sample.rules.copies import EMPTY, Bare, copy_of
 from torchzero_clip.per_sample.rules.state import State
@@ -84,7 +89,7 @@ class GenericRule(Rule):
                 _compare(layer, state, one.output(tensors), args, kwargs)
                 known.add(decision)
             state.join()
-        if not in_backward():  # where a checkpoint repeats a call that was noted
+        if current_graph_task_id() == -1:  # in a backward, where a checkpoint repeats a call that was noted
             layer.note(*dims)
             layer.known.setdefault(SHARED, set()).update(shared)
         return one.output(tensors)
