@@ -39,6 +39,12 @@ def bare():
     return Net(lambda m, x: m.inner(x * m.scale), scale=weight(3), inner=nn.Linear(3, 2))
 
 
+def unused(layer, name):
+    """A layer with a parameter that its forward does not use."""
+    layer.register_parameter(name, weight(6))
+    return layer
+
+
 LAYERS = {
     "linear 2-D": (lambda: nn.Linear(3, 2), lambda: x(3)),
     "linear 3-D": (lambda: nn.Linear(3, 2), lambda: x(4, 3)),
@@ -121,6 +127,9 @@ LAYERS = {
     "layer norm behind linear": (lambda: nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6)), lambda: x(4, 6)),
     "rms norm": (lambda: nn.RMSNorm(6), lambda: x(4, 6)),
     "rms norm, eps": (lambda: nn.Sequential(nn.Linear(6, 6), nn.RMSNorm(6, eps=0.1)), lambda: x(4, 6)),
+    "rms norm with a bias that it does not use": (lambda: unused(nn.RMSNorm(6), "bias"), lambda: x(4, 6)),
+    "rms norm with a frozen bias": (lambda: frozen(unused(nn.RMSNorm(6), "bias"), "bias"), lambda: x(4, 6)),
+    "group norm with a frozen parameter": (lambda: frozen(unused(nn.GroupNorm(2, 6), "a"), "a"), lambda: x(6, 4, 4)),
     "group norm": (lambda: nn.GroupNorm(2, 6), lambda: x(6, 4, 4)),
     "group norm, 2-D": (lambda: nn.GroupNorm(2, 6), lambda: x(6)),
     "group norm behind conv": (lambda: nn.Sequential(nn.Conv2d(3, 6, 3), nn.GroupNorm(3, 6)), lambda: x(3, 5, 5)),

@@ -7,6 +7,7 @@ import pytest
 import torch
 from per_sample.harness import Net, assert_matches_loop, clip, weight
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from torchzero_clip import GradSampleModuleFastGradientClipping
 from torchzero_clip.per_sample.rules import whole
@@ -124,6 +125,14 @@ def test_modules_whose_values_leave_torch_run_in_a_loop(name):
         return torch.stack([row[:count].sum(0) for row, count in zip(m.linear(x), counts, strict=True)])
 
     assert_matches_loop(Net(forward, linear=nn.Linear(3, 2)), torch.randn(5, 4, 3), modes=("auto",), whole=(Net,))
+
+
+def test_a_module_with_a_checkpoint_runs_in_a_loop():
+    inside = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    model = Net(
+        lambda m, x: checkpoint(m.inside, m.first(x), use_reentrant=False), first=nn.Linear(3, 3), inside=inside
+    )
+    assert_matches_loop(model, torch.randn(5, 4, 3), modes=("auto",), whole=(Net,))
 
 
 def centered(m, x):

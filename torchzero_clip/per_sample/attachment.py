@@ -11,9 +11,8 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 from torch.utils.hooks import RemovableHandle
 
-from torchzero_clip.compat import fully_sharded, is_distributed
+from torchzero_clip.compat import current_graph_task_id, fully_sharded, is_distributed
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, described, trainable
-from torchzero_clip.per_sample.gradients.captured_gradients import in_backward
 from torchzero_clip.per_sample.hooks import Hook
 from torchzero_clip.per_sample.processes.processes import Processes
 from torchzero_clip.per_sample.processes.sharding import group_of_shards, reshard, slots, stands_for
@@ -74,10 +73,6 @@ class Attachment:
             for (a, p), (b, q) in zip(held, self._held, strict=True)
         )
 
-    def has_fast_path(self) -> bool:
-        """True if a module of torch may take a faster way with other outputs, which a function mode would prevent."""
-        return any(not (module.training or trainable(module)) for module in self._with_fast_path)
-
     def params_of(self, module: nn.Module) -> dict[str, nn.Parameter]:
         """The trainable parameters of a module in the model, by their names in the module."""
         found = trainable(module)
@@ -105,7 +100,7 @@ class Attachment:
         self._held, self._rules = _held(model), dict(RULES)
         self._ids = [(id(x), trains) for x, trains in self._held]
         self.modules = list(model.modules())
-        self._with_fast_path = [module for module in self.modules if isinstance(module, FAST_PATHS)]
+        self.with_fast_path = [module for module in self.modules if isinstance(module, FAST_PATHS)]
         self._batch_norms = [(name, module) for name, module in model.named_modules() if isinstance(module, BatchNorm)]
         self.owners = Counter(id(param) for layer in layers for param in layer.params.values())
         """How many layers have each parameter, by its id."""
@@ -119,7 +114,7 @@ class Attachment:
             self._handles.append(module.register_forward_pre_hook(Hook(self._watch)))
 
     def _shards_change(self, *args: Any) -> None:
-        if not in_backward() and self.is_outdated():
+        if current_graph_task_id() == -1 and self.is_outdated():
             self._attach()
 
     def _watch(self, *args: Any) -> None:

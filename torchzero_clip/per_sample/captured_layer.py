@@ -34,6 +34,9 @@ class Rule(ABC):
     runs_layers = False
     """Whether submodules run as layers that have rules of their own."""
 
+    takes: Sequence[str] = ("weight", "bias")
+    """The names of parameters that it knows. A layer with others runs as any module with parameters of its own."""
+
     runs_empty = False
     """Whether the rule also runs empty batches. For other rules, `EmptyRule` runs the forward of the module itself."""
 
@@ -185,17 +188,18 @@ class CapturedLayer:
             labels = self.labels(input)
             if labels is None and input.shape[dim] == 1 != count:
                 found = Samples(input.expand(*input.shape[:dim], count, *input.shape[dim + 1 :]), dim, True)
+            elif isinstance(labels, Place) and labels.dim < leading:
+                found = Samples(input, labels.dim, rows=labels.run)
             else:
                 found = self._found(input, labels, leading, dim)
-        self.note(found.dim, found.had_dim, not found.in_order and found.depth, found.lost)
+        how = found.rows.ndim if isinstance(found.rows, Tensor) else found.rows > 1
+        self.engine.mixing.note((self.name, found.dim, found.had_dim, how, found.lost))
         return found
 
     def _found(self, input: Tensor, labels: Place | Labels, leading: int, dim: int) -> Samples:
         count: int = self.engine.forward.batch_size
         if labels is None and is_same(input, dim, count, of_batch=leading > 1 or input.ndim > 2):
             return Samples(input, dim)
-        if isinstance(labels, Place) and labels.dim < leading:
-            return Samples(input, labels.dim, rows=labels.run)
         if labels is not LOST and count == 1 == input.shape[dim]:  # a row for all is the row of the only sample
             return Samples(input, dim)
         if isinstance(labels, Tensor):

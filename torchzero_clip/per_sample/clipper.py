@@ -165,7 +165,7 @@ class PerSampleGradientClipper(Explained):
                 of its layer, or for a non-finite sample with ``nonfinite="raise"``. ``.grad`` does not change.
         """
         mean = self.loss_reduction == "mean"
-        return clipped_backward(self._engine, losses, self.norm_clipper, mean=mean, nonfinite=self.nonfinite)
+        return clipped_backward(self._engine, losses, self._norm_clipper, mean=mean, nonfinite=self.nonfinite)
 
     def clip_and_accumulate(self, batch_size: int | None = None) -> ClippingResult:
         """Clip the gradients of the last ``loss.backward()``, and add them to the sums for `pre_step`.

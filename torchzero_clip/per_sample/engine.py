@@ -19,7 +19,7 @@ from torchzero_clip.compat import at_end_of_backward, current_graph_task_id
 from torchzero_clip.per_sample.attachment import Attachment
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule, trainable
 from torchzero_clip.per_sample.gradients.autograd_graph import leaves_of
-from torchzero_clip.per_sample.gradients.captured_gradients import CapturedGradients, Forward, GivenRows, in_backward
+from torchzero_clip.per_sample.gradients.captured_gradients import CapturedGradients, Forward, GivenRows
 from torchzero_clip.per_sample.gradients.contributions import Contribution, Dense, Memory
 from torchzero_clip.per_sample.gradients.squared_norms import without_autocast
 from torchzero_clip.per_sample.mixing import MixingCheck, Verify
@@ -36,6 +36,7 @@ NOT_CAPTURED = (
     "The forward may have run before the clipper was attached, or in a paused() block: "
     "run it again, or run the backward in that block. "
 )
+IS_PACKED = partial(type.__instancecheck__, PackedSequence)  # not in Python, because it sees all that forwards get
 
 
 class Phase(Enum):
@@ -128,7 +129,7 @@ class Engine:
         """True if layers that run now are captured: in a backward, where checkpoints repeat them, if they were."""
         if self.inside or self.pauses or not self.attached:
             return False
-        return self.forward.captured if in_backward() else self.enabled
+        return self.forward.captured if current_graph_task_id() != -1 else self.enabled
 
     def norm_dtype(self) -> torch.dtype:
         """Float32, or float64 if a parameter is."""
@@ -187,7 +188,7 @@ class Engine:
         """The hook of the model before its forward."""
         if self.inside or self.pauses or not torch.is_grad_enabled():
             return
-        if in_backward():  # a checkpoint of the model
+        if current_graph_task_id() != -1:  # a checkpoint of the model, in a backward
             if self.forward.provenance is not None:
                 self._follow(Following(self.forward.provenance))
             return
@@ -198,7 +199,7 @@ class Engine:
                 "whole DistributedDataParallel model instead"
             )
         # packed sequences are named tuples, whose rows do not tell how many samples there are
-        leaves = pytree.tree_leaves((args, kwargs), is_leaf=lambda x: isinstance(x, PackedSequence))
+        leaves = pytree.tree_leaves((args, kwargs), is_leaf=IS_PACKED)
         packed = [x for x in leaves if isinstance(x, PackedSequence)]
         first = {id(x): x.data[: int(x.batch_sizes[0])].unsqueeze(0) for x in packed}  # the rows at the first time
         leaves = [first[id(x)].movedim(1, self.batch_dim) if id(x) in first else x for x in leaves]
@@ -211,7 +212,8 @@ class Engine:
                 "the module itself got parameters that train, after its forward had been called: call it once more"
             )
         self.phase = Phase.FORWARD
-        if self.attachment.has_fast_path():
+        # a module of torch may take a faster way with other outputs, which a function mode would prevent
+        if any(not (module.training or trainable(module)) for module in self.attachment.with_fast_path):
             self.forward.provenance = None
         if (provenance := self.forward.provenance) is not None:
             for x in packed:
@@ -236,7 +238,7 @@ class Engine:
 
     def enter(self, layer: CapturedLayer) -> Rule:
         """Note that a layer runs. Return its rule, or the rule for empty batches."""
-        if self.phase is not Phase.FORWARD and not in_backward():
+        if self.phase is not Phase.FORWARD and current_graph_task_id() == -1:
             # layers that the user calls outside of the model's forward share one forward, as parts of one batch
             self.begin(self.forward if self.forward.direct else Forward())
         self._calls[id(layer)] += 1
@@ -247,7 +249,7 @@ class Engine:
         """A forward starts."""
         if self.phase is Phase.BACKWARD:  # an earlier backward has raised
             self.clear()
-        if self.waits:
+        if self.captured.of:
             self.refuse_forward()
         if self._shown:
             self._hide()
@@ -288,7 +290,7 @@ class Engine:
             task = current_graph_task_id()
             if task not in self._tasks:  # several, if a reentrant checkpoint runs a backward in a backward
                 self._tasks.add(task)
-                at_end_of_backward(partial(self._backward_ended, task))
+                at_end_of_backward(partial(self.backward_ended, task))
         for part in contributions:
             self.receive(layer, part)
 
@@ -302,14 +304,11 @@ class Engine:
         alone = self._calls[id(layer)] < 2 and self.attachment.owners[id(part.param)] < 2
         self.captured.add(layer, part, alone=alone)
 
-    def _backward_ended(self, task: int) -> None:
+    def backward_ended(self, task: int) -> None:
+        """A backward has ended. The last one is that of the user, and others ran in it."""
         self._tasks.discard(task)
         if not self._tasks:
             self.phase = Phase.IDLE
-            self.all_arrived()
-
-    def all_arrived(self) -> None:
-        """A backward of the user has ended."""
 
     def gathered(self, count: int | None) -> dict[int, tuple[Contribution, Tensor]]:
         """The contribution of each parameter, by id, and its squared norms."""

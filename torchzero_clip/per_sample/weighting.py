@@ -133,9 +133,9 @@ def _plan(engine: Engine, losses: Tensor) -> tuple[bool, int]:
         raise RuntimeError(
             "the clipper is paused: leave the paused() block before the forward, or call loss.backward()"
         )
-    if engine.waits:
+    if engine.captured.of:
         raise RuntimeError("gradients of an earlier backward wait: call clip_and_accumulate() or discard() first")
-    return engine.mixing.is_due(losses), engine.probe.plan(losses)
+    return engine.mixing.is_due(losses), engine.probe.plan(losses) if engine.probe.live else 0
 
 
 def _gathered(
@@ -148,7 +148,8 @@ def _gathered(
         probe.run(losses, retain_graph=check)
     # before the next backward, all processes have to be right
     with engine.processes.agreement(params, 0) if engine.processes.sharded and check else nullcontext():
-        probe.receive(losses)
+        if probe.passes:
+            probe.receive(losses)
         gathered = engine.gathered(len(losses))
     has_samples = len(losses) or engine.processes.group is None
     if has_samples and gathered.keys().isdisjoint(map(id, params.values())):

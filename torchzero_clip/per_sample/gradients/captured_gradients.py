@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from torchzero_clip.checks import instance
-from torchzero_clip.compat import current_graph_task_id
 from torchzero_clip.per_sample.gradients.contributions import Contribution, Dense, Memory, Tied
 from torchzero_clip.per_sample.gradients.products import Products
 from torchzero_clip.per_sample.gradients.rows import RowProducts, SparseRows
@@ -61,20 +60,18 @@ class Forward:
         captured: bool = True,
         given: GivenRows | None = None,
     ) -> None:
-        def size(x: Tensor) -> int:
-            return x.shape[min(dim, x.ndim - 1)]
-
         self.captured = captured
         self.direct = inputs is None
         found = [x for x in inputs or () if x.ndim]
         self.tells_size = self.direct or bool(found)
         held = [x for x in held if x.ndim]
         found = found or held
-        sizes = {*map(size, found)}
+        each = [x.shape[min(dim, x.ndim - 1)] for x in found]
+        sizes = {*each}
         if len(sizes) > 1:  # positions have as many entries as a sequence, not as the batch
-            sizes = {size(x) for x in found if not counts_up(x)}
+            sizes = {n for x, n in zip(found, each, strict=True) if not counts_up(x)}
         others = sizes - {1}
-        if len(others) == 1 and size(found[0]) in others:
+        if len(others) == 1 and each[0] in others:
             sizes = others  # the rest is one row for all samples
         self.batch_size = sizes.pop() if len(sizes) == 1 else None
         """The size of all inputs in the batch dimension; None if they differ."""
@@ -84,7 +81,7 @@ class Forward:
         """The samples of tensors; None if the number of samples is not known."""
         if self.batch_size and captured and not self.direct:
             of = {} if given is None else given.of
-            found += [x for x in held if size(x) == self.batch_size]
+            found += [x for x in held if x.shape[min(dim, x.ndim - 1)] == self.batch_size]
             self.provenance = Provenance(self.batch_size, dim, found, of)
         self._arguments = [weakref.ref(x) for x in found]
 
@@ -118,7 +115,7 @@ class CapturedGradients:
 
     def add(self, layer: Any, part: Contribution, *, alone: bool) -> None:
         """Take a contribution. It is measured at once if no other one to the same parameter is expected."""
-        self.saw(layer, part.batch_size)
+        self._counts.append((layer, part.batch_size))
         key, found = id(part.param), self.of.setdefault(id(part.param), [])
         self._squares.pop(key, None)
         last = found[-1] if found else None
@@ -209,8 +206,3 @@ def merged(parts: Sequence[Contribution]) -> Contribution:
             return Tied(joined, inner_products=lambda: 2 * rows.inner_products(products))
         case _:
             return Tied(joined)
-
-
-def in_backward() -> bool:
-    """True during a backward, in which checkpointing repeats forwards."""
-    return current_graph_task_id() != -1

@@ -21,9 +21,8 @@ Reserve: TypeAlias = Callable[[int, int], bool]
 class Contribution(ABC):
     """The per-sample gradients of one parameter, from one use of it or from several, for B samples."""
 
-    def __init__(self, param: Tensor, batch_size: int) -> None:
-        self.param = param
-        self.batch_size = batch_size
+    param: Tensor
+    batch_size: int
 
     @abstractmethod
     def measured(self, reserve: Reserve) -> tuple["Contribution", Tensor]:
@@ -61,7 +60,7 @@ class Dense(Contribution):
     """
 
     def __init__(self, param: Tensor, *runs: Tensor) -> None:
-        super().__init__(param, sum(len(run) for run in runs))
+        self.param, self.batch_size = param, sum(map(len, runs))
         self._runs = runs
 
     @property
@@ -109,7 +108,7 @@ class Tied(Contribution):
     """
 
     def __init__(self, parts: Sequence[Contribution], inner_products: Callable[[], Tensor] | None = None) -> None:
-        super().__init__(parts[0].param, parts[0].batch_size)
+        self.param, self.batch_size = parts[0].param, parts[0].batch_size
         self._parts = parts
         self._inner_products = inner_products
 

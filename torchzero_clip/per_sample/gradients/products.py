@@ -31,9 +31,8 @@ class Products(Contribution):
     """
 
     def __init__(self, param: Tensor, inputs: Tensor, outputs: Tensor) -> None:
-        super().__init__(param, inputs.shape[0])
-        self.inputs = inputs
-        self.outputs = outputs
+        self.param, self.batch_size = param, inputs.shape[0]
+        self.inputs, self.outputs = inputs, outputs
 
     @override
     def measured(self, reserve: Reserve) -> tuple[Contribution, Tensor]:

@@ -25,9 +25,8 @@ class RowProducts(Contribution):
     def __init__(
         self, param: Tensor, batch_size: int, inputs: Tensor, outputs: Tensor, cells: Tensor, *, turned: bool = False
     ) -> None:
-        super().__init__(param, batch_size)
-        self.inputs = inputs
-        self.outputs = outputs
+        self.param, self.batch_size = param, batch_size
+        self.inputs, self.outputs = inputs, outputs
         self.cells = cells
         self._turned = turned
 
@@ -135,7 +134,7 @@ class SparseRows(Contribution):
     """
 
     def __init__(self, param: Tensor, batch_size: int, samples: Tensor, index: Tensor, values: Tensor) -> None:
-        super().__init__(param, batch_size)
+        self.param, self.batch_size = param, batch_size
         self.samples = samples
         self.index = index
         self.values = values

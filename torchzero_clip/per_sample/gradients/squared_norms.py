@@ -51,7 +51,7 @@ def squared_norms(rows: Tensor) -> Tensor:
 
 def memory_order(rows: Tensor) -> list[int]:
     """The dimensions, those after the first in the order of memory, so that rows of another order are not copied."""
-    return [0, *sorted(range(1, rows.ndim), key=lambda dim: -rows.stride(dim))]
+    return [0, *sorted(range(1, rows.ndim), key=[-step for step in rows.stride()].__getitem__)]
 
 
 def odd(squares: Tensor) -> list[int]:

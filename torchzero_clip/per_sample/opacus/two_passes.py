@@ -70,7 +70,10 @@ class TwoPassEngine(Engine):
         self._sums[id(part.param)] = part.param, value if earlier is None else earlier[1] + value
 
     @override
-    def all_arrived(self) -> None:
+    def backward_ended(self, task: int) -> None:
+        super().backward_ended(task)
+        if self._tasks:
+            return
         sums, self._sums = self._sums, {}
         accumulate(list(sums.values()))
         for part, squares in self.gathered(None).values() if self.waits else ():

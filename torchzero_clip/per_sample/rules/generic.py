@@ -15,9 +15,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
-from torchzero_clip.compat import fully_sharded, get_unwrapped, is_batchedtensor
+from torchzero_clip.compat import (
+    checkpoint_around,
+    current_graph_task_id,
+    fully_sharded,
+    get_unwrapped,
+    is_batchedtensor,
+)
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
-from torchzero_clip.per_sample.gradients.captured_gradients import in_backward
 from torchzero_clip.per_sample.processes.sharding import memory_of
 from torchzero_clip.per_sample.rules.copies import EMPTY, Bare, copy_of
 from torchzero_clip.per_sample.rules.state import State
@@ -37,6 +42,7 @@ LOOP = (  # in errors of vmap after which a loop over samples may do
     "stack expects each tensor to be equal size",  # packed sequences
     "is not possible because there exists a Tensor `other`",  # results of a sample written into a tensor of all
     "setup_context",  # functions of autograd in the older form
+    "checkpoint",  # which would repeat its function outside of vmap
 )
 BY_VMAP = "by vmap"  # a key of `CapturedLayer.known`: False if vmap cannot run the module
 SHARED = "shared"  # a key of `CapturedLayer.known`: the arguments that all samples share
@@ -83,7 +89,7 @@ class GenericRule(Rule):
                 _compare(layer, state, one.output(tensors), args, kwargs)
                 known.add(decision)
             state.join()
-        if not in_backward():  # where a checkpoint repeats a call that was noted
+        if current_graph_task_id() == -1:  # in a backward, where a checkpoint repeats a call that was noted
             layer.note(*dims)
             layer.known.setdefault(SHARED, set()).update(shared)
         return one.output(tensors)
@@ -220,10 +226,13 @@ class _Inside(TorchFunctionMode):
         super().__init__()
         self._layer = layer
         self._memory = memory_of(layer.params.values())
+        self._around = checkpoint_around()
 
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
+        if self._layer.known.get(BY_VMAP, True) and checkpoint_around() is not self._around:
+            raise RuntimeError("vmap cannot run a checkpoint")
         if name in HOOKS:
             raise ValueError("a module that runs sample by sample sets a hook on a tensor, which would get samples")
         changed = [get_unwrapped(x) if is_batchedtensor(x) else x for x in args[:1]] if is_in_place(name) else []

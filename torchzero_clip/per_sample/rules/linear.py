@@ -22,11 +22,9 @@ class LinearRule(Rule):
         return layer.watch_params(
             F.linear(found.tensor, module.weight.detach(), bias),
             found,
-            weight=lambda x, grad: Products(layer.params["weight"], _flat(x), _flat(grad)),
-            bias=lambda grad: grad if grad.ndim == 2 else _flat(grad).sum(1),
+            # with one dimension of positions, (B, T, width)
+            weight=lambda x, grad: Products(
+                layer.params["weight"], *(t.reshape(len(t), math.prod(t.shape[1:-1]), t.shape[-1]) for t in (x, grad))
+            ),
+            bias=lambda grad: grad if grad.ndim == 2 else grad.flatten(1, -2).sum(1),
         )
-
-
-def _flat(x: Tensor) -> Tensor:
-    """The tensor with one dimension of positions, (B, T, width)."""
-    return x.reshape(len(x), math.prod(x.shape[1:-1]), x.shape[-1])

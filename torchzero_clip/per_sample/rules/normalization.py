@@ -1,6 +1,6 @@
 """Normalization within a sample: LayerNorm, RMSNorm, GroupNorm, InstanceNorm, and BatchNorm in eval mode."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,27 +17,33 @@ from torchzero_clip.per_sample.samples.layout import Place
 class NormalizationRule(Rule):
     """Weight: output gradient times normalized input. Bias: output gradient. Both are summed over other dimensions.
 
-    ``function`` is that of torch, and ``settings`` are arguments of it that are attributes of the layer. With
-    ``channels``, the parameters have the second dimension, instead of the last ones.
+    ``function`` is that of torch, and ``settings`` are arguments of it that are attributes of the layer, as the
+    parameters that it ``takes`` are. With ``channels``, these have the second dimension, instead of the last ones.
     """
 
-    def __init__(self, function: Callable[..., Tensor], *settings: str, channels: bool = False) -> None:
-        self._function, self._settings, self._channels = function, settings, channels
+    def __init__(
+        self,
+        function: Callable[..., Tensor],
+        *settings: str,
+        channels: bool = False,
+        takes: Sequence[str] = ("weight", "bias"),
+    ) -> None:
+        self._function, self._settings, self._channels, self.takes = function, settings, channels, takes
         self.runs_empty = channels  # instance_norm of torch raises for them if it has a weight
 
     @override
     def run(self, layer: CapturedLayer, input: Tensor) -> Tensor:
         module: Any = layer.module
-        weight, bias = module.weight.detach(), getattr(module, "bias", None)
-        affine = {"weight": weight} if bias is None else {"weight": weight, "bias": bias.detach()}
+        affine = {name: x.detach() for name in self.takes if (x := getattr(module, name)) is not None}
+        ndim = next(iter(affine.values())).ndim
         settings = {name: getattr(module, name) for name in self._settings}  # they may change before the next call
         # InstanceNorm takes inputs without a batch, which `samples` refuses
         unbatched = module._get_no_batch_dim() if hasattr(module, "_get_no_batch_dim") else 0
-        leading = int(input.ndim != unbatched) if self._channels else input.ndim - weight.ndim
+        leading = int(input.ndim != unbatched) if self._channels else input.ndim - ndim
         found = layer.samples(input, leading)
 
         def summed(grads: Tensor) -> Tensor:
-            others = range(2, grads.ndim) if self._channels else range(1, grads.ndim - weight.ndim)
+            others = range(2, grads.ndim) if self._channels else range(1, grads.ndim - ndim)
             return grads.sum(tuple(others)) if others else grads
 
         return layer.watch_params(
@@ -58,15 +64,16 @@ class GroupNormRule(NormalizationRule):
     def run(self, layer: CapturedLayer, input: Tensor) -> Tensor:
         module: Any = layer.module
         # copies in half precision would get rounded gradients
-        dtypes, lower = {x.dtype for x in (input, *module.parameters())}, torch.is_autocast_enabled(input.device.type)
+        affine = [x for x in (module.weight, module.bias) if x is not None]
+        dtypes, lower = {x.dtype for x in (input, *affine)}, torch.is_autocast_enabled(input.device.type)
         fits = len(dtypes) == 1 and dtypes <= {torch.float32, torch.float64} and not lower
-        found = layer.samples(input, 1) if fits and module.bias is not None and input.numel() else None
+        found = layer.samples(input, 1) if fits and len(affine) == 2 and input.numel() else None
         if found is None or found.had_dim is not None or not found.in_order:
             return super().run(layer, input)
         x, own = found.tensor, {id(value): param for param, value in layer.values}
         weight, bias = (
             copy_of(layer, own[id(value)], value, len(x)) if id(value) in own else value.expand(len(x), -1)
-            for value in list[Tensor](module.parameters())
+            for value in affine
         )
         one = x.reshape(1, weight.numel(), *x.shape[2:])
         output = F.group_norm(one, len(x) * module.num_groups, weight.flatten(), bias.flatten(), module.eps).view_as(x)
@@ -79,7 +86,7 @@ def _instance_norm(input: Tensor, **settings: Any) -> Tensor:
 
 
 LAYER_NORM = NormalizationRule(F.layer_norm, "normalized_shape", "eps")
-RMS_NORM = NormalizationRule(F.rms_norm, "normalized_shape", "eps")
+RMS_NORM = NormalizationRule(F.rms_norm, "normalized_shape", "eps", takes=["weight"])
 GROUP_NORM = GroupNormRule(F.group_norm, "num_groups", "eps", channels=True)
 INSTANCE_NORM = NormalizationRule(_instance_norm, "eps", channels=True)
 BATCH_NORM = NormalizationRule(F.batch_norm, "running_mean", "running_var", "eps", channels=True)  # in eval mode

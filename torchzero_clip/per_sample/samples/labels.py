@@ -62,8 +62,6 @@ def simplest(labels: Tensor, shape: Sequence[int], count: int, *, of_batch: bool
         return found[0] if len(found) == 1 else labels
     depth = depth_of(labels)
     length = math.prod(shape[:depth])
-    if length % count:  # if it is regular all the same, and ends before the last sample, the labels do as well
-        return labels
     flat = labels.expand(*shape[:depth], *labels.shape[depth:]).reshape(-1)
     run = int((flat > 0).byte().argmax())  # where the second sample begins
     regular = run and torch.equal(flat, (torch.arange(length, device=flat.device) // run % count).to(flat.dtype))

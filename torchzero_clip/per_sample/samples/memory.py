@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchzero_clip.per_sample.samples.labels import LOST, Known, Labels, wider
-from torchzero_clip.per_sample.samples.layout import place_of, seen_from
+from torchzero_clip.per_sample.samples.labels import LOST, Known, Labels, simplest, wider
+from torchzero_clip.per_sample.samples.layout import place_of
 
 
 class Owners(NamedTuple):
@@ -42,13 +42,19 @@ def end_of(layout: Layout) -> int:
     return layout.offset + 1 + sum((n - 1) * along for n, along in zip(layout.shape, layout.strides, strict=True))
 
 
-def seen(owners: Owners, layout: Layout, count: int) -> Known:
-    """The labels of a tensor in a memory, as a step if it is regular."""
-    step = None if owners.of is not None else seen_from(owners.step, owners.start, *layout, count)
-    return spread(owners, layout, count) if step is None else step
+def seen(owners: Owners, layout: Layout, count: int) -> Labels:
+    """The labels of a tensor in a memory."""
+    if owners.of is None:
+        return _seen_regular(owners, layout, count)
+    return simplest(_spread(owners, layout, count), layout.shape, count, of_batch=False)
 
 
-def spread(owners: Owners, layout: Layout, count: int) -> Tensor:
+@functools.lru_cache(4096)
+def _seen_regular(owners: Owners, layout: Layout, count: int) -> Labels:
+    return 1 if count == 1 else simplest(_spread(owners, layout, count), layout.shape, count)
+
+
+def _spread(owners: Owners, layout: Layout, count: int) -> Tensor:
     """The sample of each entry of a tensor in a memory, with size 1 where it does not vary."""
     device = torch.device("cpu") if owners.of is None else owners.of.device
     places = torch.full((1,) * len(layout.shape), layout.offset - owners.start, device=device)
@@ -76,12 +82,8 @@ def _told_apart(owners: Owners, layout: Layout) -> list[int]:
 
 def owned(labels: Known, layout: Layout, count: int) -> Owners | None:
     """The owners of the memory of a tensor with these labels; None if different samples have one place in it."""
-    if isinstance(labels, int):
-        if (owners := _regular(labels, layout, count)) is not None:
-            return owners
-        place = place_of(labels, layout.shape, count)
-        if place is not None and not layout.strides[place.dim] and layout.shape[place.dim] > place.run:
-            return None
+    if isinstance(labels, int) and (owners := _regular(labels, layout, count)) is not None:
+        return owners
     if 0 in layout.shape:
         return Owners(1, layout.offset, torch.empty(0, dtype=torch.int64, device="cpu"))
     return written(None, labels, layout, end_of(layout), count)
@@ -93,9 +95,9 @@ def _regular(labels: int, layout: Layout, count: int) -> Owners | None:
     if 0 in layout.shape:
         return None
     place = place_of(labels, layout.shape, count)
-    step = 0 if place is None else place.run * layout.strides[place.dim]
-    fits = step and seen_from(step, layout.offset, layout.shape, layout.strides, layout.offset, count) == labels
-    return Owners(step, layout.offset) if fits else None
+    owners = Owners(0 if place is None else place.run * layout.strides[place.dim], layout.offset)
+    found = seen(owners, layout, count) if owners.step else None
+    return owners if isinstance(found, int) and found == labels else None
 
 
 def written(owners: Owners | None, labels: Labels, layout: Layout, end: int, count: int) -> Owners | None:

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from torchzero_clip.per_sample.samples.labels import LOST, Known, agree
-from torchzero_clip.per_sample.samples.layout import moved
+from torchzero_clip.per_sample.samples.labels import LOST, Known, agree, simplest, wider
 
 
 def names(text: str) -> frozenset[str]:
@@ -138,10 +137,9 @@ def beside(part: Part, shape: Sequence[int], count: int, dims: Collection[int] =
 
 def _carried(part: Part, shape: Sequence[int], count: int, to: Way) -> Known:
     """The labels after a function that takes each dimension of a part to another place."""
-    labels, before = part.labels, part.shape
-    if isinstance(labels, int):
-        found = None if labels is LOST else moved(labels, before, shape, count, to)
-        return LOST if found is None else found
+    if part.labels is LOST:
+        return LOST
+    labels, before = wider(part.labels, part.shape, count), part.shape
     if not labels.numel() and math.prod(shape):  # what is reduced from nothing belongs to no sample
         return torch.full([1] * len(shape), LOST, device=labels.device)
     sizes = [1] * len(shape)
@@ -151,7 +149,9 @@ def _carried(part: Part, shape: Sequence[int], count: int, to: Way) -> Known:
             return LOST
         if size != 1 and place is not None:
             sizes[place] = size
-    return labels.reshape(sizes)
+    labels = labels.reshape(sizes)
+    found = simplest(labels, shape, count) if isinstance(part.labels, int) else labels
+    return LOST if found is None else found
 
 
 def _aligned(part: Part, shape: Sequence[int], dims: Collection[int]) -> Way:

@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from torchzero_clip.compat import address_of_storage, current_graph_task_id
 from torchzero_clip.per_sample.samples.labels import LOST, Known, Labels, agree, simplest
-from torchzero_clip.per_sample.samples.layout import Place, place_of, seen_from, step_at
+from torchzero_clip.per_sample.samples.layout import Place, place_of, step_at
 from torchzero_clip.per_sample.samples.memory import Layout, Owners, end_of, owned, seen, written
 
 
@@ -35,7 +35,7 @@ class _Memory:
         self.held = storage._weak_ref()  # keeps the address; `StorageWeakRef` of torch takes twice as long
         self.found, self.first, self.end = found, first, end
         self.size = size = tensor.element_size()
-        self.version = version_of(tensor)  # it changes with every change in place
+        self.version = 0 if tensor.is_inference() else tensor._version  # it changes with every change in place
         self.whole = first == 0 and end * size == storage.nbytes()  # these are all entries of the memory
         self.step = found if isinstance(found, int) and self.whole else 0  # of contiguous tensors of all entries
         self.labels: dict[tuple[int, Layout], Labels] = {}  # of irregular tensors in it, once asked
@@ -144,7 +144,6 @@ class Provenance:
             return None
         # once the last part is written, as in a loop over samples, the memory may be regular
         found = seen(owners, whole, self.count)
-        found = simplest(found, whole.shape, self.count, of_batch=False) if isinstance(found, Tensor) else found
         return (owned(found, whole, self.count) if isinstance(found, int) else None) or owners
 
     def note_packed(self, packed: PackedSequence) -> None:
@@ -219,10 +218,6 @@ class Provenance:
         if memory.found is LOST or memory.version != version:
             return LOST
         size, layout = tensor.element_size(), Layout.of(tensor)
-        if memory.step and size == memory.size:  # as in most cases
-            step = seen_from(memory.step, 0, *layout, self.count)
-            if step is not None:
-                return step
         if memory.labels and (size, layout) in memory.labels:
             return memory.labels[size, layout]
         owners = memory.owners
@@ -236,7 +231,7 @@ class Provenance:
             return LOST
         labels = seen(owners, layout, self.count)
         if isinstance(labels, Tensor):
-            labels = memory.labels[size, layout] = simplest(labels, layout.shape, self.count, of_batch=False)
+            memory.labels[size, layout] = labels
         return labels
 
     def _of_node(self, node: Any, number: int) -> Labels:
@@ -285,10 +280,7 @@ def memory_of(tensor: Tensor) -> int:
 
 def version_of(tensor: Tensor) -> int:
     """The number of changes of a tensor in place; 0 if torch does not count them, as in inference."""
-    try:
-        return tensor._version
-    except RuntimeError:
-        return 0
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _same(labels: Labels, other: Labels) -> bool:
