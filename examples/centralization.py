@@ -40,7 +40,7 @@ def train(chain: list[Transform], steps: int, seed: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--seeds", type=int, default=6)
     args = parser.parse_args()
     torch.set_num_threads(1)
     found = {

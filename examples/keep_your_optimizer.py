@@ -107,7 +107,7 @@ def run(steps: int) -> tuple[dict[str, Result], bool]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=600, help="training steps (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=400, help="training steps (default: %(default)s)")
     steps = max(parser.parse_args().steps, 100)
     torch.set_num_threads(1)
     results, same = run(steps)

@@ -61,7 +61,7 @@ def train(steps: int, dtype: torch.dtype, micro_batches: int) -> Result:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--steps", type=int, default=400)
     args = parser.parse_args()
     print(f"{'':34} {'loss':>8} {'averaged':>9} {'clipped':>8} {'skipped':>8}")
     for name, dtype, parts in [

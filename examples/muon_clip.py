@@ -137,7 +137,7 @@ def train(tau: float | None, steps: int) -> tuple[list[float], float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=200)
     steps = max(parser.parse_args().steps, 4)
     torch.set_num_threads(1)
     print(
