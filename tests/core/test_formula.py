@@ -244,8 +244,8 @@ def assert_traced(call, *given):
 @pytest.mark.quick_cases(1)
 @needs_compiler
 @pytest.mark.parametrize("entry", [e for e in ENTRIES if acts_on_elements(e.make())], ids=str)
-def test_every_change_and_every_formula_is_one_graph(entry):
-    transform, x = entry.make(), torch.linspace(-3, 3, 12)
+def test_every_change_and_every_formula_is_one_graph_and_counts_in_rows(entry):
+    transform, x = entry.make(), torch.linspace(-3, 3, 12).view(3, 4)
     setting, state = transform.defaults, transform.init_state(x, transform.defaults)
     norm = torch.ones(1, dtype=torch.float64)
     step = Step([x], [x], None, [state], [setting], transform.init_global_state(), gradient_norms=norm)
@@ -260,6 +260,9 @@ def test_every_change_and_every_formula_is_one_graph(entry):
                 return transform.counted(x, result, own, setting, at, by_formula=by_formula)
 
             assert_traced(call, *given)
+            # the compiler computes sums over rows in the loop that changes the elements
+            copies = [tensor.clone() for tensor in given]
+            assert call(*copies).tolist() == (copies[1] != x).sum(-1).tolist()
 
 
 class Returns(Formula):

@@ -421,7 +421,7 @@ def test_a_refused_step_changes_nothing(how):
     before, state, at = counted(optimizer), handle.metrics(), weight.tolist()
     bad = torch.tensor([300.0, 400.0] if how == "gate" else [torch.nan, 1.0])
     weight.grad = bad
-    assert optimizer.step() == "result"
+    assert optimizer.step() is None  # the optimizer is not called
     assert weight.grad is bad
     assert weight.tolist() == at
     assert counted(optimizer) == before
@@ -447,13 +447,12 @@ class NeedsGradients(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_an_optimizer_that_cannot_step_without_gradients_is_named_and_gets_its_gradients_back():
+def test_a_refused_step_is_not_taken_by_an_optimizer_that_cannot_step_without_gradients():
     weight = one()
     optimizer = NeedsGradients([weight], 1.0)
     before_step(optimizer, SkipStep(10.0))
     stepped(optimizer, weight, 3.0, 4.0)
-    with pytest.raises(RuntimeError, match="NeedsGradients cannot take a step without gradients"):
-        stepped(optimizer, weight, 30.0, 40.0)
+    stepped(optimizer, weight, 30.0, 40.0)
     assert weight.grad.tolist() == [30.0, 40.0]
     assert weight.tolist() == [-3.0, -4.0]
     stepped(optimizer, weight, 3.0, 4.0)
@@ -564,14 +563,16 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(spoil, message):
 def test_closures_are_evaluated_once_and_transforms_act_after_them():
     weight = one()
     optimizer = sgd([weight])
-    before_step(optimizer, ClipNorm(1, dim="global"))
+    handle = before_step(optimizer, SkipStep(10.0), ClipNorm(1, dim="global"))
 
-    def closure():
-        weight.grad = torch.tensor([3.0, 4.0])
-        return 7.0
+    def closure(size=1.0):
+        weight.grad = torch.tensor([3.0, 4.0]) * size
+        return 7.0 * size
 
     assert optimizer.step(closure) == 7.0
     assert optimizer.step(closure=closure) == 7.0
+    assert optimizer.step(lambda: closure(100.0)) == 700.0
+    assert handle.skipped_by == ("skip_step",)
     assert weight.tolist() == pytest.approx([-1.2, -1.6])
 
 
@@ -944,14 +945,17 @@ def test_overrides_of_transforms_are_refused():
 def test_a_compiled_step_is_the_step():
     params, others = parameters(), parameters()
     optimizer, plain = torch.optim.AdamW(params), torch.optim.AdamW(others)
-    before_step(optimizer, ClipNorm(0.1, dim="global"))
-    before_step(plain, ClipNorm(0.1, dim="global"))
+    handle = before_step(optimizer, SkipStep(1e6), ClipNorm(0.1, dim="global"))
+    before_step(plain, SkipStep(1e6), ClipNorm(0.1, dim="global"))
     compiled = torch.compile(optimizer.step, backend="eager")
-    for row in gradients(params, 4):
+    rows = gradients(params, 4)
+    rows[2][0].fill_(1e9)
+    for row in rows:
         set_grads(params, row)
         compiled()
         set_grads(others, row)
         plain.step()
+    assert handle.skipped_steps == 1
     for own, theirs in zip(params, others, strict=True):
         torch.testing.assert_close(own, theirs, rtol=0, atol=1e-6)
 

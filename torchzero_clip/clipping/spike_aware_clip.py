@@ -100,7 +100,7 @@ class SpikeAwareClip(Elementwise):
         new, other = (at.memory(name, square) for name in ("new", "other"))
         if at.usual and _are_within(x, square, setting["threshold"], new, other):  # so it is in most steps
             result.copy_(x)
-            count = torch.zeros_like(other.select(0, 0))
+            count = other.new_zeros(())
         else:
             limit = torch.mul(square, setting["threshold"], out=new).sqrt_()
             # an element without a history has no limit; numbers are written several times faster than booleans

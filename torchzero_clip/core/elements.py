@@ -146,13 +146,14 @@ class Elements:
         return comparison(x, other, out=memory) if x.is_cpu else comparison(x, other)
 
     def count(self, hits: Tensor) -> Tensor:
-        """Return how many of the elements are hit.
+        """Return how many of the elements are hit in each row along the last dimension.
 
         Args:
             hits: 1 or True for each element that is hit, else 0. It is overwritten.
         """
+        # a compiler computes sums over rows in the loop that changes the elements, and one sum of all in another loop
         hits = hits if self.mask is None else hits.mul_(self.mask)
-        return hits.count_nonzero() if self._scratch is None else hits.sum()
+        return hits.count_nonzero(-1) if self._scratch is None else hits.sum(-1)
 
     def _not_started(self) -> Tensor | None:
         """True where the statistic had not started before this step; None if it had everywhere."""

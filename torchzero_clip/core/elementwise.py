@@ -214,7 +214,7 @@ class Elementwise(TensorwiseTransform):
             if text is None:
                 raise
             raise RuntimeError(text) from error
-        if not isinstance(count, Tensor) or count.numel() != 1:
+        if not isinstance(count, Tensor) or (count.numel() != 1 and count.shape != x.shape[:-1]):
             raise RuntimeError(
                 f"{self!r}.change returned {_described(count)} instead of the number of elements that changed, a 0-d "
                 "tensor: return at.count(...)"

@@ -14,7 +14,7 @@ from torchzero_clip.functional import foreach
 from torchzero_clip.functional.measure import L2, Measured, scale_
 from torchzero_clip.functional.norms import beyond_float32, extent, may_look
 from torchzero_clip.functional.scratch import Scratch
-from torchzero_clip.functional.shards import memories
+from torchzero_clip.functional.shards import memories, pack
 from torchzero_clip.types import Setting
 
 
@@ -114,7 +114,7 @@ class Pointwise:
     def finish(self) -> None:
         """Report how many elements changed."""
         if self.done is not None:
-            self.done(torch.stack(self.counts).double().sum())
+            self.done(pack(self.counts).sum())
 
 
 Op: TypeAlias = Scale | Shift | Pointwise

@@ -522,4 +522,4 @@ def counted(tensors: Sequence[Tensor], counts: Sequence[Tensor]) -> tuple[Tensor
     # a complex number has two elements
     parts = wholes(tensors)
     elements = sum(p.size * (2 if p.tensor.is_complex() else 1) for p in parts)
-    return pack(all_reduce(parts, list(counts), ReduceOp.SUM)).sum(), elements
+    return pack(all_reduce(parts, [count.sum() for count in counts], ReduceOp.SUM)).sum(), elements

@@ -25,9 +25,16 @@ from torchzero_clip.functional.clip import inverse
 from torchzero_clip.hints import explained
 from torchzero_clip.modular.entries import Entries
 from torchzero_clip.modular.front import Front
-from torchzero_clip.modular.host import Patient, are_zero, check_host, end_surely, takes_factor, unwrapped_host
+from torchzero_clip.modular.host import (
+    Patient,
+    RefusedStep,
+    are_zero,
+    check_host,
+    end_surely,
+    takes_factor,
+    unwrapped_host,
+)
 from torchzero_clip.modular.modular import Modular
-from torchzero_clip.modular.refused_step import RefusedStep
 from torchzero_clip.modular.wrapped import unwrap
 
 T = TypeVar("T")
@@ -46,7 +53,8 @@ class BeforeStep:
         self._entries = entries(self._front)
         self._entries.look(optimizer.param_groups)
         self._depth = 0  # 2 while `step` of a subclass calls that of its base class
-        self._refused: RefusedStep | None = None
+        self._is_wrapped = False  # False in a step that is called by a method from before the wrapper
+        self._hidden: list[tuple[Tensor, Tensor]] = []  # parameters and their gradients, in a refused step of this kind
         self._has_scaled = False  # the optimizer multiplies the gradients by their factor
         self._is_refused_by_scaler = False
         self._patient: Patient | None = None
@@ -56,7 +64,7 @@ class BeforeStep:
             optimizer.register_step_post_hook(self.after),
             *own,
         ]
-        self._wrapper = end_surely(optimizer, self.finish)
+        self._wrapper = end_surely(optimizer, self.begin, self.finish)
 
     @property
     def _optimizer(self) -> Optimizer:
@@ -160,11 +168,7 @@ class BeforeStep:
             if steps_being_taken(optimizer) > 1:
                 self._depth += 1
                 return None
-            # the step before raised an error and was called without the wrapper. What has happened since stays
-            refused, self._refused = self._refused, None
-            if refused is not None:
-                refused.give_back()
-            self.finish()
+            self._end()  # the step before raised an error and was called without the wrapper
         self._depth = 1
         closure = kwargs.get("closure") if len(args) < 2 else args[1]
         if closure is None:
@@ -188,7 +192,7 @@ class BeforeStep:
         return results[0]
 
     def _change(self, optimizer: Optimizer, result: Any) -> None:
-        """Apply the transforms, and hide the gradients if the step is refused."""
+        """Apply the transforms. If they refuse the step, end it, or hide the gradients if nobody would catch that."""
         front, groups = self._front, optimizer.param_groups
         self._is_refused_by_scaler = False
         self._entries.look(groups)
@@ -198,8 +202,14 @@ class BeforeStep:
             self._entries.begin()
             return
         front.change_gradients(groups, result)
-        if front.skipped_by:
-            self._refused = RefusedStep(optimizer)
+        if not front.skipped_by:
+            return
+        if self._is_wrapped:
+            raise RefusedStep(result)
+        params = {param for group in groups for param in group["params"] if param.grad is not None}
+        self._hidden = [(param, param.grad) for param in params]
+        for param in params:
+            param.grad = None
 
     @torch.no_grad()
     def _unscale(self, optimizer: Any) -> bool:
@@ -225,23 +235,32 @@ class BeforeStep:
             foreach.multiply_(grads, factor)
 
     def after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Give the gradients back."""
+        """End the step, unless it is that of a base class."""
         self._depth -= 1
         if self._depth <= 0:
-            self.finish()
+            self._end()
 
-    def finish(self) -> bool:
-        """End the step, if that has not happened yet. Return True if it was refused."""
+    def begin(self) -> None:
+        """The wrapper has been called, and catches a `RefusedStep`."""
+        self._is_wrapped = True
+
+    def finish(self) -> None:
+        """The wrapper ends."""
+        self._is_wrapped = False
+        self._end()
+
+    def _end(self) -> None:
+        """End the step, if that has not happened yet."""
         self._depth = 0
         if self._has_scaled:
             optimizer: Any = self._optimizer
             optimizer.grad_scale, self._has_scaled = None, False
-        refused, self._refused = self._refused, None
-        if refused is not None:
-            refused.undo()
+        for param, grad in self._hidden:
+            if param.grad is None:  # else there is a new one, if the step raised
+                param.grad = grad
+        self._hidden = []
         if self._patient is not None:
             self._patient.tell()
-        return refused is not None
 
 
 @explained
@@ -266,8 +285,8 @@ def before_step(
     The state of the transforms is saved and loaded with that of the optimizer: ``optimizer.state_dict()`` has it in
     each param group, under the key "before_step".
 
-    If a gate or ``nonfinite="skip"`` refuses a step, the optimizer takes it without gradients, and everything that it
-    counts is put back. Parameters, state and gradients are then as before.
+    If a gate or ``nonfinite="skip"`` refuses a step, the optimizer is not called, and ``step()`` returns what its
+    closure has returned. Parameters, state and gradients are as before.
 
     Args:
         optimizer: Any optimizer that evaluates a closure at most once in a step; also in a wrapper of Accelerate or

@@ -15,6 +15,12 @@ from torchzero_clip.engine.listener import Attached, Listener, Seen
 from torchzero_clip.modular.modular import Modular
 
 
+class RefusedStep(BaseException):
+    """Ends a step before the optimizer changes anything. Its argument is what the closure has returned."""
+
+    # no Exception, which an optimizer might catch
+
+
 class Patient(Listener):
     """Tells a listener of the end of a step once the optimizer has taken it."""
 
@@ -100,25 +106,21 @@ def takes_factor(optimizer: Any, hook: int, count: int) -> bool:
     return True
 
 
-def end_surely(optimizer: Optimizer, finish: Callable[[], bool]) -> Callable[..., Any]:
-    """Wrap ``step`` of one optimizer, so that a step ends even if it raises. torch calls no hook then.
+def end_surely(optimizer: Optimizer, begin: Callable[[], object], finish: Callable[[], object]) -> Callable[..., Any]:
+    """Wrap ``step`` of one optimizer, so that a step ends even if it raises, for which torch calls no hook.
 
-    ``finish`` ends the step, and returns True if it was refused.
+    ``begin`` and ``finish`` are called before and after it. A `RefusedStep` returns what the closure has returned.
     """
     given: Any = vars(optimizer).get("step")
     call: Any = type(optimizer).step if given is None else given
     found = weakref.ref(optimizer)
 
     def step(own: Any, *args: Any, **kwargs: Any) -> Any:
+        begin()
         try:
             return call(own, *args, **kwargs) if given is None else call(*args, **kwargs)
-        except Exception as error:
-            if finish():
-                raise RuntimeError(
-                    f"{type(own).__name__} cannot take a step without gradients, so transforms before it cannot refuse "
-                    'one: leave out gates and nonfinite="skip". Nothing was changed'
-                ) from error
-            raise
+        except RefusedStep as refused:
+            return refused.args[0]
         finally:
             finish()
 
