@@ -169,6 +169,11 @@ class BeforeStep:
                 self._depth += 1
                 return None
             self._end()  # the step before raised an error and was called without the wrapper
+        if not self._is_wrapped and self._front.may_refuse and not type(optimizer).__module__.startswith("torch.optim"):
+            raise RuntimeError(
+                f"this step of {type(optimizer).__name__} was stored before before_step was called, so transforms "
+                "cannot refuse it: call before_step first, for example before accelerator.prepare"
+            )
         self._depth = 1
         closure = kwargs.get("closure") if len(args) < 2 else args[1]
         if closure is None:
@@ -206,6 +211,7 @@ class BeforeStep:
             return
         if self._is_wrapped:
             raise RefusedStep(result)
+        # optimizers of torch change nothing without gradients
         params = {param for group in groups for param in group["params"] if param.grad is not None}
         self._hidden = [(param, param.grad) for param in params]
         for param in params:

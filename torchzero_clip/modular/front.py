@@ -55,6 +55,11 @@ class Front(Modular):
     def _completed(transforms: list[Transform]) -> list[Transform]:
         return transforms
 
+    @property
+    def may_refuse(self) -> bool:
+        """True if a gate or ``nonfinite="skip"`` may refuse a step."""
+        return self._policy.may_skip
+
     def forget_loss(self) -> None:
         """Forget what was reported for a step that is not taken."""
         self._reported.clear()
