@@ -49,7 +49,7 @@ def seen(owners: Owners, layout: Layout, count: int) -> Labels:
     return simplest(_spread(owners, layout, count), layout.shape, count, of_batch=False)
 
 
-@functools.lru_cache(4096)
+@functools.lru_cache(512)  # it may keep long tensors
 def _seen_regular(owners: Owners, layout: Layout, count: int) -> Labels:
     return 1 if count == 1 else simplest(_spread(owners, layout, count), layout.shape, count)
 
