@@ -7,8 +7,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from torchzero_clip.per_sample.samples.following import Following
+from torchzero_clip.per_sample.samples.following import MOVES, OF_SHAPES, PLACES, SUMS, Following
 from torchzero_clip.per_sample.samples.labels import LOST, simplest, wider
+from torchzero_clip.per_sample.samples.operations import is_listed
 from torchzero_clip.per_sample.samples.provenance import Provenance
 
 NONE = -1.0  # the value of entries of no sample
@@ -246,6 +247,20 @@ def test_labels_of_sums_of_rows_are_right_or_lost_where_different_samples_are_ad
     told = [addition(name, seed) for seed in range(100)]
     assert any(told)
     assert not all(told)
+
+
+def test_labels_that_an_index_decides_are_not_those_of_the_call_before():
+    x, provenance = torch.arange(2.0), Provenance(2, 0, [], {})
+    with Following(provenance):
+        provenance.note(x, 1)
+        for index in ([0, 1], [1, 0]):
+            y = x.gather(0, torch.tensor(index))
+            assert wider(provenance.of(y), y.shape, 2).tolist() == index
+
+
+def test_no_function_whose_index_decides_is_listed_among_those_of_shapes():
+    moves = (MOVES | PLACES | SUMS.keys()) - OF_SHAPES
+    assert not [name for name in moves if is_listed(name)]
 
 
 def test_an_item_at_an_index_of_true_is_put_not_added():

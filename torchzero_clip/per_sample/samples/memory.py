@@ -43,15 +43,17 @@ def end_of(layout: Layout) -> int:
 
 
 def seen(owners: Owners, layout: Layout, count: int) -> Labels:
-    """The labels of a tensor in a memory."""
-    if owners.of is None:
-        return _seen_regular(owners, layout, count)
-    return simplest(_spread(owners, layout, count), layout.shape, count, of_batch=False)
+    """The labels of a tensor in a memory. Nobody else has them, so that they may be changed."""
+    step = _step_of(owners, layout, count) if owners.of is None else None
+    labels = _spread(owners, layout, count) if step is None else step
+    return simplest(labels, layout.shape, count, of_batch=False) if isinstance(labels, Tensor) else labels
 
 
-@functools.lru_cache(512)  # it may keep long tensors
-def _seen_regular(owners: Owners, layout: Layout, count: int) -> Labels:
-    return 1 if count == 1 else simplest(_spread(owners, layout, count), layout.shape, count)
+@functools.lru_cache(4096)
+def _step_of(owners: Owners, layout: Layout, count: int) -> int | None:
+    """The labels of a regular tensor in a regular memory."""
+    found = 1 if count == 1 else simplest(_spread(owners, layout, count), layout.shape, count)
+    return found if isinstance(found, int) else None
 
 
 def _spread(owners: Owners, layout: Layout, count: int) -> Tensor:

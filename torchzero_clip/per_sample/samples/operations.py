@@ -30,7 +30,7 @@ ELEMENTS = names("""
 """)
 """Functions of single elements."""
 ALONG = names("""
-    argsort cummax cummin cumprod cumsum fft_fft fft_ifft fft_irfft fft_rfft gather glu linalg_cross log_softmax
+    argsort cummax cummin cumprod cumsum fft_fft fft_ifft fft_irfft fft_rfft glu linalg_cross log_softmax
     logcumsumexp msort softmax sort topk
 """)
 """Functions along one dimension, which the output keeps."""
