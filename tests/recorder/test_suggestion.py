@@ -117,7 +117,7 @@ DOUBTS = {
     "alternating": (lambda: changed(0, EVERY % 2 == 0, 8), 0.1, "low", "the norms have two levels: 50% are near"),
     "1e-6": (lambda: changed(0, EVERY % 10 > 0, 1e-6), 0.1, "low", "90% are near 9.987e-07, and 10% near 0.999"),
     "outweighed": (lambda: changed(0, EVERY % 100 == 0, 5e4), 0.1, "low", "so a few large norms outweigh all others"),
-    "alike": (lambda: lognormal(0, 20).repeat_interleave(50), 0.1, "medium", "norms of neighboring steps are similar"),
+    "alike": (lambda: lognormal(0, 40).repeat_interleave(25), 0.1, "medium", "norms of neighboring steps are similar"),
 }
 
 
@@ -263,6 +263,13 @@ def test_the_effective_count_of_autoregressive_values(r, part):
     torch.manual_seed(0)
     assert effective_count(autoregressive(20000, r)) == pytest.approx(20000 * part, rel=0.15)
     assert effective_count(torch.full((30,), 0.1).double()) == 30
+
+
+@pytest.mark.parametrize("independent", [10, 15, 40])
+def test_the_effective_count_of_short_series_is_not_too_large(independent):
+    torch.manual_seed(0)
+    counts = [effective_count(autoregressive(300, (300 - independent) / (300 + independent))) for _ in range(60)]
+    assert median_of(torch.tensor(counts)) == pytest.approx(independent, rel=0.25)
 
 
 def test_choices_by_hand():
@@ -426,7 +433,7 @@ def test_a_spread_that_grows_is_a_trend(seed):
     assert suggest(spreading(seed, 0.4, 0.1)).trend == "settled"
 
 
-@pytest.mark.parametrize(("r", "least", "most"), [(0.0, 0, 0), (0.5, 0, 0), (0.9, 0, 2), (0.995, 9, 10)])
+@pytest.mark.parametrize(("r", "least", "most"), [(0.0, 0, 0), (0.5, 0, 0), (0.9, 0, 2), (0.97, 9, 10), (0.995, 9, 10)])
 def test_few_independent_norms_are_low(r, least, most):
     torch.manual_seed(0)
     found = [suggest((0.2 * autoregressive(1000, r)).exp(), 0.5) for _ in range(10)]

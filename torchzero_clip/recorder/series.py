@@ -16,6 +16,7 @@ Trend: TypeAlias = Literal["settled", "growing", "falling"]
 Doubt: TypeAlias = tuple[str, bool]  # a reason why a limit may be wrong, and whether it is serious
 
 FEWEST = 20
+FEWEST_INDEPENDENT = 30  # the estimate has an error of a third, and 20 are too few
 BLOCKS = 20
 DEVIATION = 1.4826  # the standard deviation of a normal distribution, in median distances from the median
 SPREAD = 6 * DEVIATION
@@ -93,7 +94,7 @@ class Series:
         count, above = len(self.norms), int((self.usual > limit).sum())
         few = f"{len(self.usual):,} norms tell as much as about {self.independent:,.0f} independent ones"
         few = f"norms of neighboring steps are similar, so {few}"
-        if self.independent < FEWEST:
+        if self.independent < FEWEST_INDEPENDENT:
             yield few, True
         if count * share_clipped < 1:
             yield f"{count} norms are too few to find the norm that {100 * share_clipped:.3g}% of them exceed", True
@@ -101,7 +102,7 @@ class Series:
             yield "the limit is as large as the largest usual norm", False
         elif above < FEW:
             yield f"only {above} of the usual norms {'is' if above == 1 else 'are'} above the limit", False
-        elif FEWEST <= self.independent < FEW / 2 / share_clipped:
+        elif FEWEST_INDEPENDENT <= self.independent < FEW / 2 / share_clipped:
             yield few, False
 
     def _doubts_of_norms(self, limit: float) -> Iterator[Doubt]:
