@@ -103,5 +103,7 @@ def test_started_is_a_vector_of_booleans(started):
 def test_started_of_all_gradients_together_is_a_vector_too():
     step = Step([], [], None, [], [], gradient_norms=torch.ones(3))
     assert step.usable(torch.tensor([True]), joint=True).tolist() == [True]
+    with pytest.raises(ValueError, match=r"booleans, 3 of them, got .*one statistic of all gradients: joint=True"):
+        step.usable(torch.tensor([True]))
     with pytest.raises(ValueError, match=r"started must be booleans, 1 of them, got torch.bool of shape \(\)"):
         step.usable(torch.tensor(True), joint=True)

@@ -7,7 +7,18 @@ import torch
 from contract.entries import Mul
 from contract.training import gradients, parameters, set_grads, train
 
-from torchzero_clip import SGD, Adam, Elementwise, Gate, Modular, Scaling, TensorwiseTransform, Transform, UpdateRule
+from torchzero_clip import (
+    SGD,
+    Adam,
+    ClipNorm,
+    Elementwise,
+    Gate,
+    Modular,
+    Scaling,
+    TensorwiseTransform,
+    Transform,
+    UpdateRule,
+)
 from torchzero_clip.core.chain import Composite
 from torchzero_clip.core.kinds import FinalRule
 
@@ -244,7 +255,8 @@ MISTAKES = {
     "no factors": (
         scaling(lambda *_: None),
         "Own({'limit': 2.0}).factors returned NoneType instead of 2 numbers to multiply by, one for each slice: return "
-        "measured.by_setting(step.settings, rule), or measured.joined(factors) of a list like measured.norms",
+        "measured.by_setting(step.settings, rule), measured.by_norm(rule), or measured.joined(factors) of a list like "
+        "measured.norms",
     ),
     "too many factors": (
         scaling(lambda *_: torch.ones(3)), "factors returned a tensor of shape (3,) of torch.float32 instead of 2 numb"
@@ -417,6 +429,26 @@ def test_a_metric_that_is_state_does_not_change_in_later_steps(fast):
     first = optimizer.metrics()
     train(optimizer, params, gradients(params, 1))
     assert (first["own/count"].item(), optimizer.metrics()["own/count"].item()) == (1.0, 2.0)
+
+
+def test_settings_of_groups_are_refused_by_the_name_of_the_transform():
+    params = parameters(shapes=SHAPES)
+    optimizer = Modular(params, ClipNorm(1.0), ClipNorm(2.0, name="second"), SGD(0.1))
+    optimizer.param_groups[0]["second/max_norm"] = -1.0
+    with pytest.raises(ValueError, match="max_norm") as raised:
+        train(optimizer, params, gradients(params, 1))
+    assert raised.value.__notes__ == ["in ClipNorm(2.0, name='second')"]
+
+    class Refusing(Gate):
+        def refuses(self, norm, step):
+            return norm > step.settings[0]["limit"]
+
+        def accept(self, norm, step):
+            pass
+
+    groups = [{"params": params[:1]}, {"params": params[1:], "refusing/limit": 2.0}]
+    with pytest.raises(ValueError, match="limit must be the same in every param group"):
+        Modular(groups, Refusing({"limit": 1.0}), SGD(0.1))
 
 
 def test_an_error_that_explains_itself_is_the_authors():

@@ -12,7 +12,6 @@ from torchzero_clip.checks import (
     non_negative,
     optional,
     positive,
-    same_in_all_groups,
     steps,
     unit_interval,
 )
@@ -119,7 +118,6 @@ class SkipStep(Gate):
     def check_groups(self, settings: Sequence[Setting]) -> None:
         """Raise if a setting is out of range, or differs between groups."""
         super().check_groups(settings)
-        same_in_all_groups(self, settings, self.defaults)
         if not self.needs_loss and settings[0]["sigma"] is not None:
             raise ValueError("sigma cannot be set later: SkipStep stores no values without sigma in its constructor")
 

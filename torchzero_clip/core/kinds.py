@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 from torch import Tensor
 from typing_extensions import override
 
-from torchzero_clip.checks import as_number, scalar
+from torchzero_clip.checks import as_number, same_in_all_groups, scalar
 from torchzero_clip.core.schedules import at
 from torchzero_clip.core.step import Step
 from torchzero_clip.core.transform import Transform
@@ -260,6 +260,12 @@ class Gate(NeverApplied):
 
     needs_loss: bool = False
     """True if the gate reads ``step.loss``, which is then the mean over all processes. For other gates it is None."""
+
+    @override
+    def check_groups(self, settings: Sequence[Setting]) -> None:
+        """Raise if a setting is out of range, or differs between groups, because one norm judges all of them."""
+        super().check_groups(settings)
+        same_in_all_groups(self, settings, self.defaults)
 
     @abstractmethod
     def refuses(self, norm: Tensor, step: Step) -> Tensor:

@@ -124,7 +124,11 @@ class Nodes:
             for group in groups:
                 own = node.settings(group)
                 settings.append(settings[-1] if settings and _same(own, settings[-1]) else own)
-            node.transform.check_groups(settings)
+            try:
+                node.transform.check_groups(settings)
+            except Exception as error:
+                error.add_note(f"in {node.transform!r}")
+                raise
             found[path] = settings
         return found
 

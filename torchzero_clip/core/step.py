@@ -160,7 +160,8 @@ class Step:
         expected = 1 if joint else norms.numel()
         if started.dtype != torch.bool or started.shape != (expected,):
             got = f"{started.dtype} of shape {tuple(started.shape)}"
-            raise ValueError(f"started must be booleans, {expected} of them, got {got}")
+            way = ". For one statistic of all gradients: joint=True" if not joint and started.numel() == 1 else ""
+            raise ValueError(f"started must be booleans, {expected} of them, got {got}{way}")
         finite, nonzero = norms < torch.inf, norms != 0  # also False for NaN
         if joint and len(norms) > 1:
             finite, nonzero = finite.all(), nonzero.any()

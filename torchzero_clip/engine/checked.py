@@ -62,8 +62,8 @@ def factors_of(node: Node, measured: Measured, updates: list[Tensor], step: Step
     if getattr(factors, "shape", None) != (count,) or not factors.is_floating_point():
         raise RuntimeError(
             f"{node.transform!r}.factors returned {_described(factors)} instead of {count} numbers to multiply by, one "
-            "for each slice: return measured.by_setting(step.settings, rule), or measured.joined(factors) of a list "
-            "like measured.norms"
+            "for each slice: return measured.by_setting(step.settings, rule), measured.by_norm(rule), or "
+            "measured.joined(factors) of a list like measured.norms"
         )
     if not node.is_ours:
         check_state(node, step)
