@@ -101,7 +101,9 @@ class CapturedLayer:
         """The forward of the module while it is captured."""
         module, engine = self.module, self.engine
         # what runs under `torch.func`, with lent parameters or in a transformation, is the same as without a clipper
-        if not torch.is_grad_enabled() or not engine.captures or self.lent or get_interpreter_stack():
+        held = [(owner._parameters.get(key), param) for owner, key, param in self._owners]
+        lent = any(value is not param and not stands_for(value, param) for value, param in held)
+        if not torch.is_grad_enabled() or not engine.captures or lent or get_interpreter_stack():
             return type(module).forward(module, *args, **kwargs)
         rule = engine.enter(self)
         now = module.__dict__.get("forward")
@@ -146,15 +148,6 @@ class CapturedLayer:
     def own_line(self) -> str:
         """The argument that takes the layer itself whole."""
         return f"whole=({written(self.engine.attachment.model, type(self.module))},)"
-
-    @property
-    def lent(self) -> bool:
-        """True while `torch.func.functional_call` replaces the parameters by other tensors."""
-        for owner, key, param in self._owners:
-            now = owner._parameters.get(key)
-            if now is not param and not stands_for(now, param):
-                return True
-        return False
 
     @property
     def values(self) -> list[tuple[nn.Parameter, Tensor]]:
@@ -283,8 +276,7 @@ class CapturedLayer:
         if count == 1 and len(shape) > dim and shape[dim] == 1:  # the only sample is where the layer looks for it
             return Place(dim)
         place = Place(0, shape[0]) if count == 1 and shape and shape[0] else place_of(labels, shape, count)
-        # a `BroadcastRow` takes rows in turn in the first dimension only
-        if place is None or shape[place.dim] != count * place.run or (place.run > 1 and place.dim):
+        if place is None or shape[place.dim] != count * place.run:
             return wider(labels, shape, count)
         return place
 
@@ -362,6 +354,11 @@ class CapturedLayer:
     def refuse_row(self) -> None:
         """Raise for a gradient that is summed over samples."""
         self.engine.clear()
+        if self.rule.runs_layers:
+            raise RuntimeError(
+                f"{self} uses a parameter in a function that cannot run for each sample alone, such as a "
+                f"torch.autograd.Function. Name it in {self.own_line}{self.way_out}"
+            )
         raise RuntimeError(
             f"{self} got one row of input for all samples, and an operation with its output cannot tell samples apart: "
             f"give each sample its own row, with x.expand(batch_size, ...){self.way_out}"
@@ -415,7 +412,15 @@ class _Watched(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         layer, grad = ctx.layer, grads[0]
         if layer.engine.wants(layer):
-            inputs, own = saved_tensors(ctx, layer, "the input"), grad
+            try:
+                inputs, own = ctx.saved_tensors, grad
+            except RuntimeError as error:
+                layer.engine.clear()
+                if "modified by an inplace operation" not in str(error):
+                    raise
+                raise RuntimeError(
+                    f"the input of {layer} was changed in place after the layer used it: its gradient would be wrong"
+                ) from error
             if layer.engine.repeats:
                 own = grad.clone()  # a loss may write into it in the next backward
                 if ctx.where is not None:
@@ -426,19 +431,6 @@ class _Watched(torch.autograd.Function):
             ctx.call.compare(grad)
         # torch takes no gradient for a None among the inputs
         return None, grad if ctx.goes_on else None, None, None, None, None, None
-
-
-def saved_tensors(ctx: Any, layer: CapturedLayer, name: str) -> tuple[Tensor, ...]:
-    """What a function has saved for its backward. Raise if ``name``, as the message calls it, was changed in place."""
-    try:
-        return ctx.saved_tensors
-    except RuntimeError as error:
-        layer.engine.clear()
-        if "modified by an inplace operation" not in str(error):
-            raise
-        raise RuntimeError(
-            f"{name} of {layer} was changed in place after the layer used it: its gradient would be wrong"
-        ) from error
 
 
 def described(name: str, module: nn.Module) -> str:

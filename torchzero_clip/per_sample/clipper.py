@@ -197,7 +197,7 @@ class PerSampleGradientClipper(Explained):
     def _waiting(self, batch_size: int | None) -> tuple[dict[int, tuple[Contribution, Tensor]], int]:
         """Take the gradients that wait, and their number of samples."""
         engine = self._engine
-        if not engine.waits:
+        if not engine.captured.of:
             if batch_size == 0 and engine.processes.group is not None:
                 return {}, 0
             raise RuntimeError(

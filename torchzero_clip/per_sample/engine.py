@@ -115,11 +115,6 @@ class Engine:
         return self.captured.of if self.phase is Phase.IDLE else {}
 
     @property
-    def waits(self) -> bool:
-        """True if gradients have arrived that were not clipped yet."""
-        return bool(self.captured.of)
-
-    @property
     def probes(self) -> bool:
         """True while a backward of the probe runs, which only finds the samples of lost rows."""
         return self.phase is Phase.PROBE
@@ -371,6 +366,8 @@ class Engine:
         if any(leaf is owner._parameters[key] for leaf in made):
             hooks = "Hooks such as that of torch.nn.utils.weight_norm make another tensor of it"
             return f"{hooks}: use torch.nn.utils.parametrizations{', or ' if line else ''}{line}. "
+        if isinstance(layer := vars(owner).get("forward"), CapturedLayer) and layer.rule.runs_layers:
+            line = whole_line(model, name)  # the module itself may do
         return f"If the model uses it, {line or 'freeze it'}. "
 
     def show(self, param: Any, **values: Tensor) -> None:

@@ -76,14 +76,14 @@ class TwoPassEngine(Engine):
             return
         sums, self._sums = self._sums, {}
         accumulate(list(sums.values()))
-        for part, squares in self.gathered(None).values() if self.waits else ():
+        for part, squares in self.gathered(None).values() if self.captured.of else ():
             norms = (squares.sqrt() * self.scale(len(squares))).to(wide_dtype(part.param.dtype))
             # Opacus has the second name
             self.show(part.param, norm_sample=norms, _norm_sample=norms)
 
     def read_norms(self) -> Tensor | None:
         """The norms of the last backward, (B,); None after a forward. Reading drops the gradients of this backward."""
-        if self.waits:
+        if self.captured.of:
             squares = torch.stack([squares for _, squares in self.gathered(None).values()]).sum(0)
             self.clear()
             self.norms, self._were_read = squares.sqrt().mul_(self.scale(len(squares))).to(self.norm_dtype()), True

@@ -2,20 +2,17 @@
 
 from typing import Any
 
-from torch import Tensor
 from typing_extensions import override
 
 from torchzero_clip.compat import checkpoint_around
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
-from torchzero_clip.per_sample.gradients.autograd_graph import leaves_of
 from torchzero_clip.per_sample.rules.copies import copy_of
 from torchzero_clip.per_sample.rules.generic import GenericRule
-from torchzero_clip.per_sample.samples.arguments import flattened, tensors_in
+from torchzero_clip.per_sample.samples.arguments import flattened
 from torchzero_clip.per_sample.samples.broadcast_row import TRANSPOSED, BroadcastRow, row_of_param
 from torchzero_clip.per_sample.samples.following import OwnMode, WithoutOwnModes
 
 GENERIC = GenericRule()
-CHECKED = "checked"  # a key of `CapturedLayer.known`: the first call was seen by the modes of torch
 
 
 class BareRule(Rule):
@@ -29,12 +26,8 @@ class BareRule(Rule):
         if count is None:
             with WithoutOwnModes():
                 return GENERIC.run(layer, *args, **kwargs)
-        with _Rows(layer, count) as rows:
-            output = type(layer.module).forward(layer.module, *args, **kwargs)
-        if CHECKED not in layer.known:
-            rows.check(output)
-            layer.known[CHECKED] = True
-        return output
+        with _Rows(layer, count):
+            return type(layer.module).forward(layer.module, *args, **kwargs)
 
 
 class _Rows(OwnMode):
@@ -59,18 +52,6 @@ class _Rows(OwnMode):
             with WithoutOwnModes():
                 self._rows[id(x)] = row_of_param(layer, x, copy_of(layer, param, x, self._count))
         return self._rows.get(id(x), x)
-
-    def check(self, output: Any) -> None:
-        """Raise if a parameter would get a gradient that is summed over samples, as in a `torch.autograd.Function`."""
-        roots = [x for x in tensors_in(output) if not isinstance(x, BroadcastRow)]
-        summed = {id(leaf) for leaf in leaves_of(self._rows.values())}
-        held = leaves_of(x for x in vars(self._layer.module).values() if isinstance(x, Tensor))  # made in a hook
-        own = {id(value) for _, value in self._layer.values} - {*map(id, held)}
-        if any(id(leaf) in summed or id(leaf) in own for leaf in leaves_of(roots)):
-            raise RuntimeError(
-                f"{self._layer} uses a parameter in a function that torch does not show, such as a "
-                f"torch.autograd.Function. Name it in {self._layer.own_line}"
-            )
 
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

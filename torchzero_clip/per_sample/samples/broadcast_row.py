@@ -24,7 +24,6 @@ from torchzero_clip.per_sample.samples.comparison import differ
 from torchzero_clip.per_sample.samples.labels import LOST, depth_of
 from torchzero_clip.per_sample.samples.layout import Place
 
-ARITHMETIC = {"add", "sub", "mul", "div", "truediv"}
 IN_PLACE = {"iadd", "isub", "imul", "idiv", "itruediv"}
 OF_DTYPE = {"to", "type_as"}
 EXPANSIONS = {"expand", "expand_as", "broadcast_to", "repeat"}
@@ -206,10 +205,10 @@ def _places(layer: Any, tensors: dict[int, Tensor], count: int) -> dict[int, Any
     dim, places = layer.engine.batch_dim, {i: layer.labels(x) for i, x in tensors.items()}
     beside = [i for i, place in places.items() if place is not None and place is not LOST]
     first = places[beside[0]] if beside else None
+    several = isinstance(first, Tensor) or (first is not None and first.run > 1)
     for i, x in tensors.items():
         if places[i] is None and x.ndim > dim:
-            of_rows = first is not None and not _is_dim(first) and len(x) == len(tensors[beside[0]])
-            if of_rows and not layer.is_constant(x):
+            if several and len(x) == len(tensors[beside[0]]) and not layer.is_constant(x):
                 places[i] = first  # such as zeros for all rows
             elif _has_size(layer, x, count):
                 layer.refuse_made_of_params(x)
@@ -221,11 +220,6 @@ def _has_size(layer: Any, x: Tensor, count: int) -> bool:
     """True if a tensor has the size of the batch."""
     dim = layer.engine.batch_dim
     return x.ndim > dim and x.shape[dim] == count
-
-
-def _is_dim(place: Any) -> bool:
-    """True if the samples have a dimension of their own."""
-    return isinstance(place, Place) and place.run == 1
 
 
 class _Call:
@@ -267,40 +261,32 @@ class _Call:
 
     def of_batch(self, name: str) -> Any:
         """The output of the batch, from those of its samples; NotImplemented if its samples are in no dimension."""
-        layer, of_batch = self._layer, {i: self._leaves[i] for i in self.places}
-        places = [*self.places.values()]
-        if not all(map(_is_dim, places)):
-            return self._of_rows(name, [*of_batch.values()], places)
-        places = [place.dim for place in places]
-        rows, ndims, dim = [self._leaves[i] for i in self._rows], {x.ndim for x in of_batch.values()}, places[0]
-        plain = name.strip("_").removeprefix("r") in ARITHMETIC and not self._changes
-        if plain and len(ndims) == 1 and all(d == dim for d in places):
-            ndim = ndims.pop()
-            if all(row.fits(ndim, dim) for row in rows):  # without vmap, which takes longer
-                output = self(*(row.aligned(ndim, dim) for row in rows), *of_batch.values())
-                layer.note("arithmetic", ndim, dim)
-                layer.mark(output, Place(dim))
-                return output
+        layer, of_batch, places = self._layer, [self._leaves[i] for i in self.places], [*self.places.values()]
+        if not all(isinstance(place, Place) for place in places) or len(runs := {place.run for place in places}) > 1:
+            return self._of_rows(name, of_batch, places)
+        (run,), places, count = runs, [place.dim for place in places], len(self.copies[0])
         kinds = [x if isinstance(x, int | str | None) else x.ndim if isinstance(x, Tensor) else 0 for x in self._leaves]
-        inputs = [x.movedim(d, 0).unsqueeze(d + 1) for x, d in zip(of_batch.values(), places, strict=True)]
-        own, dims = self._own_parts(places[0]), None  # B entries may be positions, or one for each sample
+        pairs = zip(of_batch, places, strict=True)
+        inputs = [x.movedim(d, 0).unflatten(0, (count, run)).movedim(1, d + 1) for x, d in pairs]
+        # B entries may be positions, or one for each sample
+        own, dims = self._own_parts(places[0]) if run == 1 else None, None
         found, structure = list[Any](), pytree.tree_structure(None)
         for copies in filter(None, (self.copies, own)):
-            self.copies, key = copies, (name, *kinds, *places, own is not None, copies is own, len(self.copies[0]) == 1)
+            self.copies, key = copies, (name, *kinds, *places, run > 1, own is not None, copies is own, count == 1)
             try:
                 found, structure = pytree.tree_flatten(self._by_sample(inputs))
             except (IndexError, RuntimeError, ValueError):
                 continue
             if key not in layer.known:
-                layer.known[key] = self._dims(found, [*of_batch.values()], places)
+                layer.known[key] = self._dims(found, of_batch, places, run)
             layer.note(*key)
             if (dims := layer.known[key]) is not None:
                 break
-        if dims is None or any(x.shape[d + 1] != 1 for x, d in zip(found, dims, strict=True)):
+        if dims is None or any(x.shape[d + 1] != run for x, d in zip(found, dims, strict=True)):
             return NotImplemented
-        found = [x.squeeze(d + 1).movedim(0, d) for x, d in zip(found, dims, strict=True)]
+        found = [_joined(x, d) for x, d in zip(found, dims, strict=True)]
         for x, d in zip(found, dims, strict=True):
-            layer.mark(x, Place(d))
+            layer.mark(x, Place(d, run))
         output = pytree.tree_unflatten(found, structure)
         return self._leaves[0].copy_(output) if self._changes else output
 
@@ -323,7 +309,9 @@ class _Call:
             each = [self(*one) for one in zip(*self.copies, *of_batch, strict=True)]
             return pytree.tree_map(lambda *parts: torch.stack(parts), *each)
 
-    def _dims(self, found: Sequence[Any], of_batch: Sequence[Tensor], places: Sequence[int]) -> list[int] | None:
+    def _dims(
+        self, found: Sequence[Any], of_batch: Sequence[Tensor], places: Sequence[int], run: int
+    ) -> list[int] | None:
         """The dimension of the samples in each output, found from the outputs for the batch; None if these differ."""
         together, count = pytree.tree_leaves(self._together(of_batch)), len(self.copies[0])
         dims: list[int] = []
@@ -333,10 +321,10 @@ class _Call:
                 continue
             shapes = tuple(one.shape[1:]), tuple(whole.shape)
             apart = [i for i, (a, b) in enumerate(zip(*shapes, strict=False)) if a != b]
-            if one.ndim != whole.ndim + 1 or [(shapes[0][i], shapes[1][i]) for i in apart] != [(1, count)]:
+            if one.ndim != whole.ndim + 1 or [(shapes[0][i], shapes[1][i]) for i in apart] != [(run, count * run)]:
                 return None
             dims.append(apart[0])
-            if not _are_equal(whole, one.squeeze(apart[0] + 1).movedim(0, apart[0])):
+            if not _are_equal(whole, _joined(one, apart[0])):
                 return None
         return dims
 
@@ -346,22 +334,17 @@ class _Call:
             return self(*(self._leaves[i].as_subclass(Tensor) for i in self._rows), *of_batch)
 
     def _of_rows(self, name: str, of_batch: list[Tensor], places: list[Any]) -> Any:
-        """The output for rows of several samples: the function gets those of one sample at a time."""
+        """The output for rows in any order: the function gets those of one sample at a time."""
         x, place, count = of_batch[0], places[0], len(self.copies[0])
-        same = torch.equal if isinstance(place, Tensor) else Place.__eq__
-        if place is LOST or not all(type(other) is type(place) and same(other, place) for other in places):
+        if not all(isinstance(other, Tensor) and torch.equal(other, place) for other in places):
             return NotImplemented
-        depth = max(depth_of(place), 1) if isinstance(place, Tensor) else 1
-        if any(y.shape[:depth] != x.shape[:depth] for y in of_batch):
+        depth = max(depth_of(place), 1)
+        in_all = depth == 1 or place.shape[:depth] == x.shape[:depth]  # else the function sees other rows
+        sample = place.reshape(place.shape[:depth]).expand(x.shape[:depth]).flatten().to(x.device)
+        if not in_all or bool((sample < 0).any()) or any(y.shape[:depth] != x.shape[:depth] for y in of_batch):
             return NotImplemented
-        rows, lengths, back = [y.flatten(0, depth - 1) for y in of_batch], [len(x) // max(count, 1)] * count, None
-        if isinstance(place, Tensor):  # sort them by sample
-            sample = place.reshape(place.shape[:depth]).expand(x.shape[:depth]).flatten().to(x.device)
-            in_all = depth == 1 or place.shape[:depth] == x.shape[:depth]  # else the function sees other rows
-            if not in_all or bool((sample < 0).any()):
-                return NotImplemented
-            order, lengths = sample.argsort(stable=True), sample.bincount(minlength=count).tolist()
-            rows, back = [y[order] for y in rows], order.argsort()
+        order, lengths = sample.argsort(stable=True), sample.bincount(minlength=count).tolist()
+        rows = [y.flatten(0, depth - 1)[order] for y in of_batch]
         if len(set(lengths)) == 1:
             output = self._by_sample([y.unflatten(0, (count, lengths[0])) for y in rows])
             output = output.flatten(0, 1) if isinstance(output, Tensor) and output.ndim > 1 else output
@@ -371,16 +354,19 @@ class _Call:
             )
         if not isinstance(output, Tensor) or len(output) != len(rows[0]):
             return NotImplemented
-        output = (output if back is None else output[back]).unflatten(0, x.shape[:depth])
+        output = output[order.argsort()].unflatten(0, x.shape[:depth])
         key, known = (name, "rows", depth, x.ndim, count == 1), self._layer.known
         if key not in known:
             known[key] = _are_equal(self._together(of_batch), output)
         if not known[key]:
             return NotImplemented  # it mixes rows
-        if isinstance(place, Tensor):
-            place = place.reshape(*place.shape[:depth], *[1] * (output.ndim - depth))
-        self._layer.mark(output, place)
+        self._layer.mark(output, place.reshape(*place.shape[:depth], *[1] * (output.ndim - depth)))
         return self._leaves[0].copy_(output) if self._changes else output
+
+
+def _joined(each: Tensor, dim: int) -> Tensor:
+    """The output of the batch, from that of each sample, samples first, with rows of the sample along a dimension."""
+    return each.movedim(dim + 1, 1).flatten(0, 1).movedim(0, dim)
 
 
 def _are_equal(together: Any, alone: Tensor) -> bool:
