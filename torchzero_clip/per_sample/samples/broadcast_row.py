@@ -24,6 +24,7 @@ from torchzero_clip.per_sample.samples.comparison import differ
 from torchzero_clip.per_sample.samples.labels import LOST, depth_of
 from torchzero_clip.per_sample.samples.layout import Place
 
+ARITHMETIC = {"add", "sub", "mul", "div", "truediv"}
 IN_PLACE = {"iadd", "isub", "imul", "idiv", "itruediv"}
 OF_DTYPE = {"to", "type_as"}
 EXPANSIONS = {"expand", "expand_as", "broadcast_to", "repeat"}
@@ -265,6 +266,15 @@ class _Call:
         if not all(isinstance(place, Place) for place in places) or len(runs := {place.run for place in places}) > 1:
             return self._of_rows(name, of_batch, places)
         (run,), places, count = runs, [place.dim for place in places], len(self.copies[0])
+        kind = {(place, x.ndim) for place, x in zip(places, of_batch, strict=True)}
+        if name.strip("_").removeprefix("r") in ARITHMETIC and run == len(kind) == 1 and not self._changes:
+            ((dim, ndim),) = kind
+            rows = [self._leaves[i] for i in self._rows]
+            if all(row.fits(ndim, dim) for row in rows):
+                output = self(*(row.aligned(ndim, dim) for row in rows), *of_batch)  # much faster than vmap
+                layer.note("arithmetic", ndim, dim)
+                layer.mark(output, Place(dim))
+                return output
         kinds = [x if isinstance(x, int | str | None) else x.ndim if isinstance(x, Tensor) else 0 for x in self._leaves]
         pairs = zip(of_batch, places, strict=True)
         inputs = [x.movedim(d, 0).unflatten(0, (count, run)).movedim(1, d + 1) for x, d in pairs]
