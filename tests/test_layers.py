@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parents[1] / "torchzero_clip"
 FILES = sorted(PACKAGE.rglob("*.py"))
 EVERYWHERE = {"functional", "checks", "hints", "types", "compat"}
 BELOW = {
-    "integrations": {"integrations", "recorder", "modular", "core"},
+    "integrations": {"integrations", "recorder", "modular", "core", "compat"},
     "__main__": {"recorder"},
     "private": {"per_sample", "checks"},
     "late": {"per_sample", "recorder"},

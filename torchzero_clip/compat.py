@@ -7,6 +7,7 @@ which transformation, such as vmap, the forward of a module runs; torch has no p
 import importlib
 import inspect
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
@@ -191,3 +192,12 @@ def _distributed_types() -> tuple[type, ...]:
 
 
 _ORDINARY = {Tensor, nn.Parameter}
+
+
+def warn_user(text: str) -> None:
+    """Warn at the line of the user."""
+    # hooks of torch may lie between, and Python 3.11 has no ``skip_file_prefixes``
+    level, frame = 1, sys._getframe()
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("torchzero_clip", "torch"):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, stacklevel=level)

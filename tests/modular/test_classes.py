@@ -306,7 +306,6 @@ REFUSED = {
         lambda: Clipped(parameters(), nonfinite="skip"),
         "no transform has a setting 'nonfinite': write Modular.of(..., nonfinite=...)",
     ),
-    "how torch computes": (lambda: Clipped(parameters(), foreach=True), "'foreach': leave it out"),
     "a structure of the optimizer": (
         lambda: Clipped(parameters(), fused=False),
         "write AdamW(fused=...) in Modular.of",

@@ -1,7 +1,5 @@
 """Saves and loads what a chain has: settings in param groups, state by parameter, and state of the whole chain."""
 
-import sys
-import warnings
 from collections.abc import Generator, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,7 +13,7 @@ from torch.optim import Optimizer
 from torchzero_clip.checkpoints.adapt import adapted
 from torchzero_clip.checkpoints.fitting import fitted
 from torchzero_clip.checkpoints.identity import IDENTITY, members_of, written
-from torchzero_clip.compat import torch_loads
+from torchzero_clip.compat import torch_loads, warn_user
 from torchzero_clip.core.chain_state import ChainState
 from torchzero_clip.core.nodes import Node, Nodes
 from torchzero_clip.core.schedules import Schedules
@@ -23,7 +21,6 @@ from torchzero_clip.functional.processes import device_of, gathered
 from torchzero_clip.functional.shards import largest_on_all_ranks
 from torchzero_clip.types import Group, State
 
-_OWN = ("torchzero_clip", "torch")
 _DEVICE = "device"
 """A key of state by which `torch_loads` finds the device. Checkpoints do not have it."""
 
@@ -116,7 +113,7 @@ class Load:
                     found.setdefault(key, f"{key} is {saved} in the checkpoint and {said} in the constructor")
         if found:
             way_out = "The number of the checkpoint is used. To change it, set it in param_groups after loading"
-            warnings.warn(f"{'; '.join(found.values())}. {way_out}", stacklevel=_level_of_caller())
+            warn_user(f"{'; '.join(found.values())}. {way_out}")
 
     def agree(self, error: Exception | None, groups: Sequence[Group]) -> None:
         """Raise on all processes if there is an error on one of them. All have to call this."""
@@ -155,12 +152,3 @@ def _limits(node: Node) -> list[str]:
     transform, keys = node.transform, node.storage_keys.items()
     limits = {stored: key for key, stored in keys if key.startswith("max_") or key == transform.limit_setting}
     return [stored for stored, key in limits.items() if key not in transform.schedules]
-
-
-def _level_of_caller() -> int:
-    """The ``stacklevel`` with which the function that calls this one warns at the line of the user."""
-    # hooks of torch lie between the two, and Python 3.11 has no ``skip_file_prefixes``
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _OWN:
-        level, frame = level + 1, frame.f_back
-    return level

@@ -1,6 +1,5 @@
 """A limit at a percentile of past norms."""
 
-import warnings
 from typing import Any
 
 import torch
@@ -9,6 +8,7 @@ from typing_extensions import override
 
 from torchzero_clip.checks import percent, steps
 from torchzero_clip.clipping.statistics import NormStatistics, Tracked
+from torchzero_clip.compat import warn_user
 from torchzero_clip.core.states import zero_numbers
 from torchzero_clip.types import Schedule, Target
 
@@ -75,7 +75,7 @@ class AutoClip(NormStatistics):
         steps("window", window)
         if isinstance(percentile, float) and 0 < percentile < 1:
             way_out = f"which clips nearly every step: write AutoClip({100 * percentile:g})"
-            warnings.warn(f"percentile={percentile} is below 1 percent, {way_out}", stacklevel=2)
+            warn_user(f"percentile={percentile} is below 1 percent, {way_out}")
         self.window = window
         super().__init__({"percentile": percentile}, ord=2, joint=True, target=target, name=name)
 

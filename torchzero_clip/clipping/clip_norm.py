@@ -1,11 +1,10 @@
 """Clipping by norm."""
 
-import warnings
-
 from torch import Tensor
 from typing_extensions import override
 
 from torchzero_clip.checks import non_negative
+from torchzero_clip.compat import warn_user
 from torchzero_clip.core.kinds import Scaling
 from torchzero_clip.core.step import Step
 from torchzero_clip.functional.clip import clip_factors
@@ -82,7 +81,7 @@ class ClipNorm(Scaling):
     ) -> None:
         if isinstance(max_norm, int | float) and not isinstance(max_norm, bool) and max_norm == 0:
             text = "a max_norm of 0 makes every update 0, so the model does not learn; for no limit write math.inf"
-            warnings.warn(text, stacklevel=2)
+            warn_user(text)
         settings = {"max_norm": max_norm}
         super().__init__(
             settings, ord=ord, dim=dim, inverse_dims=inverse_dims, min_size=min_size, target=target, name=name

@@ -1,12 +1,11 @@
 """The two halves of a global clip: the norm of all gradients together, and clipping by a given norm."""
 
-import warnings
-
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from torchzero_clip.checks import boolean, non_negative
+from torchzero_clip.compat import warn_user
 from torchzero_clip.functional.clip import clip_by_, read_limit
 from torchzero_clip.functional.foreach import are_plain
 from torchzero_clip.functional.gradients import (
@@ -66,10 +65,9 @@ def get_total_norm(
     tensors = listed("tensors", tensors)
     given = tensors_of("tensors", tensors)
     if given and all(isinstance(tensor, nn.Parameter) and tensor.grad is not None for tensor in given):
-        warnings.warn(
+        warn_user(
             "get_total_norm got parameters, and returns the norm of the weights. That of gradients is "
-            "get_total_norm([p.grad for p in parameters if p.grad is not None]); detach the weights if theirs is meant",
-            stacklevel=3,
+            "get_total_norm([p.grad for p in parameters if p.grad is not None]); detach the weights if theirs is meant"
         )
     check_group(process_group, given)
     with opened(given, values_tell_all(slicing), write=False) as dense:

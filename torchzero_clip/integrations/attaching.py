@@ -1,11 +1,11 @@
 """What the callbacks of trainers do with an optimizer when training starts."""
 
-import warnings
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeAlias
 
 from torch import nn
 
+from torchzero_clip.compat import warn_user
 from torchzero_clip.core.chain import Transforms
 from torchzero_clip.modular.before_step import BeforeStep, before_step, chain_of
 
@@ -34,4 +34,4 @@ def check_trained(optimizers: Sequence[Any], model: nn.Module, *, raises: bool) 
             "trained. With peft, call get_peft_model first, and pass its model to the trainer and to the optimizer"
         )
     if left:
-        warnings.warn(f"the optimizer does not have {len(left)} {of}, which are not trained: {shown}", stacklevel=3)
+        warn_user(f"the optimizer does not have {len(left)} {of}, which are not trained: {shown}")

@@ -1,7 +1,6 @@
 """A callback for the Trainer of Hugging Face."""
 
 import inspect
-import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -12,6 +11,7 @@ import transformers
 from transformers.trainer_callback import CallbackHandler
 from typing_extensions import override
 
+from torchzero_clip.compat import warn_user
 from torchzero_clip.integrations import numbers, unwrapped
 from torchzero_clip.integrations.attaching import Given, attached, check_trained
 from torchzero_clip.modular.before_step import BeforeStep, chain_of
@@ -67,7 +67,7 @@ class TrainerCallback(transformers.TrainerCallback):
                     f"{clips} the optimizer gets them. Write TrainingArguments(max_grad_norm=0). For the same limit, "
                     'put ClipNorm(1.0, dim="global") into the chain or into transforms='
                 )
-            warnings.warn(f"{clips} they are recorded. For the norms before, set max_grad_norm=0", stacklevel=2)
+            warn_user(f"{clips} they are recorded. For the norms before, set max_grad_norm=0")
         check_trained([optimizer], model, raises=own)
         if self._transforms:
             self.handle = attached(self._transforms, [self.handle], optimizer, model)

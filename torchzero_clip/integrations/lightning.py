@@ -2,13 +2,13 @@
 
 import importlib
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
+from torchzero_clip.compat import warn_user
 from torchzero_clip.integrations.attaching import Given, attached, check_trained
 from torchzero_clip.modular.before_step import BeforeStep, chain_of
 from torchzero_clip.modular.modular import Modular
@@ -64,7 +64,7 @@ class LightningCallback(Callback):
         clips = f"the Trainer clips gradients by gradient_clip_val={limit} before" if limit and limit > 0 else ""
         if self._given is not None and not self._transforms and not _chains(trainer.optimizers):
             if clips:  # the Trainer has to clip for other optimizers
-                warnings.warn(f"{clips} they are recorded. For the norms before, set it to None", stacklevel=2)
+                warn_user(f"{clips} they are recorded. For the norms before, set it to None")
             return
         if clips:
             raise ValueError(

@@ -6,6 +6,7 @@ from typing import Any, NoReturn
 from torch.optim import Optimizer
 
 from torchzero_clip.checks import instance, is_numeric
+from torchzero_clip.core.group_keys import BEFORE_STEP
 from torchzero_clip.modular.before_step import BeforeStep
 from torchzero_clip.modular.modular import Modular
 
@@ -43,8 +44,9 @@ def as_lr(optimizer: Optimizer | BeforeStep, key: str) -> Optimizer:
     key = optimizer.storage_keys.get(key, key) if isinstance(optimizer, Modular) else key
     for i, group in enumerate(optimizer.param_groups):
         if key not in group:
-            known = ", ".join(sorted(k for k, value in group.items() if is_numeric(value)))
-            raise ValueError(f"param group {i} has no setting {key!r}; it has: {known}")
+            known = ", ".join(sorted(k for k, value in group.items() if is_numeric(value) and ":" not in k))
+            handle = ". Those of transforms before its steps: as_lr(handle, ...)" if BEFORE_STEP in group else ""
+            raise ValueError(f"param group {i} has no setting {key!r}; it has: {known}{handle}")
         if isinstance(group[key], tuple | list) or not is_numeric(group[key]):
             raise ValueError(f"{key!r} is {group[key]!r} in param group {i}: schedulers of torch change only numbers")
     if isinstance(optimizer, Modular) and optimizer.is_scheduled(key):

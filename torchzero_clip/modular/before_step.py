@@ -1,6 +1,5 @@
 """Transforms that change the gradients before each step of any optimizer."""
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -13,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from torchzero_clip.checks import instance
-from torchzero_clip.compat import may_be_template, never_compiled, steps_being_taken
+from torchzero_clip.compat import may_be_template, never_compiled, steps_being_taken, warn_user
 from torchzero_clip.core.chain import Transforms, flatten
 from torchzero_clip.core.group_keys import BEFORE_STEP as KEY
 from torchzero_clip.core.transform import Transform
@@ -380,10 +379,9 @@ def _warn_of_copy(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     # the groups of SAM are those of its base optimizer
     if optimizer not in _WARNED and not any(handle.has(groups[0]) for handle in _HANDLES):
         _WARNED.add(optimizer)
-        warnings.warn(
+        warn_user(
             f"the {type(optimizer).__name__} that this one was copied or loaded from had transforms before its steps. "
-            "This one has none: call before_step on it",
-            stacklevel=3,
+            "This one has none: call before_step on it"
         )
 
 

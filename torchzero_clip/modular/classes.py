@@ -111,8 +111,11 @@ copyreg.pickle(Ready, _reduced)  # pickle does not ask a class itself how it is 
 def _constructor(base: Any, transforms: tuple[Transform, ...], options: dict[str, Any]) -> Callable[..., None]:
     """The method ``__init__`` of a class. Its signature has the settings, because some frameworks read it."""
     nodes = Chain(*with_learning_rate(list(flatten(transforms)))).nodes()
+    # frameworks may pass arguments that change no result
+    ignored = {key for key in HOW if not any(key in inspect.signature(type(t)).parameters for t in transforms)}
 
     def __init__(self: Any, params: Any, lr: Any = None, **settings: Any) -> None:  # noqa: N807
+        settings = {key: value for key, value in settings.items() if key not in ignored}
         if unknown := [key for key in settings if key not in nodes.storage_keys.values()]:
             raise TypeError(f"no transform has a setting {unknown[0]!r}{_way_out(unknown[0], base, transforms, nodes)}")
         self.given = settings if lr is None else {"lr": lr, **settings}
@@ -133,8 +136,6 @@ def _way_out(name: str, base: type, transforms: Sequence[Transform], nodes: Node
         return f": write {kinds[0].__name__}({name}=...) in {base.__name__}.of(...)"
     if name in inspect.signature(base).parameters:
         return f": write {base.__name__}.of(..., {name}=...)"
-    if name in HOW:
-        return ": leave it out, because it does not change the result of a step"
     return did_you_mean(name, nodes.storage_keys.values())
 
 

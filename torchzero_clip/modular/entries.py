@@ -1,6 +1,5 @@
 """The state of transforms in the checkpoints of another optimizer: an entry of each param group."""
 
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -9,6 +8,7 @@ from torch.utils.hooks import RemovableHandle
 
 from torchzero_clip.checkpoints.identity import IDENTITY
 from torchzero_clip.checkpoints.saving import Load, without_device
+from torchzero_clip.compat import warn_user
 from torchzero_clip.core.group_keys import BEFORE_STEP as KEY
 from torchzero_clip.core.scope import named_params
 from torchzero_clip.modular.front import Front
@@ -104,10 +104,9 @@ class Entries:
             load.agree(None, front.param_groups)
             if not self._has_warned:
                 self._has_warned = True
-                warnings.warn(
+                warn_user(
                     "the checkpoint of the optimizer has no state of the transforms before its steps. They continue "
-                    "with the state that they have",
-                    stacklevel=5,
+                    "with the state that they have"
                 )
             return
         if not all(isinstance(entry, Mapping) and len(_states(entry)) == entry["states"] for entry in entries):

@@ -1,6 +1,5 @@
 """Steps that are taken while the backward runs, so that gradients need little memory."""
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from threading import RLock
@@ -11,7 +10,7 @@ from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from torchzero_clip.checks import count
-from torchzero_clip.compat import at_end_of_backward, current_graph_task_id, never_compiled
+from torchzero_clip.compat import at_end_of_backward, current_graph_task_id, never_compiled, warn_user
 from torchzero_clip.engine.parts import Parts, second_gradient
 from torchzero_clip.modular.modular import Modular
 from torchzero_clip.modular.refusals import refuse
@@ -98,10 +97,9 @@ class StepInBackward:
         for other in list(_IN_USE):
             if other is not self and other._is_in_use and not params.isdisjoint(other._hooks):
                 other._let_go()
-                warnings.warn(
+                warn_user(
                     "parameters stepped in the backward of another optimizer, which takes ordinary steps from now on. "
-                    "To avoid this warning, call remove() of its handle first",
-                    stacklevel=5,
+                    "To avoid this warning, call remove() of its handle first"
                 )
 
     def take(self, param: Tensor) -> None:

@@ -1,11 +1,12 @@
 """The module that an optimizer was built for, which may get other parameters later."""
 
-import warnings
 import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
+
+from torchzero_clip.compat import warn_user
 
 
 class Origin:
@@ -30,9 +31,8 @@ class Origin:
         if lost:
             self._has_warned = True
             others = f" and of {len(lost) - 1} more parameters" if len(lost) > 1 else ""
-            warnings.warn(
+            warn_user(
                 f"the module has a gradient of {lost[0]!r}{others}, which this optimizer does not have, so its "
                 "steps do not change them. Build the optimizer after calls that replace parameters, such as "
-                "fully_shard and load_state_dict(assign=True), and pass parameters of a new layer to add_param_group",
-                stacklevel=4,
+                "fully_shard and load_state_dict(assign=True), and pass parameters of a new layer to add_param_group"
             )

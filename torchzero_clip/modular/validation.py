@@ -1,7 +1,6 @@
 """Checks that a chain and its parameters fit together, which raise errors or warn of likely mistakes."""
 
 import inspect
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch.distributed as dist
@@ -9,6 +8,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
+from torchzero_clip.compat import warn_user
 from torchzero_clip.core.chain import Chain, Transforms, as_written, flatten
 from torchzero_clip.core.group_keys import why_refused
 from torchzero_clip.core.kinds import FinalRule, Gate, UpdateRule
@@ -92,6 +92,8 @@ def check_places(chain: Chain, nodes: Nodes, params: Sequence[NamedParam]) -> No
         before = [other for other, acts in zip(transforms[:i], acting[:i], strict=True) if acts]
         after = [other for other, acts in zip(transforms[i + 1 :], acting[i + 1 :], strict=True) if acts]
         transform.check_chain(before, after)
+        if transform.target == "params_difference" and (rules := [t for t in before if isinstance(t, UpdateRule)]):
+            warn_user(f"{transform!r} replaces the update of {rules[-1]!r}, which has no effect then: put it first")
 
 
 def idle_names(nodes: Nodes, params: Sequence[NamedParam]) -> dict[str, bool]:
@@ -120,14 +122,13 @@ def warn_of_slips(
     """
     for text, is_idle in idle.items():
         if is_idle:
-            warnings.warn(text, stacklevel=3)
+            warn_user(text)
     scopes = [node.scope for node, _ in update_rules(nodes)]
     if not scopes:
         if given is not None and not any(isinstance(transform, LR) for transform in given):
-            warnings.warn(
+            warn_user(
                 "the chain has no optimizer, so each step subtracts the whole update from the parameters, as with a "
-                "learning rate of 1. Put an optimizer at its end, such as AdamW(1e-3), or SGD(1.0) if this is meant",
-                stacklevel=3,
+                "learning rate of 1. Put an optimizer at its end, such as AdamW(1e-3), or SGD(1.0) if this is meant"
             )
         return
     counts = [sum(scope.has(named) for scope in scopes) for named in params]
@@ -142,13 +143,13 @@ def warn_of_unread_keys(groups: Sequence[Group], nodes: Nodes, shown: Iterable[s
     """Warn of keys that were written to param groups and would be refused in a group that is added."""
     for message in dict.fromkeys(why_refused(group, nodes, shown) for group in groups):
         if message is not None:
-            warnings.warn(message, stacklevel=4)
+            warn_user(message)
 
 
 def _warn_of_params(slip: str, found: Sequence[NamedParam], consequence: str) -> None:
     if found:
         others = f" and {len(found) - 1} more" if len(found) > 1 else ""
-        warnings.warn(f"{slip} {found[0]}{others}: {consequence}. See only and without", stacklevel=4)
+        warn_user(f"{slip} {found[0]}{others}: {consequence}. See only and without")
 
 
 def check_tensors(nodes: Nodes, table: Table, known: set[object]) -> None:

@@ -1,7 +1,6 @@
 """Muon."""
 
 import math
-import warnings
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -10,6 +9,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from torchzero_clip.checks import boolean, count, non_negative, number, one_of, positive
+from torchzero_clip.compat import warn_user
 from torchzero_clip.core.kinds import Scaling, UpdateRule
 from torchzero_clip.core.step import Step
 from torchzero_clip.core.transform import Transform
@@ -107,10 +107,9 @@ class Muon(UpdateRule):
         """Warn of norm clips after this transform."""
         later = next((other for other in after if isinstance(other, Scaling)), None)
         if later is not None:
-            warnings.warn(
+            warn_user(
                 f"{later!r} comes after {self!r}, whose updates have norms that depend on their shape alone. "
-                "There it acts on large matrices, not on large gradients. Put it before",
-                stacklevel=4,
+                "There it acts on large matrices, not on large gradients. Put it before"
             )
 
     @override

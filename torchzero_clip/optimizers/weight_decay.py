@@ -1,12 +1,12 @@
 """Weight decay."""
 
-import warnings
 from collections.abc import Sequence
 
 from torch import Tensor
 from typing_extensions import override
 
 from torchzero_clip.checks import non_negative
+from torchzero_clip.compat import warn_user
 from torchzero_clip.core.step import Step
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.functional import foreach
@@ -56,10 +56,9 @@ class WeightDecay(Transform):
         """Warn if another transform decays the same weights."""
         others = [other for other in before if isinstance(other, WeightDecay) and other.defaults["weight_decay"]]
         if others and self.defaults["weight_decay"]:
-            warnings.warn(
+            warn_user(
                 f"the chain decays weights twice, by {others[0]!r} and {self!r}. AdamW has a decay of its own: "
-                "write AdamW(weight_decay=0), or leave WeightDecay out",
-                stacklevel=2,
+                "write AdamW(weight_decay=0), or leave WeightDecay out"
             )
 
     @override

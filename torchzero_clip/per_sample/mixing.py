@@ -3,7 +3,6 @@
 import functools
 import itertools
 import math
-import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Literal, TypeAlias
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from torchzero_clip.checks import one_of
+from torchzero_clip.compat import warn_user
 from torchzero_clip.per_sample.gradients.autograd_graph import leaves_of, nodes_of
 
 Verify: TypeAlias = Literal["first", "always", "never"] | int
@@ -112,7 +112,7 @@ class MixingCheck:
             raise RuntimeError(f"it cannot be checked whether samples mix, because {reason}")
         if not self._warned:
             text = f'it is not checked whether samples mix, because {reason}. verify="never" silences this'
-            warnings.warn(text, stacklevel=7)  # at the line that calls backward(losses)
+            warn_user(text)  # at the line that calls backward(losses)
         self._warned = True
 
     def _half(self, count: int) -> Tensor:

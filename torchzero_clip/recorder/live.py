@@ -1,13 +1,13 @@
 """Sends numbers of a run to a logger."""
 
 import math
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from torchzero_clip.compat import warn_user
 from torchzero_clip.recorder.numbers import median_of, medians
 from torchzero_clip.recorder.precision import relative
 from torchzero_clip.recorder.record import Record
@@ -44,7 +44,7 @@ class Live:
                 self._send(record.steps[end - 1], self._point(record, first, end))
             except Exception as error:  # a logger that fails must not stop training
                 if not self._warned:
-                    warnings.warn(f"log= raised an error, and training continues: {error!r}", stacklevel=2)
+                    warn_user(f"log= raised an error, and training continues: {error!r}")
                 self._warned = True
             if self.next > record.steps[end - 1] + 1:  # the logger has closed the recorder, which sent the rest
                 break

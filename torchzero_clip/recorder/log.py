@@ -2,7 +2,6 @@
 
 import os
 import uuid
-import warnings
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from torchzero_clip.compat import warn_user
 from torchzero_clip.recorder import files
 from torchzero_clip.recorder.layout import By
 from torchzero_clip.recorder.record import Record
@@ -65,10 +65,9 @@ class Log:
         """Append the last ``count`` steps, late losses, and layers of spikes; the others are as in `Output.flush`."""
         if not self.is_new:
             self.is_new = True
-            warnings.warn(
+            warn_user(
                 f"{self.path} already has a record of another run. The new run is appended, and read_record now reads "
-                "the new run. To continue the other run, call load_state_dict before the first step",
-                stacklevel=2,
+                "the new run. To continue the other run, call load_state_dict before the first step"
             )
         record = kept(self._open + count)
         new = record.last(count)

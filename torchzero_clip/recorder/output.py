@@ -1,11 +1,11 @@
 """Writes the steps of a run to its file, and sends them to its logger, now and then."""
 
 import time
-import warnings
 from collections.abc import Callable
 
 from torch import Tensor
 
+from torchzero_clip.compat import warn_user
 from torchzero_clip.recorder.live import EARLIER, Live
 from torchzero_clip.recorder.log import FirstProcess, Log
 from torchzero_clip.recorder.record import Record
@@ -71,8 +71,7 @@ class Output:
             if not warn:
                 raise
             if not self._warned and self.log is not None:
-                text = f"the record could not be written to {self.log.path}, the next write tries again: {error}"
-                warnings.warn(text, stacklevel=2)
+                warn_user(f"the record could not be written to {self.log.path}, the next write tries again: {error}")
             self._warned = True
 
     def _flush(self, kept: Callable[[int], Record], is_end: bool) -> None:

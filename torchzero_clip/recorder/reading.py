@@ -2,7 +2,6 @@
 
 import json
 import math
-import warnings
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchzero_clip.compat import warn_user
 from torchzero_clip.recorder import words
 from torchzero_clip.recorder.data import Block, Ratios, places_of, widened
 from torchzero_clip.recorder.files import BEGIN, KINDS, NUMBER, VERSION, Place, Row
@@ -57,10 +57,10 @@ def read_record(path: Place, run: str | None = None) -> Record:
     if reader.broken:
         one = reader.broken == 1
         what = "1 line is broken or belongs" if one else f"{reader.broken} lines are broken or belong"
-        warnings.warn(f"{path}: {what} to an unknown run, and {'was' if one else 'were'} left out", stacklevel=2)
+        warn_user(f"{path}: {what} to an unknown run, and {'was' if one else 'were'} left out")
     family = reader.ancestry(reader.last if run is None else run)
     if run is None and (others := reader.others(family)):
-        warnings.warn(f"{path} also has {', '.join(others)}: pass run= to read another one", stacklevel=2)
+        warn_user(f"{path} also has {', '.join(others)}: pass run= to read another one")
     whole = _Run("")
     for one in family:
         whole.drop(one.start)
@@ -69,7 +69,7 @@ def read_record(path: Place, run: str | None = None) -> Record:
     record = _composed(str(path), whole, reader.size)
     if lost := record.steps[-1] - record.steps[0] + 1 - len(record.steps) if record.steps else 0:
         span = f"steps {record.steps[0]:,} to {record.steps[-1]:,}"
-        warnings.warn(f"{path}: of {span}, {lost:,} {words.was(lost)} lost", stacklevel=2)
+        warn_user(f"{path}: of {span}, {lost:,} {words.was(lost)} lost")
     return record
 
 

@@ -1,6 +1,5 @@
 """The recorder of an optimizer."""
 
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, get_args
@@ -11,6 +10,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from torchzero_clip.checks import count, instance, one_of, steps
+from torchzero_clip.compat import warn_user
 from torchzero_clip.core.kinds import Gate
 from torchzero_clip.engine.reported_loss import ReportedLoss
 from torchzero_clip.modular.before_step import chain_of
@@ -191,7 +191,7 @@ class Recorder(Readable):
             self.flush()
             return read_record(log.path, log.run).filled(kept)
         except (OSError, ValueError) as error:
-            warnings.warn(f"older steps cannot be read from {log.path}: {error}", stacklevel=3)
+            warn_user(f"older steps cannot be read from {log.path}: {error}")
             return kept
 
     @override
@@ -315,7 +315,7 @@ def begun(
             return found
         except Exception as error:  # a run must not end because of its record
             what = saved if isinstance(saved, Path) else "the record in the checkpoint"
-            warnings.warn(f"{what} cannot be read, the record continues at step {step}: {error!r}", stacklevel=2)
+            warn_user(f"{what} cannot be read, the record continues at step {step}: {error!r}")
     if step > found.step:
         found.load_state_dict({"step": step, "tape": None})
     return found

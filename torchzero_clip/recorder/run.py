@@ -2,7 +2,6 @@
 
 import atexit
 import operator
-import warnings
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
-from torchzero_clip.compat import may_be_template, never_compiled
+from torchzero_clip.compat import may_be_template, never_compiled, warn_user
 from torchzero_clip.core.kinds import Scaling, UpdateRule
 from torchzero_clip.core.nodes import Node
 from torchzero_clip.engine.listener import Listener, Seen
@@ -118,11 +117,10 @@ class Run(Listener):
 
     def _judge_loss(self, has_loss: bool) -> None:
         if self._taken == 1 and has_loss and self._began_without_loss:
-            warnings.warn(
+            warn_user(
                 "the first step was recorded without a loss, and the second step with a loss. If report_loss is called "
                 "after optimizer.step(), each loss counts for the next step. Call it before step(), or write "
-                "recorder.report_loss(loss, step=recorder.step - 1)",
-                stacklevel=2,
+                "recorder.report_loss(loss, step=recorder.step - 1)"
             )
         self._began_without_loss = not self._taken and not has_loss
 
@@ -169,7 +167,7 @@ class Run(Listener):
         record = replace(tape.record(self.by, last), joint=self._joint)
         if not self._alarmed and record.alarm(self._loaded_until):
             self._alarmed = True
-            warnings.warn(str(tape.record(self.by).alarm(self._loaded_until)), stacklevel=2)  # with all usual norms
+            warn_user(str(tape.record(self.by).alarm(self._loaded_until)))  # with all usual norms
         return record
 
     def _last_of_older(self, count: int) -> list[Record]:
@@ -246,7 +244,7 @@ def _finish() -> None:
         try:
             run.close()
         except Exception as error:  # one file that cannot be written must not cost the others
-            warnings.warn(f"the last steps of a record were not written: {error!r}", stacklevel=1)
+            warn_user(f"the last steps of a record were not written: {error!r}")
 
 
 def take_over(path: Path) -> None:

@@ -1,7 +1,6 @@
 """What is captured of a forward of the model and of its backwards."""
 
 import functools
-import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 
 from torchzero_clip.checks import instance
+from torchzero_clip.compat import warn_user
 from torchzero_clip.per_sample.gradients.contributions import Contribution, Dense, Memory, Tied
 from torchzero_clip.per_sample.gradients.products import Products
 from torchzero_clip.per_sample.gradients.rows import RowProducts, SparseRows
@@ -184,11 +184,10 @@ class CapturedGradients:
             )
             raise ValueError(f"{found}: call clip_and_accumulate(batch_size=...), or use backward(losses)")
         if any(forward.batch_size is None and not forward.direct for forward in self.forwards):
-            warnings.warn(
+            warn_user(
                 "the arguments of the forward have several sizes in the dimension of the samples, so each of "
                 f"{self.batch_size} rows was taken for a sample, which is wrong for nodes of graphs. Let "
-                "clip_and_accumulate(batch_size=...) check it, or backward(losses) find the samples",
-                stacklevel=4,
+                "clip_and_accumulate(batch_size=...) check it, or backward(losses) find the samples"
             )
 
 

@@ -21,6 +21,7 @@ from torchzero_clip.compat import (
     fully_sharded,
     get_unwrapped,
     is_batchedtensor,
+    warn_user,
 )
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
 from torchzero_clip.per_sample.processes.sharding import memory_of
@@ -249,9 +250,8 @@ def copies_of(layer: CapturedLayer, count: int) -> dict[str, Tensor]:
     size = count * sum(param.nbytes for param in layer.params.values())
     if size > WARN and WARNED not in layer.known:
         layer.known[WARNED] = True
-        warnings.warn(
-            f"{layer} runs sample by sample: its per-sample gradients take {size / 2**30:.1f} GiB for {count} samples",
-            stacklevel=2,
+        warn_user(
+            f"{layer} runs sample by sample: its per-sample gradients take {size / 2**30:.1f} GiB for {count} samples"
         )
     result: dict[str, Tensor] = {}
     for prefix, module in layer.module.named_modules(prefix="inner", remove_duplicate=False):
