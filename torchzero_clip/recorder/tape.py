@@ -32,13 +32,13 @@ class Note:
 class Tape:
     """The norms and numbers of the last steps, as rows on the device, all with the same layout.
 
-    It has `LATEST` more steps than can be read, because these are compared with those before. ``used`` are the
-    parameters that had gradients other than 0 in earlier steps.
+    It has more steps than can be read: `LATEST` with which these are compared, and the next ones that are forgotten.
+    ``used`` are the parameters that had gradients other than 0 in earlier steps.
     """
 
     def __init__(self, keep: int, layout: Layout, device: torch.device, used: Collection[str] = ()) -> None:
         self.layout, self.device, self.keep = layout, device, keep
-        self._size = keep + LATEST
+        self._size = (-(-keep // LATEST) + 2) * LATEST
         self._hidden = set(layout.frozen)  # the places of those that were frozen at the start and had no gradient since
         self.count = 0  # how many steps were written
         self.keys: list[str] = []
@@ -66,10 +66,10 @@ class Tape:
         self._write(note, torch.cat([norms, torch.stack(found)]) if found else norms)
 
     def _write(self, note: Note, row: Tensor) -> None:
-        oldest = self._rows.select(0, self.count % self._size)
-        if self.count >= self._size:
-            self._used |= self._norms(oldest) > 0
-        foreach.copy_([oldest], [row])
+        place = self.count % self._size
+        if self.count >= self._size and place % LATEST == 0:
+            self._used |= (self._norms(self._rows.narrow(0, place, LATEST)) > 0).any(dim=0)
+        foreach.copy_([self._rows.select(0, place)], [row])
         self.notes.append(note)
         self.count += 1
 
@@ -156,9 +156,10 @@ class Tape:
         return Record(*own, ratios=ratios, precision=known, jumps=jumped).last(last)
 
     def state_dict(self) -> dict[str, Any]:
-        norms, numbers, ratios, used = self._read(self._size)
-        steps, refused_by = [note.step for note in self.notes], [note.refused_by for note in self.notes]
-        notes = {"steps": steps, "refused_by": refused_by, "limits": [dict(note.limits) for note in self.notes]}
+        norms, numbers, ratios, used = self._read(self.keep + LATEST)
+        kept = list(self.notes)[len(self.notes) - len(norms) :]
+        steps, refused_by = [note.step for note in kept], [note.refused_by for note in kept]
+        notes = {"steps": steps, "refused_by": refused_by, "limits": [dict(note.limits) for note in kept]}
         names, keys = list(self.layout.names), list(self.keys)
         own = {"norms": norms, "numbers": numbers, "ratios": ratios, "used": used[0] > 0, "keep": self.keep}
         return {"names": names, **notes, "keys": keys, **own}
