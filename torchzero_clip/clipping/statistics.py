@@ -17,7 +17,7 @@ from torchzero_clip.functional.measure import Measured, Slicing, by_setting
 from torchzero_clip.functional.norms import combine, extent, may_look
 from torchzero_clip.functional.rings import filled, written
 from torchzero_clip.functional.scratch import Scratch
-from torchzero_clip.functional.shards import elements_at, pack
+from torchzero_clip.functional.shards import elements_at
 from torchzero_clip.types import Ord, Setting, State, Target
 
 
@@ -43,7 +43,6 @@ class Tracked:
         whole = self._rows is None
         self.shared = step.by_setting() if whole else by_setting([step.settings[i] for i in self.indices])
         """Each setting, with the range of ``indices`` that share it."""
-        self._numbers: dict[str, Tensor] = {}
         self.norms = self.of(measured)
         started = self["started"]
         self._all_marked = False
@@ -100,12 +99,10 @@ class Tracked:
         return tools.measure(averages, slicing, known)
 
     def __getitem__(self, key: str) -> Tensor:
-        """The stored numbers under one key."""
-        if not self.joint:
-            return self._step.live_numbers(key, self._rows)
-        if key not in self._numbers:
-            self._numbers[key] = pack([self._step.global_state[key]])
-        return self._numbers[key]
+        """The stored numbers under one key, not to be used after `keep`."""
+        if self.joint:
+            return self._step.global_state[key].double().view(1)
+        return self._step.live_numbers(key, self._rows)
 
     def column(self, key: str) -> list[Tensor]:
         """The state of the tensors with a statistic, under one key."""
@@ -118,7 +115,6 @@ class Tracked:
         if not (self.is_usual or (may_look(self.usable) and bool(self.usable.all()))):
             values = {key: torch.where(self.usable, value, self[key]) for key, value in values.items()}
         if self.joint:
-            self._numbers.clear()
             stored = [self._step.global_state[key] for key in values]
             foreach.copy_(stored, [value.squeeze(0) for value in values.values()])
             return

@@ -14,9 +14,9 @@ from torchzero_clip.checks import boolean, count, dims
 from torchzero_clip.functional import foreach, rows
 from torchzero_clip.functional.metric import Metric, parse_ord
 from torchzero_clip.functional.norms import (
-    all_ones,
     beyond_float32,
     combine,
+    extent,
     joint_moments,
     joint_norm_of_meshes,
     may_look,
@@ -465,19 +465,21 @@ def no_numbers(metric: Metric, device: torch.device) -> Tensor:
 
 def scale_(measured: Measured, factors: Tensor, scratch: Scratch | None = None, *, name: str = "") -> None:
     """Multiply every slice by its factor, in place; with memory this takes few launches, see `rows.multiply_short_`."""
-    if not measured.targets or all_ones(factors):
+    known = extent(factors) if may_look(factors) else None
+    if not measured.targets or known == (1.0, 1.0):
         return
-    if measured.is_whole and not (factors.is_cpu and beyond_float32(factors)):
+    is_beyond = beyond_float32(factors, known)
+    if measured.is_whole and not (factors.is_cpu and is_beyond):
         if scratch is None or factors.is_cpu or foreach.is_one_number(factors):
             foreach.multiply_each_(measured.targets, factors)
         else:
             rows.multiply_each_(measured.targets, factors, scratch, name=name)
         return
-    if measured.slices is not None and not beyond_float32(factors):
+    if measured.slices is not None and not is_beyond:
         measured.slices.scale_(measured.targets, factors)
         return
     targets = memories(measured.targets)  # a scalar is measured as a vector
-    foreach.scale_(targets, measured.shaped(factors), exact=beyond_float32(factors))
+    foreach.scale_(targets, measured.shaped(factors), exact=is_beyond)
 
 
 def effect(measured: Measured, factors: Tensor) -> dict[str, Tensor]:
