@@ -163,6 +163,13 @@ CASES = {
         lambda: Outer(lambda m, x: m.lin(x) @ m.lin.weight.T, lin=linear()),
         batch,
     ),
+    "'inner.p' got a gradient from outside": (
+        lambda: Outer(
+            lambda m, x: m.inner(x) @ m.inner.p,
+            inner=Inner(lambda m, x: m.lin(x) * m.p[0], lin=linear(), p=weight(3, 3)),
+        ),
+        batch,
+    ),
     "make another tensor of it": (lambda: Outer(old_weight_norm, lin=normed()), batch),
     "samples are not known. Say": (lambda: Outer(folded_unseen, lin=linear()), batch),
     "samples are not known": (

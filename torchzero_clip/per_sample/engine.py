@@ -366,8 +366,8 @@ class Engine:
         if any(leaf is owner._parameters[key] for leaf in made):
             hooks = "Hooks such as that of torch.nn.utils.weight_norm make another tensor of it"
             return f"{hooks}: use torch.nn.utils.parametrizations{', or ' if line else ''}{line}. "
-        if isinstance(layer := vars(owner).get("forward"), CapturedLayer) and layer.rule.runs_layers:
-            line = whole_line(model, name)  # the module itself may do
+        if not line and isinstance(layer := vars(owner).get("forward"), CapturedLayer) and layer.rule.runs_layers:
+            line = whole_line(model, name)  # the model itself
         return f"If the model uses it, {line or 'freeze it'}. "
 
     def show(self, param: Any, **values: Tensor) -> None:
