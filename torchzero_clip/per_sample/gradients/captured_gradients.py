@@ -163,7 +163,10 @@ class CapturedGradients:
                 if seen and not count % seen and len(self.forwards) == 1:
                     n = count // seen
                     mean = f"view({seen}, {n}).mean(1)" if batch_first else f"view({n}, {seen}).mean(0)"
-                    way_out = f"One loss for each token? Average over the tokens of each sample: losses.{mean}"
+                    way_out = (
+                        "One loss for each token? If some are padded, divide each sum by the number of real ones. "
+                        f"Else average over the tokens of each sample: losses.{mean}"
+                    )
                 elif seen > count and (every or len(counts) > 1):
                     vectors = "sample_of_node, sample_of_edge" if len(counts) > 1 else "sample_of_row"
                     rows = f"`with clipper.rows({vectors}, batch_size={count}):`"
