@@ -196,7 +196,7 @@ class BeforeStep:
         return results[0]
 
     def _change(self, optimizer: Optimizer, result: Any) -> None:
-        """Apply the transforms. If they refuse the step, end it, or hide the gradients if nobody would catch that."""
+        """Apply the transforms. A refused step ends here. Without the wrapper, it goes on without gradients."""
         front, groups = self._front, optimizer.param_groups
         self._is_refused_by_scaler = False
         self._entries.look(groups)
@@ -210,7 +210,7 @@ class BeforeStep:
             return
         if self._is_wrapped:
             raise RefusedStep(result)
-        # optimizers of torch change nothing without gradients
+        # an optimizer of torch changes nothing if no parameter has a gradient
         params = {param for group in groups for param in group["params"] if param.grad is not None}
         self._hidden = [(param, param.grad) for param in params]
         for param in params:

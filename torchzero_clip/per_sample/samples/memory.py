@@ -43,7 +43,7 @@ def end_of(layout: Layout) -> int:
 
 
 def seen(owners: Owners, layout: Layout, count: int) -> Labels:
-    """The labels of a tensor in a memory. Nobody else has them, so that they may be changed."""
+    """The labels of a tensor in a memory."""
     step = _step_of(owners, layout, count) if owners.of is None else None
     labels = _spread(owners, layout, count) if step is None else step
     return simplest(labels, layout.shape, count, of_batch=False) if isinstance(labels, Tensor) else labels
@@ -51,7 +51,8 @@ def seen(owners: Owners, layout: Layout, count: int) -> Labels:
 
 @functools.lru_cache(4096)
 def _step_of(owners: Owners, layout: Layout, count: int) -> int | None:
-    """The labels of a regular tensor in a regular memory."""
+    """The labels of a tensor in a regular memory; None if they are irregular."""
+    # labels that are tensors could be long, and are not kept
     found = 1 if count == 1 else simplest(_spread(owners, layout, count), layout.shape, count)
     return found if isinstance(found, int) else None
 
@@ -98,8 +99,7 @@ def _regular(labels: int, layout: Layout, count: int) -> Owners | None:
         return None
     place = place_of(labels, layout.shape, count)
     owners = Owners(0 if place is None else place.run * layout.strides[place.dim], layout.offset)
-    found = seen(owners, layout, count) if owners.step else None
-    return owners if isinstance(found, int) and found == labels else None
+    return owners if owners.step and _step_of(owners, layout, count) == labels else None
 
 
 def written(owners: Owners | None, labels: Labels, layout: Layout, end: int, count: int) -> Owners | None:

@@ -35,7 +35,7 @@ class _Memory:
         self.held = storage._weak_ref()  # keeps the address; `StorageWeakRef` of torch takes twice as long
         self.found, self.first, self.end = found, first, end
         self.size = size = tensor.element_size()
-        self.version = 0 if tensor.is_inference() else tensor._version  # it changes with every change in place
+        self.version = version_of(tensor)  # it changes with every change in place
         self.whole = first == 0 and end * size == storage.nbytes()  # these are all entries of the memory
         self.step = found if isinstance(found, int) and self.whole else 0  # of contiguous tensors of all entries
         self.labels: dict[tuple[int, Layout], Labels] = {}  # of irregular tensors in it, once asked
