@@ -52,7 +52,7 @@ def train(guarded: bool, steps: int) -> tuple[float, list[str]]:
                 raise
             model.load_state_dict(checkpoint["model"])
             optimizer.load_state_dict(checkpoint["optimizer"])
-            events.append(f"file {file}: {str(error).split(':')[0]}")
+            events.append(f"file {file}: {str(error).split('.')[0]}")
     x = torch.rand(1000, 2) * 2 - 1
     with torch.no_grad():
         return nn.functional.mse_loss(model(x), target(x)).item(), events
