@@ -77,7 +77,7 @@ def run(steps: int) -> tuple[list[dict[str, float]], bool]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=200, help="training steps (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=100, help="training steps (default: %(default)s)")
     steps = max(parser.parse_args().steps, 10)
     transformers.logging.set_verbosity_error()
     logs, same = run(steps)

@@ -49,7 +49,7 @@ def train(lr: float, transforms: list[Transform], steps: int) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=300)
     args = parser.parse_args()
     torch.set_num_threads(1)
     clip = ClipNorm(LIMIT, dim="global")

@@ -107,7 +107,7 @@ def train(chain: list[Transform], updates: int, seed: int) -> tuple[list[float],
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=25, help="updates, each with 16 steps (default: %(default)s)")
-    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--seeds", type=int, default=1)
     args = parser.parse_args()
     torch.set_num_threads(1)
     print(f"{'length of episodes':20}" + "".join(f"{part:>7}" for part in ("1/4", "1/2", "3/4", "end")))

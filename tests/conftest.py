@@ -1,8 +1,8 @@
 """Every test starts from the same random numbers; Hypothesis explores new ones under HYPOTHESIS_PROFILE=explore.
 
 The quick run is ``pytest -m "not slow"``. It leaves out the tests with the mark ``slow``, the contract tests of an
-entry that ``varies``, and all but ``QUICK_CASES`` cases of each parametrized test. In a full run, an entry meets two of
-the dtypes and ways of each test, and one if it varies another entry.
+entry that ``varies``, and all but ``QUICK_CASES`` cases of each parametrized test. In a full run, an entry meets one of
+the dtypes and ways of each test, and half of the tests if it varies another entry.
 """
 
 import gc
@@ -63,15 +63,16 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def few(items: list[pytest.Item]) -> list[pytest.Item]:
-    """All tests, but each entry meets two of the dtypes and ways of each test, and one if it varies another entry."""
-    chosen: dict[object, list[pytest.Item]] = defaultdict(list)
+    """All tests, but each entry meets one of the dtypes and ways of each test, or of each second if it varies."""
+    chosen: dict[object, pytest.Item] = {}
     for item in sorted(items, key=lambda item: crc32(item.nodeid.encode())):
         params = item.callspec.params if hasattr(item, "callspec") else {}
         entry, test = params.get("entry"), (item.nodeid.partition("[")[0], params.get("check"))
-        cases = chosen[(*test, entry.name) if hasattr(entry, "varies") else item]
-        if len(cases) < (1 if getattr(entry, "varies", False) else 2):
-            cases.append(item)
-    kept = {item for cases in chosen.values() for item in cases}
+        if not hasattr(entry, "varies"):
+            chosen[item] = item
+        elif not entry.varies or crc32(f"{test} {entry}".encode()) % 2:
+            chosen.setdefault((*test, entry.name), item)
+    kept = set(chosen.values())
     return [item for item in items if item in kept]
 
 

@@ -1,6 +1,7 @@
 """Runs a function in several processes with one gloo group, or a program, under a time limit: a hang fails the test."""
 
 import faulthandler
+import importlib
 import multiprocessing
 import os
 import runpy
@@ -122,7 +123,7 @@ def run_program(
 
 
 def run_script(script: Path, *args: str, limit: float = LIMIT) -> str:
-    """Run a Python program that starts no processes, and return what it printed. It finds torch already imported.
+    """Run a Python program, and return what it printed. It and its processes find torch already imported.
 
     Raises:
         AssertionError: The program has failed, or still runs at the limit. The message has what it has printed.
@@ -142,15 +143,6 @@ def run_script(script: Path, *args: str, limit: float = LIMIT) -> str:
         return (folder / "out.txt").read_text()
 
 
-def run_script_of_processes(script: Path, *args: str) -> str:
-    """Run a Python program that starts processes with a forkserver, which imports torch once for all of them."""
-    code = f"import multiprocessing, runpy, sys; multiprocessing.set_forkserver_preload({PRELOADED}); del sys.argv[0]; "
-    code += "runpy.run_path(sys.argv[0], run_name='__main__')"
-    done = run_program([sys.executable, "-W", "ignore", "-c", code, script, *args])
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def _script(folder: Path, script: Path, args: tuple[str, ...]) -> None:
     """What the process of a program does."""
     for name, stream in (("out", sys.stdout), ("errors", sys.stderr)):
@@ -158,6 +150,9 @@ def _script(folder: Path, script: Path, args: tuple[str, ...]) -> None:
         os.dup2(file, stream.fileno())
     shows_where_it_waits(file)
     warnings.simplefilter("ignore")
+    spawn = importlib.import_module("torch.multiprocessing.spawn")
+    start = spawn.start_processes
+    spawn.start_processes = lambda *own, **options: start(*own, **{**options, "start_method": "fork"})
     sys.argv = [str(script), *args]
     runpy.run_path(str(script), run_name="__main__")
 

@@ -89,7 +89,6 @@ waits() if sys.argv[1:] else waits_for_another()
 def test_a_script_returns_what_it_printed_and_its_error_is_a_failure(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import sys\nprint(__name__, sys.argv[1])\nassert sys.argv[1] == 'good', 'a bad word'\n")
-    assert ranks.run_script(script, "good") == ranks.run_script_of_processes(script, "good") == "__main__ good\n"
-    for run in (ranks.run_script, ranks.run_script_of_processes):
-        with pytest.raises(AssertionError, match="a bad word"):
-            run(script, "bad")
+    assert ranks.run_script(script, "good") == "__main__ good\n"
+    with pytest.raises(AssertionError, match="a bad word"):
+        ranks.run_script(script, "bad")

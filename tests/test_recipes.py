@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from ranks import run_script, run_script_of_processes
+from ranks import run_script
 
 ROOT = Path(__file__).parents[1]
 RECIPES = ROOT / "docs" / "recipes"
@@ -113,8 +113,7 @@ def test_every_recipe_is_in_the_table_and_in_the_navigation():
 def test_a_program_prints_what_its_page_shows(name):
     for package in NEEDS.get(name, "").split():
         pytest.importorskip(package, reason=f"{package} is not installed")
-    run = run_script_of_processes if name == "accelerate_fsdp2" else run_script
-    printed, page = run(ROOT / "examples" / f"{name}.py"), (RECIPES / f"{name}.txt").read_text()
+    printed, page = run_script(ROOT / "examples" / f"{name}.py"), (RECIPES / f"{name}.txt").read_text()
     (words, numbers), (expected_words, expected) = shown(printed), shown(page)
     assert words == expected_words
     if name in CLAIMS:

@@ -210,11 +210,21 @@ def no_collections():
     gc.enable()
 
 
-WITHOUT_STATE = {"ClipNormByEMA", "ClipValueGrowth", "ZClip", "SGD-momentum", "ClipToMedian", "scopes"}
+WITHOUT_STATE = {"ClipNormByEMA", "ClipValueGrowth", "ZClip", "SGD-momentum"}
 """Chains that create their state in different ways, and are compiled before they have any."""
 ALIKE = {"ClipNorm-rows", "ClipNorm-std", "Centralize-global", "ClipValueByEMA-tfm", "ClipValueGrowth-none", "SGD"}
 ALIKE |= {"ClipNormByEMA-joint", "ClipToUsual", "Adam+two clips", "statistics+Adam", "unit chain", "scoped unit", "LR"}
-ALIKE |= {"NormalizeByEMA", "Normalize", "SkipStep-sigma", "ClipNorm+AdamW", "LimitRMS", "target params", "Adam"}
+ALIKE |= {
+    "ClipByWeights",
+    "TrackJointNorm",
+    "NormalizeByEMA",
+    "Normalize",
+    "SkipStep-sigma",
+    "ClipNorm+AdamW",
+    "LimitRMS",
+    "target params",
+    "Adam",
+}
 """Chains for which the compiler finds the code of others."""
 
 

@@ -62,7 +62,7 @@ def test_a_few_chains_equal_one_process(event, names):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("processes", "seeds"), [(2, range(20)), (3, range(30, 60))], ids=["2", "3"])
+@pytest.mark.parametrize(("processes", "seeds"), [(2, range(12)), (3, range(30, 45))], ids=["2", "3"])
 def test_random_chains_equal_one_process(processes, seeds):
     for found in ranks.run(random_groups.all_differences, processes, seeds):
         assert not found, "\n\n".join(found)

@@ -7,10 +7,10 @@ import ranks
 from contract import resharding
 from contract.resharding import JOBS, SAVED, STEPS, WAYS, assert_near, joined, training_of
 
-ALL = [(name, way) for name in JOBS for way in WAYS]
 EACH = list(zip(JOBS, WAYS, strict=True))
 """Each job and each way once."""
-slow = [pytest.mark.slow, pytest.mark.xdist_group("resharding")]  # one process has the checkpoints
+OTHERS = list(zip(JOBS, (*WAYS[1:], *WAYS[:1]), strict=True))
+"""Each job in another way."""
 
 
 @functools.cache
@@ -21,18 +21,6 @@ def unbroken(name, way):
     saved = training.found()
     training.steps(SAVED, STEPS)
     return saved, training.found()
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory):
-    """The checkpoints of runs of ``count`` processes: their folder, and what was saved."""
-
-    @functools.cache
-    def written(count):
-        folder = tmp_path_factory.mktemp(f"of_{count}")
-        return folder, ranks.run(resharding.save, count, folder, ALL)
-
-    return written
 
 
 def without_metrics(found):
@@ -61,13 +49,11 @@ def test_a_checkpoint_of_two_processes_loads_into_one_without_sharding(tmp_path)
     assert_went_on(saved, resumed, *jobs)
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "jobs"),
-    [pytest.param(*case, marks=slow, id=f"{case[0]} to {case[1]}") for case in [(4, 2, ALL), (1, 4, EACH)]],
-)
-def test_a_checkpoint_loads_into_another_number_of_processes(checkpoints, before, after, jobs):
-    folder, saved = checkpoints(before)
-    resumed = ranks.run(resharding.resume, after, folder, jobs)
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "after", "jobs"), [(4, 2, EACH), (1, 4, OTHERS)], ids=["4 to 2", "1 to 4"])
+def test_a_checkpoint_loads_into_another_number_of_processes(tmp_path, before, after, jobs):
+    saved = ranks.run(resharding.save, before, tmp_path, jobs)
+    resumed = ranks.run(resharding.resume, after, tmp_path, jobs)
     for job in jobs:
         assert_went_on(saved, resumed, job)
 

@@ -40,14 +40,11 @@ LIMITS = {
     "AdamW": Limit(3, 29),
     "ClipNorm global + AdamW": Limit(30, 37),
     "ClipNorm + AdamW": Limit(30, 38),
-    "ClipNorm linf + AdamW": Limit(30, 38),
-    "Normalize + AdamW": Limit(30, 38),
     "ClipRMS + AdamW": Limit(35, 38),
     "ClipNormGrowth + AdamW": Limit(55, 38),
     "GradientStabilizer + AdamW": Limit(65, 38),
     "AdaGC + AdamW": Limit(95, 38),
     "ClipNormByEMA + AdamW": Limit(85, 75, 1),
-    "NormalizeByEMA + AdamW": Limit(85, 75, 1),
     "AdaptiveGradientClip + AdamW": Limit(460, 50),
     "Centralize + AdamW": Limit(420, 42),
     "ClipValue + AdamW": Limit(15, 52),
@@ -55,8 +52,6 @@ LIMITS = {
     "ClipValueByEMA + AdamW": Limit(45, 125, 1),
     "ClipValueGrowth + AdamW": Limit(55, 210, 1),
     "ClipNorm global + SGD": Limit(30, 29),
-    "ClipNorm + SGD": Limit(30, 30),
-    "ClipValue + SGD": Limit(15, 44),
     "SpikeAwareClip + AdamW": Limit(55, 200, 1),
 }
 """Of chains in `table.LINKS`."""
