@@ -97,13 +97,6 @@ def test_fast_equals_readable(**case):
     compare(**case)
 
 
-@pytest.mark.slow
-@settings(max_examples=40)
-@given(**cases)
-def test_fast_equals_readable_in_many_cases(**case):
-    compare(**case)
-
-
 def compare(clips, rule, shapes, dtype, events, scoped):
     def make() -> list[Transform]:
         transforms = [CLIPS[name]() for name in clips]
@@ -135,7 +128,7 @@ def test_parameters_drop_out_one_by_one():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["global", "per tensor", "value ema"])
+@pytest.mark.parametrize("name", ["global", "value ema"])
 def test_rounding_does_not_add_up(name):
     shapes = [(3, 5), (7,), (40, 30)]
     # torch rounds 1 - lr * weight_decay to float32, in its loop too: with decay it is 1.4e-5 from float64 in the end

@@ -156,15 +156,15 @@ def marks(name):
     return [*(PUBLISHED if TABLE[name].published else ()), pytest.mark.xdist_group(f"model {name}")]
 
 
-SLOW = itertools.cycle((by_classic_form, with_low_memory))  # each model takes one of them
-FORMS = [(name, form) for name in TABLE for form in (by_backward, by_two_passes, next(SLOW))]
+OTHERS = itertools.cycle((by_two_passes, by_classic_form, with_low_memory))  # each model takes one of them
+FORMS = [(name, form) for name in TABLE for form in (by_backward, next(OTHERS))]
 
 
 @pytest.mark.filterwarnings("ignore:the arguments of the forward have several sizes")
 @pytest.mark.parametrize(
     ("name", "form"),
     [
-        pytest.param(name, form, marks=[*marks(name), *([pytest.mark.slow] * (k % 3 == 2))])
+        pytest.param(name, form, marks=[*marks(name), *([pytest.mark.slow] * (k % 2))])
         for k, (name, form) in enumerate(FORMS)
     ],
 )
