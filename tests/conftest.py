@@ -20,7 +20,7 @@ settings.register_profile("same", deadline=None, derandomize=True, max_examples=
 settings.register_profile("explore", deadline=None, max_examples=1000)
 settings.register_profile("quick", deadline=None, derandomize=True, max_examples=20)
 
-QUICK_CASES = int(os.environ.get("QUICK_CASES", "6"))
+QUICK_CASES = int(os.environ.get("QUICK_CASES", "3"))
 LONG = ("test_pretended", "test_process_group", "test_recipes", "test_examples", "test_without_fast")
 SLOW_MODULE = re.compile(r"^pytestmark = .*pytest\.mark\.slow", re.MULTILINE)
 

@@ -241,7 +241,7 @@ def assert_traced(call, *given):
     torch.testing.assert_close((found, own), (call(*others), others))
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize("entry", [e for e in ENTRIES if acts_on_elements(e.make())], ids=str)
 def test_every_change_and_every_formula_is_one_graph_and_counts_in_rows(entry):

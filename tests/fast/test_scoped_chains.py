@@ -153,7 +153,7 @@ def test_operations_keep_their_order_across_scopes():
     assert params["c"].tolist() == pytest.approx([-0.5, -0.5])
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(1)
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
 @pytest.mark.parametrize("block", [*range(10), *(pytest.param(k, marks=pytest.mark.slow) for k in range(10, 14))])
 def test_random_chains_of_crossing_scopes(block):

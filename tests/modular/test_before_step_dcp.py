@@ -31,7 +31,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.quick_cases(12)
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("chain", CHAINS)
 @pytest.mark.parametrize("name", OPTIMIZERS)

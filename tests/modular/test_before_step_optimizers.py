@@ -58,7 +58,7 @@ def stepped(optimizer, params, row):
     optimizer.step()
 
 
-@pytest.mark.quick_cases(12)
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("chain", STATELESS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_stateless_chains_are_our_functions(name, chain):

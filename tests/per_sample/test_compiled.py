@@ -93,6 +93,7 @@ def test_a_compiled_step_raises_while_gradients_wait():
             step()
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize("private", [False, True])
 def test_a_step_in_one_graph_is_checked_too(private):

@@ -44,7 +44,7 @@ def made(entry, device="cpu"):
     return model.to(device), inputs, {} if not settings else settings[0]
 
 
-@pytest.mark.quick_cases(40)
+@pytest.mark.quick_cases(20)
 @EVEN
 @pytest.mark.parametrize("name", [*LAYERS, *MODELS])
 def test_equals_one_backward_per_sample(name):

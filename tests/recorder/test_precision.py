@@ -135,7 +135,7 @@ JUMPS = {
 }
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", JUMPS)
 def test_a_jump_above_the_rounding_is_always_named(kind, tmp_path):
     model, name, change = JUMPS[kind]
