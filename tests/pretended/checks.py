@@ -211,11 +211,10 @@ CHECKS: dict[str, Callable[[], None]] = {
 }
 
 
-SHORT = "worked cases", "adaptive cases", "no waiting", "captures are refused"
 GROUPS: dict[str, list[str]] = {}
-"""The checks that one process makes, because it takes seconds to start. Long ones have processes of their own."""
+"""The checks that one process makes, because it takes seconds to start."""
 for _name in CHECKS:
-    GROUPS.setdefault("short" if _name.startswith(SHORT) else _name, []).append(_name)
+    GROUPS.setdefault("costs" if _name == "costs" else "numbers", []).append(_name)
 
 
 def failure(check: str) -> str:
