@@ -11,7 +11,7 @@ from fast.runs import CLIPS, EVENTS, RULES, Run, same
 from modular.test_origin import found, model, step
 from torch import nn
 
-from torchzero_clip import SGD, Adam, AdamW, ClipNorm, Modular, Scaling
+from torchzero_clip import SGD, Adam, AdamW, ClipNorm, ClipNormByEMA, Modular, Scaling
 from torchzero_clip.fast.door import FastWay
 from torchzero_clip.fast.plan import Plan
 
@@ -240,6 +240,14 @@ def test_calls_of_a_planned_step():
     optimizer = Modular(params, ClipNorm(1.0, dim="global"), AdamW())
     train(optimizer, params, gradients(params, 5))
     assert 10 < len(calls_of(optimizer.step)) <= 30
+
+
+def test_planned_steps_move_and_measure_long_averages_together(planned):
+    params = parameters(shapes=[(70_000,)])
+    optimizer = Modular(params, ClipNormByEMA(), AdamW())
+    train(optimizer, params, gradients(params, 5))
+    assert "_moved" in {code.co_name for code in calls_of(optimizer.step)}
+    assert planned[-1]
 
 
 def test_planned_steps_count():

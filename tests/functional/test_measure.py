@@ -128,6 +128,10 @@ def test_each_slice_is_scaled_by_its_factor(plain, dim):
     versions = [tensor._version for tensor in tensors]
     scale_(measured, torch.ones(measured.vector.numel(), dtype=torch.float64))
     assert [tensor._version for tensor in tensors] == versions
+    if dim is None and plain:
+        scale_(measured, vector(2.0, 1.0), Scratch())
+        assert [tensor._version for tensor in tensors] == [versions[0] + 1, versions[1]]
+        assert tensors[0].tolist() == [[4, 8], [12, 16]]
 
 
 def test_a_factor_beyond_float32():

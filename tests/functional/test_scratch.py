@@ -16,6 +16,16 @@ def test_memory_is_reused_and_grows_and_is_apart_for_each_name_and_dtype():
     assert len({tensor.data_ptr() for tensor in [scratch.memory("a", 4, like), *others]}) == 3
 
 
+def test_elements_of_vectors_reuse_their_memory():
+    scratch = Scratch()
+    first = scratch.elements(torch.tensor([1.0, 2.0]))
+    assert list(map(float, first)) == [1, 2]
+    assert scratch.elements(torch.tensor([3.0, 4.0])) is first
+    assert list(map(float, first)) == [3, 4]
+    others = [scratch.elements(other) for other in (torch.ones(3), torch.ones(3, dtype=torch.float64))]
+    assert [(len(own), own[0].dtype) for own in others] == [(3, torch.float32), (3, torch.float64)]
+
+
 def test_a_plan_is_made_anew_if_a_layout_or_the_key_changes():
     scratch, made = Scratch(), []
 

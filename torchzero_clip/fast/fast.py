@@ -17,7 +17,7 @@ from torchzero_clip.core.nodes import Node
 from torchzero_clip.core.states import States
 from torchzero_clip.core.step import Step
 from torchzero_clip.core.transform import overridden_last
-from torchzero_clip.engine.executor import DeliveredScale, Executor, Host
+from torchzero_clip.engine.executor import DeliveredScale, Executor, Host, Measurer
 from torchzero_clip.engine.updates import Updates
 from torchzero_clip.fast.kernels import Delivered, Ended, run_kernel
 from torchzero_clip.fast.ops import Average, Op, Pointwise, Scale, Shift
@@ -35,8 +35,36 @@ from torchzero_clip.functional.shards import is_partial, locals_of
 from torchzero_clip.types import Setting, State
 
 
+class Averaging(Measurer):
+    """Moves long averages piece by piece, and measures each piece while it is in the cache."""
+
+    _scratch: Scratch
+
+    @override
+    def average_(
+        self,
+        averages: Sequence[Tensor],
+        updates: Sequence[Tensor],
+        settings: Sequence[tuple[Setting, slice]],
+        usable: Tensor,
+        started: Tensor,
+        *,
+        begins_with_update: bool,
+    ) -> tuple[Tensor, Tensor] | None:
+        each = [setting for setting, own in settings for _ in range(own.start, own.stop)]
+        if not averages[0].is_cpu and _fit_pieces(updates, [averages]):
+            op = Pointwise(Average(begins_with_update), each, [list(averages)], Flags(usable, started))
+            run_pieces([op], updates, each, self._scratch, writes=False)
+            return None
+        may_move = max(map(Tensor.numel, averages)) > SHORT and may_look(usable)
+        all_move = may_move and bool((usable & started if begins_with_update else usable).all())
+        if all_move and foreach.fit_kernels([averages, updates]):
+            return whole_norm_beside(averages, self._scratch, Moves(updates, [1 - own["beta"] for own in each]))
+        return super().average_(averages, updates, settings, usable, started, begins_with_update=begins_with_update)
+
+
 @final
-class Fast(Executor):
+class Fast(Averaging, Executor):
     """Lets operations wait, and carries out several in one pass over memory.
 
     Args:
@@ -95,28 +123,6 @@ class Fast(Executor):
         return self._scratch if is_plain else None
 
     @override
-    def average_(
-        self,
-        averages: Sequence[Tensor],
-        updates: Sequence[Tensor],
-        settings: Sequence[tuple[Setting, slice]],
-        usable: Tensor,
-        started: Tensor,
-        *,
-        begins_with_update: bool,
-    ) -> tuple[Tensor, Tensor] | None:
-        each = [setting for setting, own in settings for _ in range(own.start, own.stop)]
-        if not averages[0].is_cpu and _fit_pieces(updates, [averages]):
-            op = Pointwise(Average(begins_with_update), each, [list(averages)], Flags(usable, started))
-            run_pieces([op], updates, each, self._scratch, writes=False)
-            return None
-        may_move = max(map(Tensor.numel, averages)) > SHORT and may_look(usable)
-        all_move = may_move and bool((usable & started if begins_with_update else usable).all())
-        if all_move and foreach.fit_kernels([averages, updates]):
-            return whole_norm_beside(averages, self._scratch, Moves(updates, [1 - own["beta"] for own in each]))
-        return super().average_(averages, updates, settings, usable, started, begins_with_update=begins_with_update)
-
-    @override
     def joint_norm(self, grads: list[Tensor], *, beside: bool) -> tuple[Tensor, Tensor | None] | None:
         if self._layout is None and not foreach.are_plain(grads):
             return mesh_norm(grads, beside=beside)
@@ -150,7 +156,7 @@ class Fast(Executor):
             return
         updates = self.memory.own(rows, False)
         if isinstance(op, Shift):
-            foreach.subtract_plain_(updates, op.numbers.to(updates[0].dtype).unbind())
+            foreach.subtract_plain_(updates, self._scratch.elements(op.numbers.to(updates[0].dtype)))
             return
         run_pieces([op], updates, op.settings, self._scratch)
 

@@ -69,7 +69,7 @@ def run_kernel(
         elif not factors.ndim:
             scale = inverse(factors)
         else:
-            alone = _multiply_short_(updates, factors)
+            alone = _multiply_short_(updates, factors, scratch)
     if len(settings) == 1 and not alone:
         kernel(params, updates, state, settings[0][0], scale)
         return
@@ -98,17 +98,15 @@ def _call(
         kernel(lists[0], lists[1], lists[2:], setting, scale)
 
 
-def _multiply_short_(updates: Sequence[Tensor], factors: Tensor) -> dict[int, Tensor]:
+def _multiply_short_(updates: Sequence[Tensor], factors: Tensor, scratch: Scratch) -> dict[int, Tensor]:
     """Multiply short updates by their factors, on CPU; return the inverse factors of the others by index."""
     sizes = list(map(Tensor.numel, updates))
     if sum(sizes) <= LONG:  # to choose would take longer
-        foreach.multiply_each_(updates, factors)
+        foreach.multiply_each_(updates, factors, scratch)
         return {}
     changed = (factors != 1).tolist()
     short = [i for i, size in enumerate(sizes) if changed[i] and size <= LONG]
     long = [i for i, size in enumerate(sizes) if changed[i] and size > LONG]
-    if len(short) == len(updates):
-        foreach.multiply_each_(updates, factors)
-    elif short:
-        foreach.multiply_each_([updates[i] for i in short], factors[torch.tensor(short, device=factors.device)])
+    if short:
+        foreach.multiply_each_(updates, factors, scratch, short)
     return {i: inverse(factors[i]) for i in long}

@@ -22,7 +22,7 @@ ON_CPU = 131072
 """Elements of a piece on CPU, 512 KiB of float32. Smaller pieces need more calls, and larger ones leave the cache. It
 is a multiple of 64, because cuts at other places change the last bits of the kernels' results."""
 
-IN_ONE_PASS = 4 * ON_CPU  # without elementwise transforms, a piece is read only once and gains nothing from the cache
+IN_ONE_PASS = 8 * ON_CPU  # without elementwise transforms, a piece is read only once and gains nothing from the cache
 
 ELSEWHERE = 2**24
 """Elements of a piece on other devices, 64 MiB of float32. Pieces are large, because each one takes launches. There,
@@ -133,7 +133,8 @@ def _with_tensors(
         if piece.part == 0:
             # one call cuts a tensor in the time of three calls that each cut off a part
             long = [column[piece.rows[0]] for column in columns]
-            parts = zip(*(t.view(-1).split(most) if t.ndim else repeat(t) for t in long), strict=False)
+            cut = (t.view(-1).split(most) if t.numel() > most else repeat(t.view(-1) if t.ndim else t) for t in long)
+            parts = zip(*cut, strict=False)
         if piece.part is None:
             yield piece, [[column[i] for i in piece.rows] for column in columns]
         else:

@@ -39,7 +39,6 @@ from torchzero_clip.core.kinds import Gate, Scaling, UpdateRule
 from torchzero_clip.core.nodes import Node, Nodes
 from torchzero_clip.core.step import Step
 from torchzero_clip.core.transform import Transform, overridden_last
-from torchzero_clip.engine.executor import Measurer
 from torchzero_clip.engine.judged import Judged
 from torchzero_clip.engine.listener import Listener
 from torchzero_clip.engine.reported_loss import Loss
@@ -47,14 +46,14 @@ from torchzero_clip.engine.scaling import find_factors
 from torchzero_clip.engine.table import Table, taking_part
 from torchzero_clip.engine.updates import Updates
 from torchzero_clip.engine.walk import Walk
-from torchzero_clip.fast.fast import Fast
+from torchzero_clip.fast.fast import Averaging, Fast
 from torchzero_clip.fast.kernels import Delivered, Ended, run_kernel
 from torchzero_clip.fast.ops import Scale
 from torchzero_clip.fast.pieces import run_pieces
 from torchzero_clip.fast.vectors import Vectors, VectorStates
 from torchzero_clip.fast.workspace import Workspace
 from torchzero_clip.functional import foreach
-from torchzero_clip.functional.measure import L2, Measured, Slicing, by_setting, effect
+from torchzero_clip.functional.measure import L2, Measured, Slicing, by_setting, effect, scale_
 from torchzero_clip.functional.norms import whole_norm, whole_norms
 from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.types import Group, Setting, State
@@ -407,19 +406,19 @@ class Plan:
         if self._ended.takes(waiting):
             return waiting.factor
         # a statistic has changed its state, so an ordinary step is too late: multiply here
-        waiting.carry_out(step.columns["grads"], step.workspace.scratch, "")
+        scale_(waiting.measured, waiting.factors, step.workspace.scratch)
         return None
 
 
-class _Measurer(Measurer):
+class _Measurer(Averaging):
     """Measures gradients that are plain, with memory for intermediate results."""
 
     def __init__(self, grads: list[Tensor], scratch: Scratch) -> None:
-        self._grads, self.scratch = grads, scratch
+        self._grads, self._scratch = grads, scratch
 
     @override
     def scratch_for(self, tensors: Sequence[Tensor]) -> Scratch | None:
-        return self.scratch if tensors is self._grads or foreach.are_plain(tensors) else None
+        return self._scratch if tensors is self._grads or foreach.are_plain(tensors) else None
 
     @override
     def joint_norm(self, grads: list[Tensor], *, beside: bool) -> None:
@@ -427,7 +426,7 @@ class _Measurer(Measurer):
 
     @override
     def norm_of_each(self, grads: list[Tensor]) -> Tensor:
-        return whole_norms(grads, self.scratch)
+        return whole_norms(grads, self._scratch)
 
 
 def _acting(nodes: Nodes) -> list[Node]:

@@ -471,7 +471,9 @@ def scale_(measured: Measured, factors: Tensor, scratch: Scratch | None = None, 
     is_beyond = beyond_float32(factors, known)
     if measured.is_whole and not (factors.is_cpu and is_beyond):
         if scratch is None or factors.is_cpu or foreach.is_one_number(factors):
-            foreach.multiply_each_(measured.targets, factors)
+            is_mixed = known is not None and 1.0 in known
+            changed = [i for i, factor in enumerate(factors.tolist()) if factor != 1] if is_mixed else None
+            foreach.multiply_each_(measured.targets, factors, scratch, changed)
         else:
             rows.multiply_each_(measured.targets, factors, scratch, name=name)
         return

@@ -274,9 +274,9 @@ def extent(vector: Tensor) -> tuple[float, float]:
     """The smallest and the largest number: NaN if one is NaN, and 1 for an empty vector."""
     if not vector.numel():
         return 1.0, 1.0
-    if not vector.ndim or vector.stride() == (0,):
+    if foreach.is_one_number(vector):
         # an expanded number is read once, without a pass over its copies
-        number = (vector.select(0, 0) if vector.ndim else vector).item()
+        number = (vector if vector.numel() == 1 else vector.select(0, 0)).item()
         return number, number
     smallest, largest = vector.aminmax()
     return smallest.item(), largest.item()

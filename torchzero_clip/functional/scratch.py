@@ -46,6 +46,13 @@ class Scratch:
             kept = self._memory[key] = torch.empty(count, dtype=like.dtype, device=like.device)
         return kept.narrow(0, 0, count)
 
+    def elements(self, vector: Tensor) -> Sequence[Tensor]:
+        """The elements of a vector as 0-d tensors, until the next call."""
+        # for 400 elements `unbind` takes 0.37 ms, which is three quarters of the time to multiply short tensors by them
+        memory, found = self.plan("elements", [vector], lambda: _with_elements(torch.empty_like(vector)))
+        memory.copy_(vector)
+        return found
+
     def plan(self, name: str, tensors: Sequence[Tensor], make: Callable[[], T], key: Hashable = None) -> T:
         """What ``make`` returns; called only if the tensors or the key differ from the last call with this name."""
         # no tensor is listed twice, and the result depends on their layout and on the key alone
@@ -60,3 +67,7 @@ class Scratch:
             kept = _Plan(key, same_layout(tensors), layout, make())
         self._plans[name] = kept
         return kept.result
+
+
+def _with_elements(vector: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+    return vector, vector.unbind()
