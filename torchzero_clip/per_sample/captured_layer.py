@@ -95,6 +95,8 @@ class CapturedLayer:
         self._owners = [(module.get_submodule(path[0]), path[2], param) for path, param in paths]
         self.known: dict[Hashable, Any] = {}
         """What rules have learnt about the layer in earlier calls."""
+        self.misuse: tuple[str, bool] | None = None
+        """A function that cannot run for each sample and got a row of this layer, and whether the layer called it."""
 
     @never_compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -354,14 +356,15 @@ class CapturedLayer:
     def refuse_row(self) -> None:
         """Raise for a gradient that is summed over samples."""
         self.engine.clear()
-        if self.rule.runs_layers:
+        name, inside = self.misuse or ("a function such as a torch.autograd.Function", self.rule.runs_layers)
+        if inside:
             raise RuntimeError(
-                f"{self} uses a parameter in a function that cannot run for each sample alone, such as a "
-                f"torch.autograd.Function. Name it in {self.own_line}{self.way_out}"
+                f"{self} uses a parameter in {name}, which cannot run for each sample alone. Name it in "
+                f"{self.own_line}{self.way_out}"
             )
         raise RuntimeError(
-            f"{self} got one row of input for all samples, and an operation with its output cannot tell samples apart: "
-            f"give each sample its own row, with x.expand(batch_size, ...){self.way_out}"
+            f"{self} returned one row for all samples, and {name} cannot tell samples apart: give each sample its own "
+            f"row, with x.expand(batch_size, ...){self.way_out}"
         )
 
 

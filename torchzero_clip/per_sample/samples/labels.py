@@ -82,6 +82,13 @@ def depth_of(labels: Tensor) -> int:
     return max((dim + 1 for dim, size in enumerate(labels.shape) if size != 1), default=0)
 
 
+def same(labels: Labels, other: Labels) -> bool:
+    """True if two labels are equal."""
+    if isinstance(labels, Tensor) and isinstance(other, Tensor):
+        return labels.shape == other.shape and torch.equal(labels, other)
+    return not (isinstance(labels, Tensor) or isinstance(other, Tensor)) and labels == other
+
+
 def agree(labels: Known, other: Known, shape: Sequence[int], count: int) -> bool:
     """True if no entry has one sample by some labels, and another sample by others."""
     if isinstance(labels, int) and isinstance(other, int) and labels == other:

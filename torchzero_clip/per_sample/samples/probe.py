@@ -225,7 +225,7 @@ class Probe:
         """Make the contributions of calls with lost rows."""
         captured = self._engine.captured
         for call in self._lost:
-            captured.saw(call.layer, len(losses) if call.seen is None else call.seen)
+            captured.counts.append((call.layer, len(losses) if call.seen is None else call.seen))
         if self._lost:
             captured.check_counts(len(losses), batch_first=self._engine.batch_first)
         for call in self._lost:
