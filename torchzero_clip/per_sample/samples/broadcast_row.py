@@ -22,8 +22,7 @@ from typing_extensions import override
 from torchzero_clip.compat import DisableTorchFunctionSubclass
 from torchzero_clip.per_sample.samples.arguments import Rebuild, flattened, tensors_in
 from torchzero_clip.per_sample.samples.comparison import differ
-from torchzero_clip.per_sample.samples.labels import LOST, depth_of
-from torchzero_clip.per_sample.samples.layout import Place
+from torchzero_clip.per_sample.samples.labels import LOST, Place, depth_of
 
 ARITHMETIC = {"add", "sub", "mul", "div", "truediv"}
 IN_PLACE = {"iadd", "isub", "imul", "idiv", "itruediv"}

@@ -6,9 +6,9 @@ sample, because functions fill new entries with 0. Where a function adds entries
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from torchzero_clip.per_sample.samples.arguments import Rebuild, flattened
 from torchzero_clip.per_sample.samples.broadcast_row import BroadcastRow
 from torchzero_clip.per_sample.samples.labels import LOST, Known, Labels, same, simplest, wider
 from torchzero_clip.per_sample.samples.operations import (
+    ASIDE,
     ELEMENTS,
     JOINED,
     NEW,
@@ -87,19 +88,17 @@ class OwnMode(TorchFunctionMode):
     """A mode of the clipper. It costs a few microseconds for each function that is called, even if it ignores it."""
 
 
-class WithoutOwnModes:
+@contextmanager
+def without_own_modes() -> Generator[None]:
     """A block without the innermost modes of the clipper. Those outside of a mode of the user stay."""
-
-    def __enter__(self) -> None:
-        self._modes: list[OwnMode] = []
-        while isinstance(_get_current_function_mode(), OwnMode):
-            self._modes.append(_pop_mode())
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        while self._modes:
-            _push_mode(self._modes.pop())
+    modes: list[Any] = []
+    while isinstance(_get_current_function_mode(), OwnMode):
+        modes.append(_pop_mode())
+    try:
+        yield
+    finally:
+        while modes:
+            _push_mode(modes.pop())
 
 
 class Following(OwnMode):
@@ -200,11 +199,11 @@ class Following(OwnMode):
     def _moved(self, call: "_Call", outputs: Sequence[Tensor]) -> Sequence[Labels]:
         """The labels after a function that moves entries, which moves their labels too."""
         count, dims = self._provenance.count, call.along
-        if dims and len(outputs) == 1:  # without running it, if the samples are in another dimension
-            parts = [Part(found, call.leaves[i].shape) for i, found in call.labels.items() if i in call.moved]
-            found = [beside(part, outputs[0].shape, count, dims) for part in parts if isinstance(part.labels, int)]
-            if found and len(found) == len(parts) and LOST not in found and len({*found}) == 1:
-                return found[:1]
+        parts = [Part(found, call.leaves[i].shape) for i, found in call.labels.items() if i in call.moved]
+        regular = len(outputs) == 1 and all(isinstance(part.labels, int) for part in parts)
+        # without running it, if the samples are in another dimension
+        if dims and regular and (found := unmoved(ASIDE, parts, outputs[0].shape, count, dims)) is not LOST:
+            return [found]
         results = [x for x in call.run(self._numbers(call, call.moved)) if x.is_floating_point()]
         if not results:
             return [LOST] * len(outputs)
@@ -273,7 +272,7 @@ class Following(OwnMode):
         else:
             call.name = name if name in LISTED or is_listed(name) else name[1:]  # iadd is add in place
             (found,) = self._after(call, [tensor])
-        if found is not LOST and same(found, before):
+        if found is not LOST and (same(found, before) or not tensor.numel()):
             self._provenance.refresh(tensor, version)
         else:
             self._provenance.note_change(tensor, found)

@@ -7,8 +7,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from torchzero_clip.per_sample.samples.labels import LOST, Known, Labels, simplest, wider
-from torchzero_clip.per_sample.samples.layout import place_of
+from torchzero_clip.per_sample.samples.labels import LOST, Known, Labels, place_of, simplest, wider
 
 
 class Runs(NamedTuple):
@@ -19,7 +18,7 @@ class Runs(NamedTuple):
 
 
 Owners: TypeAlias = int | Runs
-"""The samples of the entries of a memory: a step, as in `layout`, if they are regular."""
+"""The samples of the entries of a memory: a step, as in `labels`, if they are regular."""
 
 
 class Layout(NamedTuple):
@@ -101,8 +100,13 @@ def _regular(labels: int, layout: Layout, count: int) -> int:
     return step if step and _step_of(step, layout, count) == labels else 0
 
 
-def written(owners: Owners | None, labels: Labels, layout: Layout, end: int, count: int) -> Owners | None:
-    """The owners of the first ``end`` entries of a memory after values were written; None if samples share a place."""
+def written(
+    before: tuple[Owners, int, int] | None, labels: Labels, layout: Layout, end: int, count: int
+) -> Owners | None:
+    """The owners of the first ``end`` entries of a memory after values were written; None if samples share a place.
+
+    ``before`` has the owners of what stays, and where these entries start and stop.
+    """
     values = wider(labels, layout.shape, count)
     # the last dimensions are one run if they are contiguous and the labels do not vary
     run, dims = 1, [dim for dim, size in enumerate(layout.shape) if size != 1]
@@ -111,13 +115,14 @@ def written(owners: Owners | None, labels: Labels, layout: Layout, end: int, cou
     dims = [dim for dim in dims if layout.strides[dim] or values.shape[dim] != 1]
     strides = [layout.strides[dim] for dim in dims]
     if 0 in layout.shape or 0 in strides:
-        return owners if 0 in layout.shape else None
-    step = 0 if owners is None else owners if isinstance(owners, int) else owners.step
-    unit = math.gcd(run, layout.offset, *strides, step)  # all borders of old and new runs are multiples of it
-    size = -(-end // unit)
-    # the sample of each run of so many entries
-    of = torch.full((1,), LOST) if owners is None else _spread(owners, Layout((size,), (unit,), 0), count)
-    of = of.to(values.device).expand(size).clone()
+        return None
+    owners, start, stop = before or (0, 0, 0)
+    # all borders of old and new runs are multiples of the unit
+    unit = math.gcd(run, layout.offset, *strides, start, owners if isinstance(owners, int) else owners.step)
+    of = torch.full((-(-end // unit),), LOST, device=values.device)
+    if before is not None:
+        size = -(-(stop - start) // unit)
+        of.narrow(0, start // unit, size).copy_(_spread(owners, Layout((size,), (unit,), 0), count))
     sizes = [layout.shape[dim] for dim in dims]
     part = of.as_strided((*sizes, run // unit), (*(n // unit for n in strides), 1), layout.offset // unit)
     part.copy_(values.reshape([values.shape[dim] for dim in dims] + [1]))

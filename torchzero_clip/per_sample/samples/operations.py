@@ -75,6 +75,9 @@ MIX = names("""
 """Functions after which the samples are not known."""
 ATTENTION = "scaleddotproduct"
 ASIDE = "beside"
+"""In place of a name: a function along other dimensions, aligned as in broadcasting."""
+KEPT = "kept"
+"""In place of a name: a function that is not known, and keeps the dimension of the samples if its shapes say so."""
 
 
 Way: TypeAlias = Callable[[int], int | None]
@@ -189,6 +192,8 @@ def _way(name: str, part: Part, shape: Sequence[int], dims: Collection[int]) -> 
         return _aligned(part, shape, ())
     if name in ROWS:
         return lambda dim: dim
+    if name == KEPT:
+        return lambda dim: dim if shape[: dim + 1] == part.shape[: dim + 1] else None
     if (name in CHANNELS or name.startswith(BATCHED)) and (not part.place or name.startswith("grid")):
         only = 1 if name in CHANNELS else 0
         return lambda dim: dim if dim == only else None

@@ -14,9 +14,19 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from torchzero_clip.compat import address_of_storage, current_graph_task_id
-from torchzero_clip.per_sample.samples.labels import LOST, Known, Labels, agree, same, simplest
-from torchzero_clip.per_sample.samples.layout import Place, place_of, step_at
+from torchzero_clip.per_sample.samples.labels import (
+    LOST,
+    Known,
+    Labels,
+    Place,
+    agree,
+    place_of,
+    same,
+    simplest,
+    step_at,
+)
 from torchzero_clip.per_sample.samples.memory import Layout, Owners, Runs, end_of, owned, seen, written
+from torchzero_clip.per_sample.samples.operations import KEPT, Part, unmoved
 
 
 class _Memory:
@@ -119,21 +129,23 @@ class Provenance:
             return
         before = self._memories.get(key)
         base = tensor if tensor._base is None or tensor._base.is_nested else tensor._base
-        first: Any = min(tensor.storage_offset(), base.storage_offset()) if before is None else before.first
+        first: Any = min(tensor.storage_offset(), base.storage_offset())
+        first = first if before is None else min(first, before.first)
         layout, whole = Layout.of(tensor, first), Layout.of(base, first)
-        last = max(end_of(layout), end_of(whole))
-        end = last if before is None else before.end - first
-        is_part = 0 <= layout.offset <= end_of(layout) <= end
-        if labels is LOST or not is_part or (before is not None and before.size != tensor.element_size()):
-            owners, first, end = None, first + min(layout.offset, whole.offset, 0), max(last, end)
-        elif labels is not None and layout.offset == 0 and end_of(layout) == end and tensor.numel() == base.numel():
+        end = max(end_of(layout), end_of(whole), 0 if before is None else before.end - first)
+        covers = layout.offset == 0 and end_of(layout) == end and tensor.numel() == base.numel()
+        before = None if covers else before  # else some of it stays
+        stays = None
+        if before is not None and (owners := before.owners) is not None:
+            stays = owners, before.first - first, before.end - first
+        if labels is LOST or (before is not None and (stays is None or before.size != tensor.element_size())):
+            owners = None  # a memory is lost as a whole
+        elif covers and labels is not None:
             owners = owned(labels, layout, self.count)
-        elif before is not None and before.owners is None:
-            owners = None  # the other entries stay lost, and a memory is lost as a whole
         else:
-            owners = written(None if before is None else before.owners, labels, layout, end, self.count)
+            owners = written(stays, labels, layout, end, self.count)
             # once the last part is written, as in a loop over samples, the memory may be regular
-            found = None if owners is None or end_of(whole) != end else seen(owners, whole, self.count)
+            found = None if owners is None else seen(owners, whole, self.count)
             owners = (owned(found, whole, self.count) if isinstance(found, int) else None) or owners
         self._memories[key] = _Memory(tensor, LOST if owners is None else owners, first, first + end)
 
@@ -252,16 +264,11 @@ class Provenance:
 
     def _kept(self, parts: Sequence[tuple[Labels, Sequence[int]]], shape: Sequence[int]) -> Labels:
         """The labels of an output, if all inputs have the samples in the same dimension, and the output has it too."""
-        known = [(labels, before) for labels, before in parts if labels is not None]
-        if not known:
-            return None
-        found: set[int] = set()
-        for labels, before in known:
-            place = place_of(labels, tuple(before), self.count) if isinstance(labels, int) and labels != LOST else None
-            dim = -1 if place is None or place.run > 1 else place.dim
-            kept = 0 <= dim < len(shape) and tuple(shape[: dim + 1]) == tuple(before[: dim + 1])
-            found.add(step_at(Place(dim), tuple(shape)) if kept else LOST)
-        return found.pop() if len(found) == 1 else LOST
+        known = [Part(labels, tuple(before)) for labels, before in parts if labels is not None]
+        places = [place_of(x.labels, x.shape, self.count) for x in known if isinstance(x.labels, int)]
+        if len(places) < len(known) or not all(place is not None and place.run == 1 for place in places):
+            return LOST
+        return unmoved(KEPT, known, shape, self.count, ()) if known else None
 
 
 def memory_of(tensor: Tensor) -> int:
