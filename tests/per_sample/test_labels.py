@@ -7,9 +7,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from torchzero_clip.per_sample.samples.following import MOVES, OF_SHAPES, PLACES, SUMS, Following
+from torchzero_clip.per_sample.samples.following import Following
 from torchzero_clip.per_sample.samples.labels import LOST, simplest, wider
-from torchzero_clip.per_sample.samples.operations import is_listed
 from torchzero_clip.per_sample.samples.provenance import Provenance
 
 NONE = -1.0  # the value of entries of no sample
@@ -258,14 +257,18 @@ def test_labels_that_an_index_decides_are_not_those_of_the_call_before():
             assert wider(provenance.of(y), y.shape, 2).tolist() == index
 
 
-def test_no_function_whose_index_decides_is_listed_among_those_of_shapes():
-    moves = (MOVES | PLACES | SUMS.keys()) - OF_SHAPES
-    assert not [name for name in moves if is_listed(name)]
-
-
 def test_an_item_at_an_index_of_true_is_put_not_added():
     x, y = torch.arange(3.0).view(3, 1).expand(3, 2).clone(), torch.zeros(3, 2)
     provenance = Provenance(3, 0, [x], {})
     with Following(provenance):
         y[True] = x.flip(0)
     assert wider(provenance.of(y), y.shape, 3).flatten().tolist() == [2, 1, 0]
+
+
+def test_a_change_through_a_view_of_another_dtype_is_seen_or_lost():
+    x = torch.arange(3.0).view(3, 1, 1).expand(3, 2, 2).clone()
+    provenance = Provenance(3, 0, [x], {})
+    with Following(provenance):
+        z = torch.view_as_complex(x)
+        z[0] = z[2]
+    assert provenance.of(x) is provenance.of(z) is LOST

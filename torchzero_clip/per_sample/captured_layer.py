@@ -19,9 +19,8 @@ from torchzero_clip.per_sample.gradients.squared_norms import wide, without_auto
 from torchzero_clip.per_sample.processes.sharding import memory_of, slots, stands_for
 from torchzero_clip.per_sample.rules.whole import whole_line, written
 from torchzero_clip.per_sample.samples.broadcast_row import BroadcastRow, is_row, row_of
-from torchzero_clip.per_sample.samples.following import WithoutOwnModes
-from torchzero_clip.per_sample.samples.labels import LOST, Labels, depth_of, wider
-from torchzero_clip.per_sample.samples.layout import Place, place_of, step_at
+from torchzero_clip.per_sample.samples.following import without_own_modes
+from torchzero_clip.per_sample.samples.labels import LOST, Labels, Place, depth_of, place_of, step_at, wider
 from torchzero_clip.per_sample.samples.probe import LostRows
 
 
@@ -95,6 +94,8 @@ class CapturedLayer:
         self._owners = [(module.get_submodule(path[0]), path[2], param) for path, param in paths]
         self.known: dict[Hashable, Any] = {}
         """What rules have learnt about the layer in earlier calls."""
+        self.misuse: tuple[str, bool] | None = None
+        """A function that cannot run for each sample and got a row of this layer, and whether the layer called it."""
 
     @never_compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -114,7 +115,7 @@ class CapturedLayer:
         around, engine.running = engine.running, self
         try:
             # rules mark their outputs, so what they compute need not be followed
-            with nullcontext() if rule.runs_layers else WithoutOwnModes():
+            with nullcontext() if rule.runs_layers else without_own_modes():
                 if any(isinstance(x, Tensor) and x.is_nested for x in (*args, *kwargs.values())):
                     way_out = "pad it, with x.to_padded_tensor(0.0), and mask the loss"
                     raise ValueError(f"{self} got a nested tensor: {way_out}")
@@ -354,14 +355,15 @@ class CapturedLayer:
     def refuse_row(self) -> None:
         """Raise for a gradient that is summed over samples."""
         self.engine.clear()
-        if self.rule.runs_layers:
+        name, inside = self.misuse or ("a function such as a torch.autograd.Function", self.rule.runs_layers)
+        if inside:
             raise RuntimeError(
-                f"{self} uses a parameter in a function that cannot run for each sample alone, such as a "
-                f"torch.autograd.Function. Name it in {self.own_line}{self.way_out}"
+                f"{self} uses a parameter in {name}, which cannot run for each sample alone. Name it in "
+                f"{self.own_line}{self.way_out}"
             )
         raise RuntimeError(
-            f"{self} got one row of input for all samples, and an operation with its output cannot tell samples apart: "
-            f"give each sample its own row, with x.expand(batch_size, ...){self.way_out}"
+            f"{self} returned one row for all samples, and {name} cannot tell samples apart: give each sample its own "
+            f"row, with x.expand(batch_size, ...){self.way_out}"
         )
 
 
@@ -427,7 +429,7 @@ class _Watched(torch.autograd.Function):
                     ctx.call = layer.engine.probe.known(layer, ctx.where, own)
             with without_autocast(grad):
                 layer.engine.add(layer, ctx.of, ctx.contribute(own, *inputs))
-        elif ctx.call is not None and layer.engine.probes:
+        elif ctx.call is not None:
             ctx.call.compare(grad)
         # torch takes no gradient for a None among the inputs
         return None, grad if ctx.goes_on else None, None, None, None, None, None

@@ -49,8 +49,6 @@ class Phase(Enum):
     """Gradients arrive. If the backward raises, the phase lasts until the next forward."""
     CHECK = auto()
     """The losses of some samples are sent backward alone, to see which samples get gradients."""
-    PROBE = auto()
-    """Multiples of the losses are sent backward, to find the samples of lost rows."""
 
 
 class Engine:
@@ -113,11 +111,6 @@ class Engine:
     def waiting(self) -> dict[int, list[Contribution]]:
         """What waits to be clipped after a backward, by the id of the parameter."""
         return self.captured.of if self.phase is Phase.IDLE else {}
-
-    @property
-    def probes(self) -> bool:
-        """True while a backward of the probe runs, which only finds the samples of lost rows."""
-        return self.phase is Phase.PROBE
 
     @property
     def captures(self) -> bool:
@@ -325,21 +318,20 @@ class Engine:
 
     def gradients_of(self, losses: Tensor, chosen: Tensor) -> dict[int, Tensor]:
         """The squared norms that the losses of chosen samples alone give to all samples, by the id of the parameter."""
-        before, self.captured = self.captured, CapturedGradients("low")  # only the norms are needed
+        before, self.captured = (self.captured, self.phase), CapturedGradients("low")  # only the norms are needed
+        self.phase = Phase.CHECK
         try:
             self.repeat(losses, chosen.to(losses))
             return {key: squares for key, (_, squares) in self.captured.gathered().items()}
         finally:
-            self.captured = before
+            self.captured, self.phase = before
 
-    def repeat(self, losses: Tensor, weights: Tensor, *, probes: bool = False, retain_graph: bool = True) -> None:
+    def repeat(self, losses: Tensor, weights: Tensor, *, retain_graph: bool = True) -> None:
         """Run one more backward, of losses times weights, as a check or as a probe. It changes no ``.grad``."""
-        before, retained = self.phase, [(x, x.grad) for x in self.retained()]
-        self.phase = Phase.PROBE if probes else Phase.CHECK
+        retained = [(x, x.grad) for x in self.retained()]
         try:
             torch.autograd.backward(losses, weights, retain_graph=retain_graph, inputs=[self.anchor])
         finally:
-            self.phase = before
             for x, grad in retained:
                 x.grad = grad
 

@@ -106,16 +106,17 @@ class CapturedGradients:
         self._squares: dict[int, Tensor] = {}  # of those that are measured
         self._memory: Memory = memory
         self._saved = 0  # bytes
-        self._counts: list[tuple[Any, int]] = []  # the number of samples in each call of a layer
+        self.counts: list[tuple[Any, int]] = []
+        """The number of samples in each call of a layer."""
 
     @property
     def batch_size(self) -> int:
         """The number of samples in the first contribution."""
-        return self._counts[0][1]
+        return self.counts[0][1]
 
     def add(self, layer: Any, part: Contribution, *, alone: bool) -> None:
         """Take a contribution. It is measured at once if no other one to the same parameter is expected."""
-        self._counts.append((layer, part.batch_size))
+        self.counts.append((layer, part.batch_size))
         key, found = id(part.param), self.of.setdefault(id(part.param), [])
         self._squares.pop(key, None)
         last = found[-1] if found else None
@@ -126,10 +127,6 @@ class CapturedGradients:
         else:
             measured, self._squares[key] = part.measured(self.reserve)
             found.append(measured)
-
-    def saw(self, layer: Any, count: int) -> None:
-        """Note the number of samples in a call of a layer."""
-        self._counts.append((layer, count))
 
     def reserve(self, formed: int, made_of: int) -> bool:
         """Let per-sample gradients replace the tensors that they are computed from, if that takes no more memory.
@@ -154,9 +151,9 @@ class CapturedGradients:
     def check_counts(self, count: int | None, *, batch_first: bool) -> None:
         """Raise a ValueError if a layer saw another number of samples than ``count``, or than others if it is None."""
         count = self.batch_size if count is None else count
-        for layer, seen in self._counts:
+        for layer, seen in self.counts:
             if seen != count:
-                layers, counts = ({item[i] for item in self._counts} for i in range(2))
+                layers, counts = ({item[i] for item in self.counts} for i in range(2))
                 every = len(layers) > 1 and len(counts) == 1
                 place = f"dimension {0 if batch_first else 1} of the input of every layer (batch_first={batch_first})"
                 way_out = f"Per-sample gradients need the samples in {place}, and one loss for each{layer.way_out}"

@@ -10,7 +10,7 @@ from torchzero_clip.per_sample.rules.copies import copy_of
 from torchzero_clip.per_sample.rules.generic import GenericRule
 from torchzero_clip.per_sample.samples.arguments import flattened
 from torchzero_clip.per_sample.samples.broadcast_row import TRANSPOSED, BroadcastRow, row_of_param
-from torchzero_clip.per_sample.samples.following import OwnMode, WithoutOwnModes
+from torchzero_clip.per_sample.samples.following import OwnMode, without_own_modes
 
 GENERIC = GenericRule()
 
@@ -24,7 +24,7 @@ class BareRule(Rule):
     def run(self, layer: CapturedLayer, /, *args: Any, **kwargs: Any) -> Any:
         count = layer.count_in(flattened(args, kwargs)[0])
         if count is None:
-            with WithoutOwnModes():
+            with without_own_modes():
                 return GENERIC.run(layer, *args, **kwargs)
         with _Rows(layer, count):
             return type(layer.module).forward(layer.module, *args, **kwargs)
@@ -49,7 +49,7 @@ class _Rows(OwnMode):
             if param is None:  # of a submodule
                 name = next(name for name, value in layer.module.named_parameters() if value is x)
                 param = layer.engine.attachment.params_of(layer.module)[name]
-            with WithoutOwnModes():
+            with without_own_modes():
                 self._rows[id(x)] = row_of_param(layer, x, copy_of(layer, param, x, self._count))
         return self._rows.get(id(x), x)
 

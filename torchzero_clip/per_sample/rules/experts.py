@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,52 +48,37 @@ class ExpertsRule(Rule):
             sample = torch.arange(len(tokens), device=tokens.device) // sample
         cells = chosen.reshape(-1) * count + sample.to(tokens.device).repeat_interleave(top)
         order = torch.argsort(cells)
-        sent = _Sent(layer, cells[order], count)
+        lengths = torch.bincount(cells // max(count, 1), minlength=module.num_experts).tolist()
+        sent = partial(_sent, layer, cells[order], count, lengths)
         rows = tokens.index_select(0, order // top)
         if module.has_gate:
-            rows = module._apply_gate(sent.to("gate_up_proj", rows))
+            rows = module._apply_gate(sent("gate_up_proj", rows))
         else:
-            rows = module.act_fn(sent.to("up_proj", rows))
-        rows = sent.to("down_proj", rows) * shares.reshape(-1).index_select(0, order)[:, None]
+            rows = module.act_fn(sent("up_proj", rows))
+        rows = sent("down_proj", rows) * shares.reshape(-1).index_select(0, order)[:, None]
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         output = rows.index_select(0, back).view(*chosen.shape, rows.shape[-1]).sum(-2).to(tokens.dtype)
         layer.mark(output, found.where)
         return output
 
 
-class _Sent:
-    """Rows that are sorted by expert and then by sample: ``cells`` has the expert times B plus the sample of each."""
+def _sent(layer: CapturedLayer, cells: Tensor, count: int, lengths: list[int], name: str, rows: Tensor) -> Tensor:
+    """The outputs of one linear layer of each expert, for rows that are sorted by expert and then by sample.
 
-    def __init__(self, layer: CapturedLayer, cells: Tensor, count: int) -> None:
-        self._layer = layer
-        self._cells = cells
-        self._count = count
-        module: Any = layer.module
-        self._experts, self._samples = cells // max(count, 1), cells % max(count, 1)
-        self._lengths: list[int] = torch.bincount(self._experts, minlength=module.num_experts).tolist()
-
-    def to(self, name: str, rows: Tensor) -> Tensor:
-        """The outputs of one linear layer of each expert."""
-        layer, module, params = self._layer, self._layer.module, self._layer.params
-        weight: Tensor = getattr(module, name).detach()
-        bias: Tensor | None = getattr(module, f"{name}_bias").detach() if module.has_bias else None
-        turned = bool(module.is_transposed)
-        output = _multiplied(rows, weight if turned else weight.mT, bias, self._lengths)
-
-        def contribute(grad: Tensor, *inputs: Tensor) -> Iterator[Contribution]:
-            grad, *wider = wide(grad, *inputs)
-            for x in wider:
-                yield RowProducts(params[name], self._count, x, grad, self._cells, turned=turned)
-            if (bias := f"{name}_bias") in params:
-                yield SparseRows(params[bias], self._count, self._samples, self._experts, grad)
-
-        return layer.watch(output, [rows] if name in params else [], contribute)
-
-
-def _multiplied(rows: Tensor, weights: Tensor, biases: Tensor | None, lengths: list[int]) -> Tensor:
-    """The products of rows with the weights (E, d, p) of their experts, plus biases (E, p).
-
-    Expert i has the next ``lengths[i]`` rows.
+    ``cells`` has the expert times B plus the sample of each row, and ``lengths`` the number of rows of each expert.
     """
-    pairs = zip(rows.split(lengths), weights, strict=True)
-    return torch.cat([x @ w if biases is None else torch.addmm(biases[i], x, w) for i, (x, w) in enumerate(pairs)])
+    module, params = layer.module, layer.params
+    weights: Tensor = getattr(module, name).detach()
+    biases: Tensor | None = getattr(module, f"{name}_bias").detach() if module.has_bias else None
+    turned = bool(module.is_transposed)
+    pairs = zip(rows.split(lengths), weights if turned else weights.mT, strict=True)
+    outputs = [x @ w if biases is None else torch.addmm(biases[i], x, w) for i, (x, w) in enumerate(pairs)]
+
+    def contribute(grad: Tensor, *inputs: Tensor) -> Iterator[Contribution]:
+        grad, *wider = wide(grad, *inputs)
+        for x in wider:
+            yield RowProducts(params[name], count, x, grad, cells, turned=turned)
+        if (bias := f"{name}_bias") in params:
+            yield SparseRows(params[bias], count, cells % max(count, 1), cells // max(count, 1), grad)
+
+    return layer.watch(torch.cat(outputs), [rows] if name in params else [], contribute)

@@ -30,7 +30,7 @@ from torchzero_clip.per_sample.rules.state import State
 from torchzero_clip.per_sample.samples.arguments import counts_up
 from torchzero_clip.per_sample.samples.broadcast_row import HOOKS, is_in_place, is_row, row_of, without_padding
 from torchzero_clip.per_sample.samples.comparison import differ
-from torchzero_clip.per_sample.samples.layout import Place
+from torchzero_clip.per_sample.samples.labels import Place
 
 # words in errors of vmap; other errors are those of the module, and raise as they are
 OF_TORCH = ("Batching rule", "vmap", "functorch", "written-to tensor", "data-dependent", "dynamic shape")

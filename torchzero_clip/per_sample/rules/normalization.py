@@ -11,7 +11,7 @@ from typing_extensions import override
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
 from torchzero_clip.per_sample.gradients.contributions import Dense
 from torchzero_clip.per_sample.rules.copies import copy_of
-from torchzero_clip.per_sample.samples.layout import Place
+from torchzero_clip.per_sample.samples.labels import Place
 
 
 class NormalizationRule(Rule):

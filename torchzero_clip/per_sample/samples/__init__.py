@@ -5,7 +5,7 @@ finds the *labels* of each tensor: the sample of each entry. With 2 samples of 3
 the labels ((0, 0, 0), (1, 1, 1)).
 
 * Entry k of this ``x``, flattened, belongs to sample k // 3 % 2. Such labels are regular, and stored as an integer, the
-  *step*, here 3: see `layout`. The labels of ``x[mask]`` may be (0, 0, 1), which are stored as a tensor: see `labels`.
+  *step*, here 3. The labels of ``x[mask]`` may be (0, 0, 1), which are stored as a tensor: see `labels`.
 * Labels are None for values that depend on no sample, such as parameters, and `LOST` if they are not known.
 * They are stored for the memory of a tensor, so that views and changes in place are right: see `memory`. The *owners*
   of a memory are the samples of its entries.
@@ -21,6 +21,6 @@ In a forward:
 4. Outputs of layers without samples, such as embeddings of positions, are a `broadcast_row`: a value that all samples
    share, with a copy for each sample, so that each one has a gradient.
 
-Read `layout`, `labels`, `memory` and `provenance` first, then `operations` and `following`. `probe` and `broadcast_row`
+Read `labels`, `memory` and `provenance` first, then `operations` and `following`. `probe` and `broadcast_row`
 can be read alone. `arguments` and `comparison` have small helpers.
 """

@@ -5,11 +5,12 @@ samples runs for each sample, on copies, and returns one row with the copies beh
 whose shape it expects. A function that joins it with a tensor of the batch, as ``h + positions``, gets the copies.
 """
 
+import functools
 import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,8 +22,7 @@ from typing_extensions import override
 from torchzero_clip.compat import DisableTorchFunctionSubclass
 from torchzero_clip.per_sample.samples.arguments import Rebuild, flattened, tensors_in
 from torchzero_clip.per_sample.samples.comparison import differ
-from torchzero_clip.per_sample.samples.labels import LOST, depth_of
-from torchzero_clip.per_sample.samples.layout import Place
+from torchzero_clip.per_sample.samples.labels import LOST, Place, depth_of
 
 ARITHMETIC = {"add", "sub", "mul", "div", "truediv"}
 IN_PLACE = {"iadd", "isub", "imul", "idiv", "itruediv"}
@@ -44,7 +44,6 @@ class BroadcastRow(Tensor):
 
     _each: Tensor  # (B, *shape): the copies
     _layer: Any  # the `CapturedLayer` that it comes from
-    _is_param: bool  # made of parameters alone, so that a wrong use raises at once, and not in the backward
     _version_then: int  # another version means a change in place that the copies have missed
 
     def samples(self, dim: int) -> tuple[Tensor, int, bool]:
@@ -73,23 +72,17 @@ class BroadcastRow(Tensor):
             if name == "__get__" and func.__self__.__name__ not in TRANSPOSED:
                 return func(*args)
             leaves, rebuilt = flattened(args, kwargs)
-            tensors = [x for x in leaves if isinstance(x, Tensor)]
-            rows = [x for x in tensors if isinstance(x, BroadcastRow)]
-            param = any(row._is_param for row in rows)
+            rows = [x for x in leaves if isinstance(x, BroadcastRow)]
+            if torch.is_grad_enabled():
+                if name not in HOOKS and all(map(is_row, rows)):
+                    output = _with_copies(func, args, kwargs, leaves, rebuilt)
+                    if output is not NotImplemented:
+                        return output
+                for layer in (row._layer for row in rows):
+                    layer.misuse = repr(name), layer.engine.running is layer
             if name in HOOKS:
-                if param:
-                    _refuse_param(rows, name)
                 rows[0]._layer.refuse_row()
-            if torch.is_grad_enabled() and all(map(is_row, rows)):
-                output = _with_copies(func, args, kwargs, leaves, rebuilt)
-                if output is not NotImplemented:
-                    return output
-            if param and is_in_place(name):
-                _refuse_param(rows, name)
-            output = func(*args, **kwargs)
-        if param and any(x.requires_grad for x in tensors_in(output)):
-            _refuse_param(rows, getattr(func, "__name__", func))
-        return output
+            return func(*args, **kwargs)
 
 
 def is_in_place(name: str) -> bool:
@@ -97,21 +90,6 @@ def is_in_place(name: str) -> bool:
     if name.startswith("__"):
         return name == "__setitem__" or name.strip("_") in IN_PLACE
     return name.endswith("_") and name != "requires_grad_"
-
-
-def _refuse_param(rows: list[BroadcastRow], operation: str) -> NoReturn:
-    """Raise for an operation that cannot run for each sample, with a parameter or with what was made of one."""
-    layer = next(row._layer for row in rows if row._is_param)
-    if layer.engine.running is layer:
-        raise RuntimeError(
-            f"{layer} uses a parameter in {operation!r}, which cannot run for each sample alone. Name it in "
-            f"{layer.own_line}"
-        )
-    raise RuntimeError(
-        f"{layer} returned a value that it made of its parameters alone, and {operation!r} used it in a way that does "
-        "not tell samples apart: let the module return a copy for each sample, with x.expand(batch_size, ...)"
-        f"{layer.way_out}"
-    )
 
 
 def is_row(value: Any) -> bool:
@@ -125,12 +103,12 @@ def is_row(value: Any) -> bool:
 def row_of(layer: Any, each: Tensor) -> BroadcastRow:
     """Return one row, the output of a layer for its real input. ``each`` has that for each sample, samples first."""
     row = each[0] if len(each) else each.new_zeros(each.shape[1:])
-    return _as_row(_refusing(layer, row.detach().clone()).clone(), each, layer, is_param=False)
+    return _as_row(_refusing(layer, row.detach().clone()).clone(), each, layer)
 
 
 def row_of_param(layer: Any, param: Tensor, each: Tensor) -> BroadcastRow:
-    """Return a parameter as a row. An operation that is not for rows raises."""
-    return _as_row(_refusing(layer, param.detach()), each, layer, is_param=True)
+    """Return a parameter as a row."""
+    return _as_row(_refusing(layer, param.detach()), each, layer)
 
 
 def _refusing(layer: Any, leaf: Tensor) -> Tensor:
@@ -139,14 +117,15 @@ def _refusing(layer: Any, leaf: Tensor) -> Tensor:
     def refuse(grad: Tensor) -> None:
         layer.refuse_row()
 
+    layer.misuse = None
     leaf.requires_grad_().register_hook(refuse)
     return leaf
 
 
-def _as_row(row: Any, each: Tensor, layer: Any, *, is_param: bool) -> BroadcastRow:
+def _as_row(row: Any, each: Tensor, layer: Any) -> BroadcastRow:
     with DisableTorchFunctionSubclass():
         result = row.as_subclass(BroadcastRow)
-        result._each, result._layer, result._is_param, result._version_then = each, layer, is_param, row._version
+        result._each, result._layer, result._version_then = each, layer, row._version
         return result
 
 
@@ -186,7 +165,7 @@ def _with_copies(func: Any, args: Any, kwargs: Any, leaves: list[Any], rebuilt: 
             output = _expanded(kind, first.aligned(output.ndim, dim), output)
             layer.mark(output, Place(dim))
             return output
-    return call.of_each(output, first)
+    return call.of_each(output)
 
 
 def _changed(call: "_Call", target: Any, first: BroadcastRow, change: Callable[[], Any]) -> Any:
@@ -196,8 +175,7 @@ def _changed(call: "_Call", target: Any, first: BroadcastRow, change: Callable[[
         call.copies.append(target.expand(len(first._each), *target.shape))
     each, output = torch.vmap(call)(*call.copies), change()
     target.__class__ = BroadcastRow
-    target._each, target._layer, target._is_param = each, first._layer, first._is_param
-    target._version_then = target._version
+    target._each, target._layer, target._version_then = each, first._layer, target._version
     return output
 
 
@@ -248,17 +226,13 @@ class _Call:
         except (IndexError, RuntimeError, ValueError):  # if the function itself is called wrongly, it raises again
             return NotImplemented
 
-    def of_each(self, output: Any, first: BroadcastRow) -> Any:
+    def of_each(self, output: Any) -> Any:
         """The output, with a copy for each sample; NotImplemented if the function cannot run under vmap."""
         try:
             each = torch.vmap(self)(*self.copies)
         except (RuntimeError, ValueError):
             return NotImplemented
-
-        def row(x: Tensor, y: Tensor) -> BroadcastRow:
-            return _as_row(x, y, self._layer, is_param=first._is_param)
-
-        return pytree.tree_map(row, output, each)
+        return pytree.tree_map(functools.partial(_as_row, layer=self._layer), output, each)
 
     def of_batch(self, name: str) -> Any:
         """The output of the batch, from those of its samples; NotImplemented if its samples are in no dimension."""
@@ -397,8 +371,8 @@ def without_padding(args: Any, kwargs: Any) -> tuple[Any, Any]:
         return torch.where(row[:, None], x.detach(), x)
 
     if index is not None and isinstance(table, BroadcastRow):
-        plain, each = table.as_subclass(Tensor).clone(), detached(table._each)
-        call.arguments["weight"] = _as_row(plain, each, table._layer, is_param=table._is_param)
+        plain = table.as_subclass(Tensor).clone()
+        call.arguments["weight"] = _as_row(plain, detached(table._each), table._layer)
     elif index is not None:
         call.arguments["weight"] = detached(table)
     return call.args, call.kwargs

@@ -6,9 +6,9 @@ sample, because functions fill new entries with 0. Where a function adds entries
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -25,8 +25,9 @@ from typing_extensions import override
 from torchzero_clip.compat import DisableTorchFunctionSubclass, get_interpreter_stack
 from torchzero_clip.per_sample.samples.arguments import Rebuild, flattened
 from torchzero_clip.per_sample.samples.broadcast_row import BroadcastRow
-from torchzero_clip.per_sample.samples.labels import LOST, Known, Labels, simplest, wider
+from torchzero_clip.per_sample.samples.labels import LOST, Known, Labels, same, simplest, wider
 from torchzero_clip.per_sample.samples.operations import (
+    ASIDE,
     ELEMENTS,
     JOINED,
     NEW,
@@ -81,29 +82,23 @@ TENSORS = {"T", "mT", "H", "mH", "data", "real", "imag", "grad"}
 """Attributes that are tensors."""
 NEUTRAL = {"value": 0, "padding_value": 0}
 """Arguments that would change labels: the values of padding."""
-OF_SHAPES = SAME | JOINS | PADS.keys()
-"""Functions whose labels of outputs depend only on the shapes and labels of arguments, as of all in `operations`."""
-FOUND: dict[tuple[Any, ...], Sequence[Labels]] = {}  # by shapes and steps, because forwards repeat their calls
-MOST_FOUND = 4096
 
 
 class OwnMode(TorchFunctionMode):
     """A mode of the clipper. It costs a few microseconds for each function that is called, even if it ignores it."""
 
 
-class WithoutOwnModes:
+@contextmanager
+def without_own_modes() -> Generator[None]:
     """A block without the innermost modes of the clipper. Those outside of a mode of the user stay."""
-
-    def __enter__(self) -> None:
-        self._modes: list[OwnMode] = []
-        while isinstance(_get_current_function_mode(), OwnMode):
-            self._modes.append(_pop_mode())
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        while self._modes:
-            _push_mode(self._modes.pop())
+    modes: list[Any] = []
+    while isinstance(_get_current_function_mode(), OwnMode):
+        modes.append(_pop_mode())
+    try:
+        yield
+    finally:
+        while modes:
+            _push_mode(modes.pop())
 
 
 class Following(OwnMode):
@@ -167,32 +162,15 @@ class Following(OwnMode):
         if any(leaves[i].is_nested for i in known):
             results = [LOST] * len(new)
         elif known and name != "composite":
-            i, first = next(iter(known.items()))
-            if name in ELEMENTS and new[0].shape == leaves[i].shape and (len(known) == 1 or _are_same(known, leaves)):
-                results = [first] * len(new)  # most functions
+            if (
+                name in ELEMENTS
+                and len({new[0].shape, *(leaves[i].shape for i in known)}) == len({*known.values()}) == 1
+            ):
+                results = [*known.values()][:1] * len(new)  # most functions
             else:
-                results = self._found(_Call(func, name, args, kwargs, leaves, rebuilt, known), new)
+                results = self._after(_Call(func, name, args, kwargs, leaves, rebuilt, known), new)
         for x, found in zip(new, results, strict=True):
             provenance.note(x, found)
-
-    def _found(self, call: "_Call", outputs: Sequence[Tensor]) -> Sequence[Labels]:
-        """The labels of new outputs, which are the same for arguments of the same shapes and steps."""
-        of_shapes = is_listed(call.name) or call.name in OF_SHAPES
-        if not (of_shapes and all(type(x) is int for x in call.labels.values())):
-            return self._after(call, outputs)
-        given = [x.shape if isinstance(x, Tensor) else x for x in (*call.leaves, *outputs)]
-        key = self._provenance.count, call.name, *call.labels.items(), *call.kwargs, *map(type, call.args), *given
-        try:
-            if (before := FOUND.get(key)) is not None:
-                return before
-        except TypeError:  # an argument without a hash, such as an array of NumPy
-            return self._after(call, outputs)
-        results = self._after(call, outputs)
-        if not any(isinstance(x, Tensor) for x in results):
-            if len(FOUND) == MOST_FOUND:
-                FOUND.clear()
-            FOUND[key] = results
-        return results
 
     def _after(self, call: "_Call", outputs: Sequence[Tensor]) -> Sequence[Labels]:
         """The labels of new outputs of a function that got labels."""
@@ -221,11 +199,11 @@ class Following(OwnMode):
     def _moved(self, call: "_Call", outputs: Sequence[Tensor]) -> Sequence[Labels]:
         """The labels after a function that moves entries, which moves their labels too."""
         count, dims = self._provenance.count, call.along
-        if dims and len(outputs) == 1:  # without running it, if the samples are in another dimension
-            parts = [Part(found, call.leaves[i].shape) for i, found in call.labels.items() if i in call.moved]
-            found = [beside(part, outputs[0].shape, count, dims) for part in parts if isinstance(part.labels, int)]
-            if found and len(found) == len(parts) and LOST not in found and len({*found}) == 1:
-                return found[:1]
+        parts = [Part(found, call.leaves[i].shape) for i, found in call.labels.items() if i in call.moved]
+        regular = len(outputs) == 1 and all(isinstance(part.labels, int) for part in parts)
+        # without running it, if the samples are in another dimension
+        if dims and regular and (found := unmoved(ASIDE, parts, outputs[0].shape, count, dims)) is not LOST:
+            return [found]
         results = [x for x in call.run(self._numbers(call, call.moved)) if x.is_floating_point()]
         if not results:
             return [LOST] * len(outputs)
@@ -256,26 +234,20 @@ class Following(OwnMode):
     def _looked_up(self, call: "_Call", output: Tensor) -> Labels:
         """The labels of entries that an index selects from a tensor without samples: those of the index."""
         count, leaves, name = self._provenance.count, call.leaves, call.name
-        indices = {i: x for i, x in call.tensors.items() if i}
-        i, first = next(iter(indices.items()))
-        if name in ("gather", "take", "takealongdim"):
-            return self._provenance.of(first) if first.shape == output.shape else LOST
+        indices = [x for i, x in call.tensors.items() if i]
         by_index = name in ("getitem", "index", "maskedselect") and len(indices) == len(leaves) - 1
-        if not (by_index or (name == "indexselect" and leaves[1] == 0)) or any(
-            call.labels.get(i) is LOST for i in indices
-        ):
+        of_each = name in ("gather", "take", "takealongdim") and indices[0].shape == output.shape
+        is_mask = any(x.dtype in (torch.bool, torch.uint8) for x in indices)
+        if is_mask and (len(indices) > 1 or leaves[0].shape[: indices[0].ndim] != indices[0].shape):
+            return LOST
+        if not (by_index or of_each or (name == "indexselect" and leaves[1] == 0)):
             return LOST  # such as table[:, index], where the samples are in another dimension than in the index
-        if first.dtype in (torch.bool, torch.uint8):
-            if len(indices) > 1 or leaves[0].shape[: first.ndim] != first.shape:
-                return LOST
-            labels = wider(call.labels[i], first.shape, count).to(first.device).expand(first.shape)[first]
-        else:
-            shape = torch.broadcast_shapes(*(x.shape for x in indices.values()))
-            parts = [Part(found, leaves[i].shape) for i, found in call.labels.items()]
-            found = unmoved("where", parts, shape, count, ())
-            if found is LOST:
-                return LOST
-            labels = wider(found, shape, count).expand(shape)
+        shape = torch.broadcast_shapes(*(x.shape for x in indices))
+        parts = [Part(found, leaves[i].shape) for i, found in call.labels.items()]
+        if any(part.labels is LOST for part in parts) or (found := unmoved("where", parts, shape, count, ())) is LOST:
+            return LOST
+        labels = wider(found, shape, count).expand(shape)
+        labels = labels.to(output.device)[indices[0]] if is_mask else labels
         return simplest(labels.reshape(*labels.shape, *[1] * (output.ndim - labels.ndim)).long(), output.shape, count)
 
     def _changed(self, func: Any, name: str, tensor: Tensor, version: int, args: Any, kwargs: Any) -> None:
@@ -300,8 +272,7 @@ class Following(OwnMode):
         else:
             call.name = name if name in LISTED or is_listed(name) else name[1:]  # iadd is add in place
             (found,) = self._after(call, [tensor])
-        same = isinstance(found, int) and isinstance(before, int) and found == before
-        if same and found is not LOST:
+        if found is not LOST and (same(found, before) or not tensor.numel()):
             self._provenance.refresh(tensor, version)
         else:
             self._provenance.note_change(tensor, found)
@@ -416,14 +387,6 @@ class _Call:
             return []
         output = args[0] if output is None else output
         return [x for x in (output if isinstance(output, list | tuple) else [output]) if isinstance(x, Tensor)]
-
-
-def _are_same(labels: Mapping[int, Known], leaves: Sequence[Any]) -> bool:
-    """True if the arguments with labels are of one shape and regular, with one step."""
-    (i, first), *rest = labels.items()
-    return isinstance(first, int) and all(
-        isinstance(found, int) and found == first and leaves[j].shape == leaves[i].shape for j, found in rest
-    )
 
 
 def _labels_of(numbers: Tensor) -> Tensor:

@@ -1,16 +1,21 @@
-"""Labels: the sample that each entry of a tensor belongs to, as a step, as a tensor, None or `LOST`."""
+"""Labels: the sample that each entry of a tensor belongs to, as a step, as a tensor, None or `LOST`.
 
+A *step* describes a regular tensor: entry k of the flattened tensor belongs to sample (k // step) % count. A batch of
+shape (2, 3, 4) with the samples in dimension 0 has the step 12, and one with the samples in dimension 1 the step 4. A
+`Place` says the same for one shape. A step also describes a memory, where k is the place of an entry in it: see
+`memory`.
+"""
+
+import functools
 import math
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from torchzero_clip.per_sample.samples.layout import Place, place_of, step_at, strides_of
-
 Known: TypeAlias = int | Tensor
-"""A step, as in `layout`; or the sample of each entry, in a tensor with size 1 where it does not vary.
+"""A step; or the sample of each entry, in a tensor with size 1 where it does not vary.
 
 `LOST` in place of a step means that the samples are not known. An entry of -1 in a tensor belongs to no sample.
 """
@@ -19,6 +24,40 @@ Labels: TypeAlias = Known | None
 """Labels, or None for values that depend on no sample."""
 
 LOST = -1
+
+
+class Place(NamedTuple):
+    """The dimension along which the samples change, and how many neighboring entries of it each sample has."""
+
+    dim: int
+    run: int = 1
+
+
+@functools.lru_cache(4096)
+def strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor. Dimensions of size 0 count as 1."""
+    strides, along = [1] * len(shape), 1
+    for dim in range(len(shape) - 1, -1, -1):
+        strides[dim] = along
+        along *= max(shape[dim], 1)
+    return tuple(strides)
+
+
+@functools.lru_cache(4096)
+def place_of(step: int, shape: tuple[int, ...], count: int) -> Place | None:
+    """Where the samples are; None if they change along several dimensions."""
+    for dim, along in reversed([*enumerate(strides_of(shape))]):
+        reach = along * shape[dim]
+        alone = math.prod(shape[:dim]) == 1 and reach > step  # the first dimension may end before the last sample
+        if step % along == 0 and (alone or reach % (step * count) == 0):
+            return Place(dim, step // along)
+    return None
+
+
+@functools.lru_cache(4096)
+def step_at(place: Place, shape: tuple[int, ...]) -> int:
+    """The step of a tensor whose samples are at this place."""
+    return place.run * strides_of(shape)[place.dim]
 
 
 def wider(labels: Labels, shape: Sequence[int], count: int) -> Tensor:
@@ -80,6 +119,13 @@ def narrowed(labels: Tensor) -> Tensor:
 def depth_of(labels: Tensor) -> int:
     """The number of first dimensions outside of which the labels do not vary."""
     return max((dim + 1 for dim, size in enumerate(labels.shape) if size != 1), default=0)
+
+
+def same(labels: Labels, other: Labels) -> bool:
+    """True if two labels are equal."""
+    if isinstance(labels, Tensor) and isinstance(other, Tensor):
+        return labels.shape == other.shape and torch.equal(labels, other)
+    return not (isinstance(labels, Tensor) or isinstance(other, Tensor)) and labels == other
 
 
 def agree(labels: Known, other: Known, shape: Sequence[int], count: int) -> bool:

@@ -5,7 +5,7 @@ Names have no underscores: "maskedfill" stands for `masked_fill` and `masked_fil
 
 import functools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -74,6 +74,10 @@ MIX = names("""
 """)
 """Functions after which the samples are not known."""
 ATTENTION = "scaleddotproduct"
+ASIDE = "beside"
+"""In place of a name: a function along other dimensions, aligned as in broadcasting."""
+KEPT = "kept"
+"""In place of a name: a function that is not known, and keeps the dimension of the samples if its shapes say so."""
 
 
 Way: TypeAlias = Callable[[int], int | None]
@@ -113,26 +117,34 @@ def dims_of(name: str, ndim: int, args: Sequence[Any], kwargs: Mapping[str, Any]
     return {dim % max(ndim, 1) for dim in dims if isinstance(dim, int)} if isinstance(dims, list | tuple) else set()
 
 
-def unmoved(name: str, parts: Sequence[Part], shape: Sequence[int], count: int, dims: Collection[int]) -> Known:
+def unmoved(name: str, parts: Iterable[Part], shape: Sequence[int], count: int, dims: Collection[int]) -> Known:
     """The labels of an output of this shape, from the parts that depend on samples.
 
     ``dims`` has the dimensions along which the function works. It is empty if these are all of them, or not known.
     """
+    parts = tuple(parts)
+    regular = all(isinstance(part.labels, int) for part in parts)  # labels that are tensors could be long
+    found = _unmoved if regular else _unmoved.__wrapped__
+    return found(name, parts, tuple(shape), count, frozenset(dims))
+
+
+def beside(part: Part, shape: Sequence[int], count: int, dims: Collection[int] = ()) -> Known:
+    """The labels of a part after a function along other dimensions, aligned as in broadcasting."""
+    return unmoved(ASIDE, [part], shape, count, dims)
+
+
+@functools.lru_cache(4096)  # because forwards repeat their calls
+def _unmoved(name: str, parts: tuple[Part, ...], shape: tuple[int, ...], count: int, dims: Collection[int]) -> Known:
     if count == 1:  # all values that depend on samples depend on this one
         return 1
     if name in ELEMENTS:  # values of unknown samples may be statistics of the batch, which the check of gradients finds
-        parts = [part for part in parts if part.labels is not LOST]
+        parts = tuple(part for part in parts if part.labels is not LOST)
     found = [_carried(part, shape, count, _way(name, part, shape, dims)) for part in parts]
     if not found or any(x is LOST for x in found):
         return LOST
     if name in PRODUCTS and all(len(part.shape) == 2 for part in parts):
         return found[0]  # similarities of samples, such as those of images and texts, have those of the left
     return found[0] if all(agree(found[0], x, shape, count) for x in found[1:]) else LOST
-
-
-def beside(part: Part, shape: Sequence[int], count: int, dims: Collection[int] = ()) -> Known:
-    """The labels of a part after a function along other dimensions, aligned as in broadcasting."""
-    return _carried(part, shape, count, _aligned(part, shape, dims))
 
 
 def _carried(part: Part, shape: Sequence[int], count: int, to: Way) -> Known:
@@ -162,8 +174,8 @@ def _aligned(part: Part, shape: Sequence[int], dims: Collection[int]) -> Way:
 def _way(name: str, part: Part, shape: Sequence[int], dims: Collection[int]) -> Way:
     """Where a function takes the dimensions of a part."""
     ndim, wider = len(part.shape), len(shape) - len(part.shape)
-    if name in ELEMENTS:
-        return _aligned(part, shape, ())
+    if name in ELEMENTS or name == ASIDE:
+        return _aligned(part, shape, dims)
     if name in REDUCES and wider:  # else it keeps the dimensions, with size 1
         kept = [dim for dim in range(ndim) if dims and dim not in dims]
         return lambda dim: kept.index(dim) if dim in kept else None
@@ -180,6 +192,8 @@ def _way(name: str, part: Part, shape: Sequence[int], dims: Collection[int]) -> 
         return _aligned(part, shape, ())
     if name in ROWS:
         return lambda dim: dim
+    if name == KEPT:
+        return lambda dim: dim if shape[: dim + 1] == part.shape[: dim + 1] else None
     if (name in CHANNELS or name.startswith(BATCHED)) and (not part.place or name.startswith("grid")):
         only = 1 if name in CHANNELS else 0
         return lambda dim: dim if dim == only else None

@@ -17,7 +17,7 @@ from torchzero_clip.per_sample.gradients.autograd_graph import nodes_of
 from torchzero_clip.per_sample.gradients.contributions import PIECE, Contribution
 from torchzero_clip.per_sample.gradients.rows import regrouped
 from torchzero_clip.per_sample.gradients.squared_norms import without_autocast
-from torchzero_clip.per_sample.samples.layout import Place
+from torchzero_clip.per_sample.samples.labels import Place
 
 LARGEST = 64  # float32 has room for gradients of up to 2**63
 STEP = 9  # exponents are 1, 10, ..., 64: means of up to 256 rows, squares and signs turn none of them into another
@@ -46,7 +46,7 @@ class Call:
         self.ratios: list[Tensor] = []
 
     def compare(self, grad: Tensor) -> None:
-        """Note the ratio of each row in a further backward."""
+        """Note the ratio of each row in a further backward, if this is one of the probe."""
         if self.grad is None:
             return
         shape = self.grad.shape[: self._depth]
@@ -211,7 +211,7 @@ class Probe:
         for place in range(passes):
             weights = losses.new_tensor([FACTORS[number // BASE**place % BASE] for number in numbers])
             try:
-                self._engine.repeat(losses, weights, probes=True, retain_graph=retain_graph or place < passes - 1)
+                self._engine.repeat(losses, weights, retain_graph=retain_graph or place < passes - 1)
             except Exception as error:  # of a loss that frees its memory, for example
                 if not self._lost:  # they are in another process
                     raise
@@ -225,7 +225,7 @@ class Probe:
         """Make the contributions of calls with lost rows."""
         captured = self._engine.captured
         for call in self._lost:
-            captured.saw(call.layer, len(losses) if call.seen is None else call.seen)
+            captured.counts.append((call.layer, len(losses) if call.seen is None else call.seen))
         if self._lost:
             captured.check_counts(len(losses), batch_first=self._engine.batch_first)
         for call in self._lost:

@@ -14,23 +14,31 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from torchzero_clip.compat import address_of_storage, current_graph_task_id
-from torchzero_clip.per_sample.samples.labels import LOST, Known, Labels, agree, simplest
-from torchzero_clip.per_sample.samples.layout import Place, place_of, step_at
-from torchzero_clip.per_sample.samples.memory import Layout, Owners, end_of, owned, seen, written
+from torchzero_clip.per_sample.samples.labels import (
+    LOST,
+    Known,
+    Labels,
+    Place,
+    agree,
+    place_of,
+    same,
+    simplest,
+    step_at,
+)
+from torchzero_clip.per_sample.samples.memory import Layout, Owners, Runs, end_of, owned, seen, written
+from torchzero_clip.per_sample.samples.operations import KEPT, Part, unmoved
 
 
 class _Memory:
     """The owners of the entries of a memory from ``first`` to ``end``.
 
-    ``found`` is LOST, or the owners, or a step for those that start at entry 0, or a function that finds the owners
-    when they are needed, because this takes time. While the object exists, no other memory gets this address.
+    ``found`` is LOST, or the owners, or a function that finds them when they are needed, because this takes time. While
+    the object exists, no other memory gets this address.
     """
 
     __slots__ = "end", "first", "found", "held", "labels", "size", "step", "version", "whole"
 
-    def __init__(
-        self, tensor: Tensor, found: "int | Owners | Callable[[], Owners | None]", first: int, end: int
-    ) -> None:
+    def __init__(self, tensor: Tensor, found: "Owners | Callable[[], Owners | None]", first: int, end: int) -> None:
         storage: Any = tensor.untyped_storage()
         self.held = storage._weak_ref()  # keeps the address; `StorageWeakRef` of torch takes twice as long
         self.found, self.first, self.end = found, first, end
@@ -48,7 +56,7 @@ class _Memory:
         if callable(self.found):
             found = self.found()
             self.found = LOST if found is None else found
-        return self.found if isinstance(self.found, Owners) else None if self.found == LOST else Owners(self.found)
+        return None if self.found == LOST else self.found
 
 
 class Provenance:
@@ -88,22 +96,23 @@ class Provenance:
         if key in self._memories:
             self.note_change(tensor, labels)
         elif key and labels is not None:
-            if type(labels) is int and tensor.is_contiguous() and not tensor.storage_offset():
-                self._memories[key] = _Memory(tensor, labels, 0, tensor.numel())
+            first: Any = tensor.storage_offset()
+            if type(labels) is int and tensor.is_contiguous():
+                self._memories[key] = _Memory(tensor, labels, first, first + tensor.numel())
             else:
-                self._store(key, tensor, labels)
+                self._store(key, tensor, labels, first)
         if tensor.requires_grad:
             self.note_node(tensor, labels)
 
-    def _store(self, key: int, tensor: Tensor, labels: Known) -> None:
+    def _store(self, key: int, tensor: Tensor, labels: Known, first: int) -> None:
         """Store the labels of a tensor that is not contiguous, or irregular."""
-        layout = Layout.of(tensor)
+        layout = Layout.of(tensor, first)
         if isinstance(labels, Tensor) and 0 not in layout.strides:
             found = functools.partial(owned, labels, layout, self.count)
         else:
             found = LOST if labels is LOST else owned(labels, layout, self.count)
         if found is not None:  # else all samples have one place, as if expanded
-            self._memories[key] = memory = _Memory(tensor, found, layout.offset, end_of(layout))
+            self._memories[key] = memory = _Memory(tensor, found, first, first + end_of(layout))
             if isinstance(labels, Tensor):
                 memory.labels[memory.size, layout] = labels
 
@@ -120,31 +129,25 @@ class Provenance:
             return
         before = self._memories.get(key)
         base = tensor if tensor._base is None or tensor._base.is_nested else tensor._base
-        layout, whole = Layout.of(tensor), Layout.of(base)
-        first, end = min(layout.offset, whole.offset), max(end_of(layout), end_of(whole))
-        if before is not None:
-            first, end = min(first, before.first), max(end, before.end)
-        covers = end_of(layout) == end_of(whole) and layout.offset == whole.offset and tensor.numel() == base.numel()
-        if labels is LOST:
-            owners = None
+        first: Any = min(tensor.storage_offset(), base.storage_offset())
+        first = first if before is None else min(first, before.first)
+        layout, whole = Layout.of(tensor, first), Layout.of(base, first)
+        end = max(end_of(layout), end_of(whole), 0 if before is None else before.end - first)
+        covers = layout.offset == 0 and end_of(layout) == end and tensor.numel() == base.numel()
+        before = None if covers else before  # else some of it stays
+        stays = None
+        if before is not None and (owners := before.owners) is not None:
+            stays = owners, before.first - first, before.end - first
+        if labels is LOST or (before is not None and (stays is None or before.size != tensor.element_size())):
+            owners = None  # a memory is lost as a whole
         elif covers and labels is not None:
             owners = owned(labels, layout, self.count)
-        elif before is not None and before.owners is None:
-            owners = None  # the other entries stay lost, and a memory is lost as a whole
         else:
-            owners = self._part(None if before is None else before.owners, labels, layout, whole)
-        self._memories[key] = _Memory(tensor, LOST if owners is None else owners, first, end)
-
-    def _part(self, owners: Owners | None, labels: Labels, layout: Layout, whole: Layout) -> Owners | None:
-        """The owners of a memory in which a part gets labels."""
-        if owners is not None and isinstance(labels, int) and _same(seen(owners, layout, self.count), labels):
-            return owners
-        owners = written(owners, labels, layout, max(end_of(layout), end_of(whole)), self.count)
-        if owners is None:
-            return None
-        # once the last part is written, as in a loop over samples, the memory may be regular
-        found = seen(owners, whole, self.count)
-        return (owned(found, whole, self.count) if isinstance(found, int) else None) or owners
+            owners = written(stays, labels, layout, end, self.count)
+            # once the last part is written, as in a loop over samples, the memory may be regular
+            found = None if owners is None else seen(owners, whole, self.count)
+            owners = (owned(found, whole, self.count) if isinstance(found, int) else None) or owners
+        self._memories[key] = _Memory(tensor, LOST if owners is None else owners, first, first + end)
 
     def note_packed(self, packed: PackedSequence) -> None:
         """Store the labels of a packed sequence of all samples: rows of the first position, then of the second, ..."""
@@ -170,7 +173,7 @@ class Provenance:
         if current_graph_task_id() != -1:
             return self._asked[key] if key in self._asked and self._memory(tensor) is None else self.of(tensor)
         labels = self.of(tensor)
-        self._asked[key] = labels if key not in self._asked or _same(self._asked[key], labels) else LOST
+        self._asked[key] = labels if key not in self._asked or same(self._asked[key], labels) else LOST
         return labels
 
     def of(self, tensor: Tensor) -> Labels:
@@ -197,7 +200,7 @@ class Provenance:
         memory = self._memories.get(memory_of(tensor))
         if memory is None or memory.whole or not tensor.numel():
             return memory
-        apart = tensor.storage_offset() >= memory.end or end_of(Layout.of(tensor)) <= memory.first
+        apart = tensor.storage_offset() >= memory.end or end_of(Layout.of(tensor, memory.first)) <= 0
         return None if apart else memory
 
     def before(self, tensor: Tensor, changed: Tensor, version: int) -> Labels:
@@ -217,17 +220,20 @@ class Provenance:
     def _seen(self, memory: _Memory, tensor: Tensor, version: int) -> Labels:
         if memory.found is LOST or memory.version != version:
             return LOST
-        size, layout = tensor.element_size(), Layout.of(tensor)
+        size = tensor.element_size()
+        first, rest = divmod(memory.first * memory.size, size)  # complex numbers as real ones, and back
+        layout = Layout.of(tensor, first)
         if memory.labels and (size, layout) in memory.labels:
             return memory.labels[size, layout]
         owners = memory.owners
         if owners is None:
             return LOST
-        if size != memory.size:  # complex numbers as real ones, and back
-            if owners.step * memory.size % size or owners.start * memory.size % size:
+        if size != memory.size:
+            step, of = (owners, None) if isinstance(owners, int) else owners
+            if rest or step * memory.size % size:
                 return LOST
-            owners = Owners(owners.step * memory.size // size, owners.start * memory.size // size, owners.of)
-        elif not memory.whole and tensor.numel() and (layout.offset < memory.first or end_of(layout) > memory.end):
+            owners = step * memory.size // size if of is None else Runs(step * memory.size // size, of)
+        elif not memory.whole and tensor.numel() and (layout.offset < 0 or end_of(layout) > memory.end - first):
             return LOST
         labels = seen(owners, layout, self.count)
         if isinstance(labels, Tensor):
@@ -258,16 +264,11 @@ class Provenance:
 
     def _kept(self, parts: Sequence[tuple[Labels, Sequence[int]]], shape: Sequence[int]) -> Labels:
         """The labels of an output, if all inputs have the samples in the same dimension, and the output has it too."""
-        known = [(labels, before) for labels, before in parts if labels is not None]
-        if not known:
-            return None
-        found: set[int] = set()
-        for labels, before in known:
-            place = place_of(labels, tuple(before), self.count) if isinstance(labels, int) and labels != LOST else None
-            dim = -1 if place is None or place.run > 1 else place.dim
-            kept = 0 <= dim < len(shape) and tuple(shape[: dim + 1]) == tuple(before[: dim + 1])
-            found.add(step_at(Place(dim), tuple(shape)) if kept else LOST)
-        return found.pop() if len(found) == 1 else LOST
+        known = [Part(labels, tuple(before)) for labels, before in parts if labels is not None]
+        places = [place_of(x.labels, x.shape, self.count) for x in known if isinstance(x.labels, int)]
+        if len(places) < len(known) or not all(place is not None and place.run == 1 for place in places):
+            return LOST
+        return unmoved(KEPT, known, shape, self.count, ()) if known else None
 
 
 def memory_of(tensor: Tensor) -> int:
@@ -281,9 +282,3 @@ def memory_of(tensor: Tensor) -> int:
 def version_of(tensor: Tensor) -> int:
     """The number of changes of a tensor in place; 0 if torch does not count them, as in inference."""
     return 0 if tensor.is_inference() else tensor._version
-
-
-def _same(labels: Labels, other: Labels) -> bool:
-    if isinstance(labels, Tensor) and isinstance(other, Tensor):
-        return labels.shape == other.shape and torch.equal(labels, other)
-    return labels is other or (isinstance(labels, int) and isinstance(other, int) and labels == other)
