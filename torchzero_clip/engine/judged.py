@@ -88,7 +88,7 @@ class Judged:
     def of(self, rows: Sequence[int]) -> Tensor:
         """The norm of the gradient of each row, or the joint norm if statistics need only that."""
         norms = self.measure()
-        return norms if len(norms) < len(self.grads) else elements_at(norms, rows)
+        return norms if norms.numel() < len(self.grads) else elements_at(norms, rows)
 
     def of_each(self) -> Tensor:
         """The norm of the gradient of each row, also if statistics need only the joint norm."""
