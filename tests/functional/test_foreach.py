@@ -41,6 +41,14 @@ def test_one_factor_for_all_and_factors_beyond_float32():
     assert foreach.as_factors(vector(1e50), DOUBLE).item() == 1e50
 
 
+@pytest.mark.parametrize("dtype", [FLOAT, DOUBLE])
+def test_one_factor_for_all_is_passed_as_one_tensor(dtype, monkeypatch):
+    factors = []
+    monkeypatch.setattr(torch, "_foreach_mul_", lambda tensors, factor: factors.append(factor))
+    foreach.multiply_each_([torch.ones(2, dtype=dtype)] * 3, vector(0.5).expand(3))
+    assert factors == [torch.tensor(0.5)]
+
+
 def test_a_decay_rate_is_not_rounded_to_half_precision():
     """In bfloat16 0.999 is 1."""
     squares = [torch.full((2,), 100.0, dtype=HALF), torch.full((2,), 100.0)]

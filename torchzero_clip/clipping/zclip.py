@@ -131,7 +131,7 @@ class ZClip(NormStatistics):
         z = (norm - mean) / (deviation + setting["eps"])
         cut = mean
         if self.clip_option == "adaptive_scaling":
-            cut = (mean + deviation * (setting["z_thresh"] ** 2 / z)) * setting["clip_factor"]
+            cut = (mean + deviation * (z.reciprocal() * setting["z_thresh"] ** 2)) * setting["clip_factor"]
         limit = torch.where(z > setting["z_thresh"], cut, torch.inf)
         seen = torch.where(limit < torch.inf, limit, norm).clamp(max=SQUARABLE)
         moved = beta * mean + (1 - beta) * seen

@@ -189,18 +189,15 @@ def scale_(tensors: Sequence[Tensor], factors: Sequence[Tensor], *, exact: bool 
 def multiply_each_(
     tensors: Sequence[Tensor], factors: Tensor, scratch: Scratch | None = None, chosen: Sequence[int] | None = None
 ) -> None:
-    """Multiply each of some plain tensors of one dtype by its factor, in place; ``factors`` is a float64 vector.
-
-    With ``chosen``, multiply only the tensors at these indices.
-    """
+    """Multiply plain tensors of one dtype, all or those ``chosen``, by the elements of a float64 vector, in place."""
     wide = wide_dtype(tensors[0].dtype)
-    factors = as_factors(factors, wide)
     if is_one_number(factors) and tensors[0].dtype == wide:
         # for 400 tensors one 0-d tensor takes 0.23 ms, a list of them 0.25 and one Python number 0.87
-        _foreach._foreach_mul_(tensors, factors.select(0, 0))
+        _foreach._foreach_mul_(tensors, as_factors(factors.select(0, 0), wide))
         return
+    factors = as_factors(factors, wide)
     values = factors.unbind() if scratch is None else scratch.elements(factors)
-    if chosen is not None:
+    if chosen is not None and len(chosen) < len(tensors):
         tensors, values = ([column[i] for i in chosen] for column in (tensors, values))
     if tensors[0].dtype != wide:
         values = [v.view(1) if t.ndim else v for v, t in zip(values, tensors, strict=True)]  # see `_beside`

@@ -49,7 +49,7 @@ class Scratch:
     def elements(self, vector: Tensor) -> Sequence[Tensor]:
         """The elements of a vector as 0-d tensors, until the next call."""
         # for 400 elements `unbind` takes 0.37 ms, which is three quarters of the time to multiply short tensors by them
-        memory, found = self.plan("elements", [vector], lambda: _with_elements(torch.empty_like(vector)))
+        memory, found = self.plan("elements", [vector], lambda: ((own := torch.empty_like(vector)), own.unbind()))
         memory.copy_(vector)
         return found
 
@@ -67,7 +67,3 @@ class Scratch:
             kept = _Plan(key, same_layout(tensors), layout, make())
         self._plans[name] = kept
         return kept.result
-
-
-def _with_elements(vector: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
-    return vector, vector.unbind()

@@ -236,6 +236,10 @@ class BeforeStep:
         if grads[0].dtype != torch.float64 and takes_factor(optimizer, self._hooks[0].id, len(grads)):
             optimizer.grad_scale = inverse(factor)
             self._has_scaled = True
+        elif foreach.is_real_and_wide(grads[0].dtype):
+            # one tensor for all takes a third of the time of one Python number
+            number = factor if isinstance(factor, Tensor) else torch.full((), factor, dtype=torch.float64, device="cpu")
+            foreach.multiply_each_(grads, number.expand(len(grads)))
         else:
             foreach.multiply_(grads, factor)
 
