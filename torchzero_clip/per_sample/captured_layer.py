@@ -71,11 +71,6 @@ class Samples(NamedTuple):
         return self.rows if isinstance(self.rows, Tensor) else Place(self.dim, self.rows)
 
     @property
-    def in_order(self) -> bool:
-        """True if each entry of the dimension is a sample."""
-        return isinstance(self.rows, int) and self.rows == 1 and not self.lost
-
-    @property
     def depth(self) -> int:
         """The number of dimensions that tell rows apart."""
         return self.lost or (self.rows.ndim if isinstance(self.rows, Tensor) else 1)
@@ -146,11 +141,6 @@ class CapturedLayer:
         return f". Or {self.line}" if self.line else ""
 
     @property
-    def own_line(self) -> str:
-        """The argument that takes the layer itself whole."""
-        return f"whole=({written(self.engine.attachment.model, type(self.module))},)"
-
-    @property
     def values(self) -> list[tuple[nn.Parameter, Tensor]]:
         """The parameters, with the tensors that the module uses now: others while `fully_shard` shows them in full."""
         return [(param, cast(Tensor, owner._parameters[key])) for owner, key, param in self._owners]
@@ -192,9 +182,8 @@ class CapturedLayer:
 
     def _found(self, input: Tensor, labels: Place | Labels, leading: int, dim: int) -> Samples:
         count: int = self.engine.forward.batch_size
-        if labels is None and is_same(input, dim, count, of_batch=leading > 1 or input.ndim > 2):
-            return Samples(input, dim)
-        if labels is not LOST and count == 1 == input.shape[dim]:  # a row for all is the row of the only sample
+        alike = labels is None and is_same(input, dim, count, of_batch=leading > 1 or input.ndim > 2)
+        if alike or (labels is not LOST and count == 1 == input.shape[dim]):  # the row of the only sample
             return Samples(input, dim)
         if isinstance(labels, Tensor):
             depth = max(depth_of(labels), 1)
@@ -212,9 +201,7 @@ class CapturedLayer:
         if provenance is None:
             return None
         labels = self.labels(input)
-        if labels is None and is_same(input, dim, provenance.count):
-            return None
-        if labels == Place(dim):
+        if labels == Place(dim) or (labels is None and is_same(input, dim, provenance.count)):
             return None
         if isinstance(labels, Place):
             labels = wider(step_at(labels, tuple(input.shape)), input.shape, provenance.count)
@@ -357,9 +344,10 @@ class CapturedLayer:
         self.engine.clear()
         name, inside = self.misuse or ("a function such as a torch.autograd.Function", self.rule.runs_layers)
         if inside:
+            kind = written(self.engine.attachment.model, type(self.module))
             raise RuntimeError(
                 f"{self} uses a parameter in {name}, which cannot run for each sample alone. Name it in "
-                f"{self.own_line}{self.way_out}"
+                f"whole=({kind},){self.way_out}"
             )
         raise RuntimeError(
             f"{self} returned one row for all samples, and {name} cannot tell samples apart: give each sample its own "

@@ -68,7 +68,7 @@ class GroupNormRule(NormalizationRule):
         dtypes, lower = {x.dtype for x in (input, *affine)}, torch.is_autocast_enabled(input.device.type)
         fits = len(dtypes) == 1 and dtypes <= {torch.float32, torch.float64} and not lower
         found = layer.samples(input, 1) if fits and len(affine) == 2 and input.numel() else None
-        if found is None or found.had_dim is not None or not found.in_order:
+        if found is None or found.had_dim is not None or found.lost or found.where != Place(0):
             return super().run(layer, input)
         x, own = found.tensor, {id(value): param for param, value in layer.values}
         weight, bias = (

@@ -44,7 +44,7 @@ COUNTED = names("""
     takealongdim topk
 """)
 """Functions with another argument before the dimension."""
-JOINED = names("cat concat concatenate")
+JOINED = names("cat concat concatenate stack")
 """Functions whose first argument has the tensors."""
 PRODUCTS = {
     **dict.fromkeys(("addmm", "addmv", "baddbmm"), 1),
@@ -114,6 +114,7 @@ def dims_of(name: str, ndim: int, args: Sequence[Any], kwargs: Mapping[str, Any]
     if (name in ALONG or name in JOINED) and not isinstance(dims, int):
         dims = -1 if name in ALONG and name != "msort" else 0
     dims = [dims] if isinstance(dims, int) and not isinstance(dims, bool) else dims
+    ndim += name == "stack"  # along a new dimension
     return {dim % max(ndim, 1) for dim in dims if isinstance(dim, int)} if isinstance(dims, list | tuple) else set()
 
 
@@ -176,6 +177,8 @@ def _way(name: str, part: Part, shape: Sequence[int], dims: Collection[int]) -> 
     ndim, wider = len(part.shape), len(shape) - len(part.shape)
     if name in ELEMENTS or name == ASIDE:
         return _aligned(part, shape, dims)
+    if name == "stack":
+        return lambda dim: dim + (dim >= min(dims))
     if name in REDUCES and wider:  # else it keeps the dimensions, with size 1
         kept = [dim for dim in range(ndim) if dims and dim not in dims]
         return lambda dim: kept.index(dim) if dim in kept else None
