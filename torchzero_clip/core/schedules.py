@@ -1,11 +1,10 @@
 """Settings that are functions of the number of steps taken."""
 
-import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from torchzero_clip.checks import as_builtin
+from torchzero_clip.checks import as_builtin, takes_one
 from torchzero_clip.core.chain_state import SCHEDULE_STEP, ChainState
 from torchzero_clip.types import Group, Schedule
 
@@ -75,15 +74,12 @@ class Schedules:
         if not self.any:
             return list(saved)
         try:
-            values = self._values(groups, step)
+            values = [{key: at(schedule, step) for key, schedule in self._of(group).items()} for group in groups]
         except Exception:
             self._behind = True
             return list(saved)
         self._behind = False
         return [{**group, **own} for group, own in zip(saved, values, strict=True)]
-
-    def _values(self, groups: Sequence[Group], step: int) -> list[dict[str, Any]]:
-        return [{key: at(schedule, step) for key, schedule in self._of(group).items()} for group in groups]
 
     def _of(self, group: Group) -> dict[str, Schedule]:
         """The functions of a group. The group may be a copy, or may have another index than before."""
@@ -116,17 +112,6 @@ def _in_use(schedules: Mapping[str, Schedule], group: Group, step: int) -> dict[
     return found
 
 
-def takes_step(function: Any) -> bool:
-    """False if a function cannot be called with one argument."""
-    try:
-        inspect.signature(function).bind(0)
-    except TypeError:
-        return False
-    except ValueError:  # of functions in C
-        pass
-    return True
-
-
 def at(value: Any, step: int) -> Any:
     """A setting, or the value of its schedule after so many steps."""
     if not callable(value):
@@ -134,7 +119,7 @@ def at(value: Any, step: int) -> Any:
     try:
         return as_builtin(value(step))
     except Exception as error:
-        if isinstance(error, TypeError) and not takes_step(value):
+        if isinstance(error, TypeError) and not takes_one(value):
             raise TypeError(
                 f"{value!r} cannot be called with one argument. A setting that is a function gets the number of steps, "
                 "as in lambda step: 0.1 * step"

@@ -24,15 +24,7 @@ from torchzero_clip.functional.clip import inverse
 from torchzero_clip.hints import explained
 from torchzero_clip.modular.entries import Entries
 from torchzero_clip.modular.front import Front
-from torchzero_clip.modular.host import (
-    Patient,
-    RefusedStep,
-    are_zero,
-    check_host,
-    end_surely,
-    takes_factor,
-    unwrapped_host,
-)
+from torchzero_clip.modular.host import RefusedStep, are_zero, check_host, end_surely, takes_factor, unwrapped_host
 from torchzero_clip.modular.modular import Modular
 from torchzero_clip.modular.wrapped import unwrap
 
@@ -56,7 +48,6 @@ class BeforeStep:
         self._hidden: list[tuple[Tensor, Tensor]] = []  # parameters and their gradients, in a refused step of this kind
         self._has_scaled = False  # the optimizer multiplies the gradients by their factor
         self._is_refused_by_scaler = False
-        self._patient: Patient | None = None
         own = self._entries.register(optimizer)
         self._hooks = [
             optimizer.register_step_pre_hook(self.before),
@@ -110,11 +101,11 @@ class BeforeStep:
     @property
     def listener(self) -> Listener | None:
         """What sees every step, such as a `Recorder`."""
-        return None if self._patient is None else self._patient.listener
+        return self._front.listener
 
     @listener.setter
     def listener(self, listener: Listener | None) -> None:
-        self._front.listener = self._patient = None if listener is None else Patient(listener)
+        self._front.listener = listener
 
     def has(self, group: dict[str, Any]) -> bool:
         """True if a param group is one of the optimizer's."""
@@ -264,8 +255,8 @@ class BeforeStep:
             if param.grad is None:  # else there is a new one, if the step raised
                 param.grad = grad
         self._hidden = []
-        if self._patient is not None:
-            self._patient.tell()
+        if self._front.ended is not None:
+            self._front.tell()
 
 
 @explained
@@ -351,7 +342,7 @@ def before_step(
     )
     handle = BeforeStep(found, front, partial(Entries, new=new, dropped=dropped))
     _HANDLES.add(handle)
-    recorder = _attached(found, Attached)
+    recorder = hook_owner(found, Attached)
     handle.listener = None if recorder is None else recorder.listener
     return handle
 
@@ -364,7 +355,7 @@ def chain_of(optimizer: Any) -> Modular | BeforeStep | None:
 
 def handle_of(optimizer: Optimizer) -> BeforeStep | None:
     """The transforms before the steps of an optimizer; None if it has none."""
-    return _attached(optimizer, BeforeStep)
+    return hook_owner(optimizer, BeforeStep)
 
 
 _HANDLES: weakref.WeakSet[BeforeStep] = weakref.WeakSet()
@@ -389,7 +380,7 @@ def _warn_of_copy(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 register_optimizer_step_pre_hook(_warn_of_copy)
 
 
-def _attached(optimizer: Optimizer, kind: type[T]) -> T | None:
+def hook_owner(optimizer: Optimizer, kind: type[T]) -> T | None:
     """The object of a kind whose method is a hook of the steps of an optimizer; None if it has none."""
     hooks: Any = getattr(optimizer, "_optimizer_step_pre_hooks", {})
     for hook in hooks.values():

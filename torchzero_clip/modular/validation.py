@@ -20,6 +20,11 @@ from torchzero_clip.engine.table import Table
 from torchzero_clip.functional.processes import check_group
 from torchzero_clip.types import Group
 
+NOT_ZERO_REDUNDANCY = (
+    "ZeroRedundancyOptimizer gives each process some of the parameters, so norms would be those of one process: use "
+    "fully_shard (FSDP2), which shards the state of the optimizer too"
+)
+
 
 def listed_transforms(params: object, transforms: Sequence[Transforms]) -> list[Transform]:
     """The transforms in a list. Raises if there are none, or if ``params`` is a transform, a method or an optimizer."""
@@ -71,10 +76,7 @@ def _check_not_local(params: Sequence[NamedParam]) -> None:
     frame = inspect.currentframe()
     while frame is not None:  # until it is None, because a frame that refers to itself would keep the optimizer alive
         if type(frame.f_locals.get("self")).__name__ == "ZeroRedundancyOptimizer":
-            raise ValueError(
-                "ZeroRedundancyOptimizer gives each process some of the parameters, so norms would be those of one "
-                "process: use fully_shard (FSDP2), which shards the state of the optimizer too"
-            )
+            raise ValueError(NOT_ZERO_REDUNDANCY)
         frame = frame.f_back
 
 
