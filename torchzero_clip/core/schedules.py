@@ -17,13 +17,13 @@ class Schedules:
     def __init__(self, defaults: Mapping[str, Schedule], settings: Iterable[str], chain_state: ChainState) -> None:
         self._defaults, self._chain_state = dict(defaults), chain_state
         self._settings = set(settings)  # functions under other keys belong to other packages
-        self._of_groups: list[tuple[list[Any], dict[str, Schedule]]] = []  # by the list of parameters of each group
+        self.of_groups: list[tuple[list[Any], dict[str, Schedule]]] = []  # by the list of parameters of each group
         self._behind = False
 
     @property
     def any(self) -> bool:
         """True if some setting is a function of the step."""
-        return any(own for _, own in self._of_groups)
+        return any(own for _, own in self.of_groups)
 
     def split(self, group: Group, was_at: int | None) -> tuple[Group, dict[str, Schedule]]:
         """A group with values in the place of functions, and these functions."""
@@ -37,17 +37,10 @@ class Schedules:
 
     def add(self, group: Group, own: dict[str, Schedule]) -> None:
         """Store the functions of a group that was added to the optimizer."""
-        self._of_groups.append((group["params"], own))
+        self.of_groups.append((group["params"], own))
 
     def __contains__(self, key: str) -> bool:
-        return any(key in own for _, own in self._of_groups)
-
-    def __len__(self) -> int:
-        return len(self._of_groups)
-
-    def forget(self, first: int) -> None:
-        """Drop what was added from the given entry on."""
-        del self._of_groups[first:]
+        return any(key in own for _, own in self.of_groups)
 
     def catch_up(self, groups: Sequence[Group], step_method: object) -> None:
         """Before a step: take over counters from the groups, and compute settings that were not known a step before."""
@@ -86,7 +79,7 @@ class Schedules:
         own = self._find(group)
         if own is None and SCHEDULE_STEP in group:  # of a copy of this optimizer, as Lightning's finetuning puts it in
             own = _in_use(self._defaults, group, group[SCHEDULE_STEP])
-            self._of_groups.append((group["params"], own))
+            self.of_groups.append((group["params"], own))
         if own is None:
             raise ValueError(
                 "a param group was added by hand, and settings are functions of the step: use add_param_group"
@@ -96,7 +89,7 @@ class Schedules:
     def _find(self, group: Group) -> dict[str, Schedule] | None:
         first = next(iter(group["params"]), None)
         first = first[1] if isinstance(first, tuple) else first
-        for params, own in reversed(self._of_groups):  # a group may have been removed, and its parameters added again
+        for params, own in reversed(self.of_groups):  # a group may have been removed, and its parameters added again
             if group["params"] is params or (params and first is params[0]):
                 return own
         return None

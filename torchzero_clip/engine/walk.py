@@ -54,7 +54,7 @@ class Walk:
                 # other processes wait in the exchange of a joint transform, so without a tensor here a stand-in acts
                 rows = rows if self.company is None else self.company.acting(self, node, rows)
                 if rows:
-                    grads = table.picked(rows).grads
+                    _, grads, *_ = table.picked(rows)
                     foreach.copy_(grads, self.apply(node, rows, foreach.clone(grads)))
                 # norms that were taken before describe other gradients now
                 self.judged.forget()

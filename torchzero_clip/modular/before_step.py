@@ -37,18 +37,18 @@ FOUND_INF = "found_inf"
 class BeforeStep:
     """Transforms that act before the steps of an optimizer, until `remove` is called. `before_step` makes it."""
 
-    def __init__(self, optimizer: Optimizer, front: Callable[..., Front], entries: Callable[[Front], Entries]) -> None:
+    def __init__(self, optimizer: Optimizer, front: Front, entries: Entries) -> None:
         # weak, so that a deleted optimizer is freed at once, together with its hooks
         self._found = weakref.ref(optimizer)
-        self._front = front(scale=self._scale)
-        self._entries = entries(self._front)
-        self._entries.look(optimizer.param_groups)
+        self._front, self._entries = front, entries
+        front.delivery.scale = self._scale
+        entries.look(optimizer.param_groups)
         self._depth = 0  # 2 while `step` of a subclass calls that of its base class
         self._is_wrapped = False  # False in a step that is called by a method from before the wrapper
         self._hidden: list[tuple[Tensor, Tensor]] = []  # parameters and their gradients, in a refused step of this kind
         self._has_scaled = False  # the optimizer multiplies the gradients by their factor
         self._is_refused_by_scaler = False
-        own = self._entries.register(optimizer)
+        own = entries.register(optimizer)
         self._hooks = [
             optimizer.register_step_pre_hook(self.before),
             optimizer.register_step_post_hook(self.after),
@@ -330,8 +330,7 @@ def before_step(
         )
     if module is not None:
         instance("module", module, nn.Module)
-    front = partial(
-        Front,
+    front = Front(
         found.param_groups,
         transforms,
         module=module,
@@ -340,7 +339,7 @@ def before_step(
         process_group=process_group,
         fast=fast,
     )
-    handle = BeforeStep(found, front, partial(Entries, new=new, dropped=dropped))
+    handle = BeforeStep(found, front, Entries(front, new=new, dropped=dropped))
     _HANDLES.add(handle)
     recorder = hook_owner(found, Attached)
     handle.listener = None if recorder is None else recorder.listener

@@ -13,7 +13,6 @@ from torchzero_clip.core.kinds import UpdateRule
 from torchzero_clip.core.learning_rate import LR
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.engine.end import Deliver
-from torchzero_clip.engine.executor import DeliveredScale
 from torchzero_clip.engine.listener import Listener
 from torchzero_clip.engine.walk import Walk
 from torchzero_clip.modular.modular import Modular
@@ -28,30 +27,19 @@ class Front(Modular):
     """A step that the other optimizer still has to take, and of which the listener was not told."""
 
     def __init__(
-        self,
-        groups: Sequence[Group],
-        transforms: Sequence[Transforms],
-        scale: DeliveredScale,
-        *,
-        module: nn.Module | None,
-        **options: Any,
+        self, groups: Sequence[Group], transforms: Sequence[Transforms], *, module: nn.Module | None, **options: Any
     ) -> None:
         for transform in as_written(transforms):
             _refuse(transform, transform)
-        self._delivery = Deliver(scale)
+        self.delivery = self._delivery = Deliver()
         self._names_in = module  # the module that has the names of the parameters
         self._followed = groups  # those of the other optimizer
         super().__init__(_named(groups, module), *transforms, **options)
         # an author's transform may read the gradients after they were changed
-        self._delivery.over_grads = all(node.is_ours and node.transform.target == "update" for node in self.nodes)
+        self.delivery.over_grads = all(node.is_ours and node.transform.target == "update" for node in self.nodes)
         for own, group in zip(self.param_groups, groups, strict=True):
             own["params"] = group["params"]
         self._ids = _checked_ids(groups)
-
-    @staticmethod
-    @override
-    def _completed(transforms: list[Transform]) -> list[Transform]:
-        return transforms
 
     @override
     def _tell(self, listener: Listener, walk: Walk) -> None:

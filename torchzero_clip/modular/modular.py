@@ -134,7 +134,6 @@ class Modular(Explained, ClassMaker, Optimizer):
     steps_taken: int = 0
     """How many steps this object has taken. Steps that were refused or had no gradients do not count."""
 
-    _completed = staticmethod(with_learning_rate)  # returns the transforms of a chain from those that were given
     _delivery: Deliver | None = None  # the end of a step; None to subtract the updates from the parameters
     _has_meshes = False  # if a parameter is distributed
     _origin: Origin | None = None  # the module that ``params`` was. Copies and pickles have none
@@ -156,7 +155,7 @@ class Modular(Explained, ClassMaker, Optimizer):
         listed = listed_transforms(params, transforms)
         self.maximize, self.keep_grads, self.fast = maximize, keep_grads, fast
         self._fast_way = FastWay()
-        self.chain = configured(Chain(*self._completed(listed)), self.given)
+        self.chain = configured(Chain(*(with_learning_rate(listed) if self._delivery is None else listed)), self.given)
         self._written = list(as_written(transforms))
         self.nodes: Nodes = self.chain.nodes()
         self._judging = Judging(self.nodes)

@@ -48,19 +48,14 @@ def listed_transforms(params: object, transforms: Sequence[Transforms]) -> list[
 
 def check_added(nodes: Nodes, params: Sequence[NamedParam], process_group: ProcessGroup | None) -> None:
     """Raise if a transform cannot act on added parameters, or if other processes hold parts of them unseen."""
-    _check_params(nodes, params)
-    _check_not_local(params)
-    check_group(process_group, [named.param for named in params])
-
-
-def _check_params(nodes: Nodes, params: Sequence[NamedParam]) -> None:
-    """Raise if a transform selects by name and parameters have none, or cannot act on one in its scope."""
     for node in nodes:
         scope = node.scope
         scope.check_names(node.transform, params)
         for i, named in enumerate(params):
             if scope.has(named):
                 node.transform.check_parameter(named.name or f"parameter {i} of its group", named.param)
+    _check_not_local(params)
+    check_group(process_group, [named.param for named in params])
 
 
 def _check_not_local(params: Sequence[NamedParam]) -> None:
