@@ -47,7 +47,6 @@ class BeforeStep:
         self._is_wrapped = False  # False in a step that is called by a method from before the wrapper
         self._hidden: list[tuple[Tensor, Tensor]] = []  # parameters and their gradients, in a refused step of this kind
         self._has_scaled = False  # the optimizer multiplies the gradients by their factor
-        self._is_refused_by_scaler = False
         own = entries.register(optimizer)
         self._hooks = [
             optimizer.register_step_pre_hook(self.before),
@@ -91,7 +90,7 @@ class BeforeStep:
         These are names of gates, "nonfinite", or "found_inf" if a gradient scaler has found gradients that are not
         finite.
         """
-        return (FOUND_INF,) if self._is_refused_by_scaler else self._front.skipped_by
+        return self._front.skipped_by
 
     @property
     def steps_taken(self) -> int:
@@ -189,7 +188,6 @@ class BeforeStep:
     def _change(self, optimizer: Optimizer, result: Any) -> None:
         """Apply the transforms. A refused step ends here. Without the wrapper, it goes on without gradients."""
         front, groups = self._front, optimizer.param_groups
-        self._is_refused_by_scaler = False
         self._entries.look(groups)
         if getattr(optimizer, FOUND_INF, None) is not None and not self._unscale(optimizer):
             return
@@ -211,7 +209,7 @@ class BeforeStep:
     def _unscale(self, optimizer: Any) -> bool:
         """Divide by the scale of a gradient scaler. Return False if it has found gradients that are not finite."""
         if optimizer.found_inf.item():
-            self._is_refused_by_scaler = True
+            self._front.skipped_by = (FOUND_INF,)
             self._front.forget_loss()
             return False
         scale = getattr(optimizer, "grad_scale", None)

@@ -88,9 +88,22 @@ def check_places(chain: Chain, nodes: Nodes, params: Sequence[NamedParam]) -> No
         acting = [any(other.scope.has(named) for named in own) for other in transforms]
         before = [other for other, acts in zip(transforms[:i], acting[:i], strict=True) if acts]
         after = [other for other, acts in zip(transforms[i + 1 :], acting[i + 1 :], strict=True) if acts]
+        if isinstance(transform, FinalRule):
+            _check_last(transform, before, after)
         transform.check_chain(before, after)
         if transform.target == "params_difference" and (rules := [t for t in before if isinstance(t, UpdateRule)]):
             warn_user(f"{transform!r} replaces the update of {rules[-1]!r}, which has no effect then: put it first")
+
+
+def _check_last(rule: FinalRule, before: Sequence[Transform], after: Sequence[Transform]) -> None:
+    """Raise if another transform than `LR` comes after a final rule, or if an `LR` comes before it."""
+    for other in after:
+        if not isinstance(other, LR):
+            raise ValueError(f"{rule!r} takes the step by itself, so {other!r} has to come before it")
+    for other in before:
+        if isinstance(other, LR):
+            way_out = f"so {other!r} has to come after it. The optimizer may also name the lr"
+            raise ValueError(f"{rule!r} takes the step by itself, {way_out}")
 
 
 def idle_names(nodes: Nodes, params: Sequence[NamedParam]) -> dict[str, bool]:
