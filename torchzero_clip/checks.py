@@ -55,6 +55,17 @@ def needs_closure(optimizer_class: Any) -> bool:
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
+def takes_one(function: Any) -> bool:
+    """False if a function cannot be called with one argument."""
+    try:
+        inspect.signature(function).bind(None)
+    except TypeError:
+        return False
+    except ValueError:  # functions in C may have no signature
+        pass
+    return True
+
+
 def setting_name(key: str) -> None:
     """Raise if param groups use the name for something else, or if it would break qualified keys."""
     if key in NO_SETTINGS or "." in key or ":" in key or key.startswith("/"):

@@ -146,7 +146,7 @@ def test_ordinary_gradients_need_nothing_of_the_long_way(call):
     drawn = Drawn(0, 1.0, [("normal", shape, 1.0) for shape in SHAPES] + [("none", (2,), 1.0)])
     expected = drawn.params()
     call(expected)
-    with patch.multiple(module, with_gradients=None, gradients=None, measure=None, opened=None):
+    with patch.multiple(module, with_gradients=None, gradients=None, measure_over_processes=None, opened=None):
         for form in (iter, lambda given: [(f"weight{i}", param) for i, param in enumerate(given)]):
             params = drawn.params()
             call(form(params))

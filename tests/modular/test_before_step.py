@@ -527,7 +527,8 @@ def test_a_checkpoint_of_other_transforms_names_the_call_that_loads_what_fits():
     saved = torch.optim.AdamW(params)
     before_step(saved, ClipNormByEMA())
     with pytest.raises(
-        ValueError, match=r"before_step\(optimizer, \.\.\., new=\['auto_clip'\], dropped=\['clip_norm_by_ema'\]"
+        ValueError,
+        match=r"pass new=\['auto_clip'\], dropped=\['clip_norm_by_ema'\] to load_state_dict, or to before_step",
     ):
         optimizer.load_state_dict(saved.state_dict())
 
@@ -552,7 +553,7 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(spoil, message):
     before = copy.deepcopy(optimizer.state_dict())
     with pytest.raises(ValueError, match=message) as raised:
         optimizer.load_state_dict(saved)
-    assert not hasattr(raised.value, "__notes__")  # new= and dropped= would not help
+    assert "new=" not in str(raised.value)  # it would not help
     assert_same_checkpoint(optimizer.state_dict(), before)
 
 

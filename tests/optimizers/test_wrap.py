@@ -219,10 +219,10 @@ def test_scopes_share_one_checkpoint():
 @pytest.mark.parametrize(
     ("chain", "message"),
     [
-        (lambda: [Wrap(optim.Adam), ClipNorm(1)], r"ClipNorm\(1\) would have no meaning: put it before"),
-        (lambda: [Wrap(optim.Adam), WeightDecay(0.1).only(lambda p: p.ndim == 1)], "put it before"),
-        (lambda: [LR(0.1), Wrap(optim.Adam)], r"LR\(0.1\) would have no meaning: leave it out"),
-        (lambda: [Wrap(optim.Adam), Wrap(optim.SGD), LR(0.1)], "put it before"),
+        (lambda: [Wrap(optim.Adam), ClipNorm(1)], r"ClipNorm\(1\) has to come before it"),
+        (lambda: [Wrap(optim.Adam), WeightDecay(0.1).only(lambda p: p.ndim == 1)], "has to come before it"),
+        (lambda: [LR(0.1), Wrap(optim.Adam)], r"LR\(0.1\) has to come after it"),
+        (lambda: [Wrap(optim.Adam), Wrap(optim.SGD), LR(0.1)], "has to come before it"),
         (lambda: Chain(Wrap(optim.Adam), target="update_difference"), "cannot stand inside another transform"),
         (lambda: [Wrap(optim.Adam, lr=0.1), LR(0.1)], "one learning rate"),
         (lambda: Wrap(optim.Muon), r"parameter 1 of its group does not fit: Wrap\(Muon, ...\): Muon only supports 2D"),

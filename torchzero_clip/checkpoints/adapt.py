@@ -6,8 +6,8 @@ from typing import Any
 from torchzero_clip.checkpoints.fitting import saved_groups
 from torchzero_clip.checkpoints.identity import IDENTITY, Member, matched, members_of, saved_members, written
 from torchzero_clip.core.kinds import FinalRule
-from torchzero_clip.core.nodes import Nodes
-from torchzero_clip.core.scope import named_params
+from torchzero_clip.core.nodes import Node, Nodes
+from torchzero_clip.core.scope import NamedParam, named_params
 from torchzero_clip.types import Group
 
 
@@ -34,10 +34,14 @@ def adapted(
     params = [(named, ours) for ours in groups for named in named_params(ours)]
     for i, (named, ours) in zip([i for group in saved_ones for i in group["params"]], params, strict=True):
         if isinstance(kept := state.get(i), Mapping) and any("/" in str(key) for key in kept):
-            begun = [node for node in fresh if not isinstance(node.transform, FinalRule)]
-            added = {key: v for node in begun for key, v in node.init_state(named, node.settings(ours)).items()}
-            state[i] = {**keys.of_state(kept), **added}
+            state[i] = {**keys.of_state(kept), **fresh_state(fresh, named, ours)}
     return {**state_dict, "state": state, "param_groups": result}
+
+
+def fresh_state(nodes: Iterable[Node], named: NamedParam, group: Group) -> dict[str, Any]:
+    """The state of a parameter before the first step of these transforms. Final rules make theirs in that step."""
+    begun = [node for node in nodes if not isinstance(node.transform, FinalRule)]
+    return {key: value for node in begun for key, value in node.init_state(named, node.settings(group)).items()}
 
 
 class _Keys:

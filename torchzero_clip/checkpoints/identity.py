@@ -151,7 +151,7 @@ def _difference(saved: Sequence[Member], own: Sequence[Member]) -> str:
     )
     if _fit(saved, own):
         return f"{message}They match without new and dropped"
-    message += f"To keep what matches and start the rest fresh: load_state_dict(state_dict, {call})"
+    message += f"To keep what matches and start the rest fresh, pass {call} to load_state_dict, or to before_step"
     for members, likenesses, left, state in ((own, own_ones, new, "new"), (saved, old_ones, dropped, "gone")):
         for i in left:
             alike = [m.name for m, likeness in zip(members, likenesses, strict=True) if likeness == likenesses[i]]

@@ -91,6 +91,7 @@ class ClipNormByEMA(NormStatistics):
     """
 
     NORMALIZE: ClassVar[bool] = False  # True to scale smaller updates up to the limit too
+    common = ("eps", "max_ema_growth")
     checks = {"beta": unit_interval, "eps": non_negative, "max_ema_growth": optional(positive)}
     each_alone = True
 
@@ -112,10 +113,6 @@ class ClipNormByEMA(NormStatistics):
         self.ema_init: EMAInit = ema_init
         settings = {"beta": beta, "eps": eps, "max_ema_growth": max_ema_growth}
         super().__init__(settings, ord=ord, joint=not tensorwise, target=target, name=name)
-
-    @override
-    def common_settings(self) -> Sequence[str]:
-        return ["eps", "max_ema_growth"]
 
     @override
     def possible_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -186,6 +186,9 @@ class NormStatistics(Scaling):
 
     keeps_statistics = True
 
+    common: ClassVar[Sequence[str] | None] = None
+    """The settings that must be the same in all groups if all tensors have one norm; None for all settings."""
+
     def __init__(
         self, defaults: Setting, *, ord: Ord, joint: bool, target: Target = "update", name: str | None = None
     ) -> None:
@@ -196,10 +199,6 @@ class NormStatistics(Scaling):
     def limit(self, tracked: Tracked, updates: list[Tensor]) -> Tensor:
         """Return the factor of each norm, and store what the next step needs."""
 
-    def common_settings(self) -> Sequence[str]:
-        """The settings that must be the same in all groups if all tensors have one norm."""
-        return list(self.defaults)
-
     def takes_part(self, setting: Setting) -> bool:
         """True if tensors with this setting have a statistic."""
         return True
@@ -209,7 +208,7 @@ class NormStatistics(Scaling):
         """Raise if a setting is out of range, or differs between groups where it must be the same."""
         super().check_groups(settings)
         if self.joint:
-            same_in_all_groups(self, settings, self.common_settings())
+            same_in_all_groups(self, settings, self.defaults if self.common is None else self.common)
 
     @override
     def init_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:

@@ -1,11 +1,10 @@
 """Settings that are functions of the number of steps taken."""
 
-import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from torchzero_clip.checks import as_builtin
+from torchzero_clip.checks import as_builtin, takes_one
 from torchzero_clip.core.chain_state import SCHEDULE_STEP, ChainState
 from torchzero_clip.types import Group, Schedule
 
@@ -18,13 +17,13 @@ class Schedules:
     def __init__(self, defaults: Mapping[str, Schedule], settings: Iterable[str], chain_state: ChainState) -> None:
         self._defaults, self._chain_state = dict(defaults), chain_state
         self._settings = set(settings)  # functions under other keys belong to other packages
-        self._of_groups: list[tuple[list[Any], dict[str, Schedule]]] = []  # by the list of parameters of each group
+        self.of_groups: list[tuple[list[Any], dict[str, Schedule]]] = []  # by the list of parameters of each group
         self._behind = False
 
     @property
     def any(self) -> bool:
         """True if some setting is a function of the step."""
-        return any(own for _, own in self._of_groups)
+        return any(own for _, own in self.of_groups)
 
     def split(self, group: Group, was_at: int | None) -> tuple[Group, dict[str, Schedule]]:
         """A group with values in the place of functions, and these functions."""
@@ -38,17 +37,10 @@ class Schedules:
 
     def add(self, group: Group, own: dict[str, Schedule]) -> None:
         """Store the functions of a group that was added to the optimizer."""
-        self._of_groups.append((group["params"], own))
+        self.of_groups.append((group["params"], own))
 
     def __contains__(self, key: str) -> bool:
-        return any(key in own for _, own in self._of_groups)
-
-    def __len__(self) -> int:
-        return len(self._of_groups)
-
-    def forget(self, first: int) -> None:
-        """Drop what was added from the given entry on."""
-        del self._of_groups[first:]
+        return any(key in own for _, own in self.of_groups)
 
     def catch_up(self, groups: Sequence[Group], step_method: object) -> None:
         """Before a step: take over counters from the groups, and compute settings that were not known a step before."""
@@ -75,22 +67,19 @@ class Schedules:
         if not self.any:
             return list(saved)
         try:
-            values = self._values(groups, step)
+            values = [{key: at(schedule, step) for key, schedule in self._of(group).items()} for group in groups]
         except Exception:
             self._behind = True
             return list(saved)
         self._behind = False
         return [{**group, **own} for group, own in zip(saved, values, strict=True)]
 
-    def _values(self, groups: Sequence[Group], step: int) -> list[dict[str, Any]]:
-        return [{key: at(schedule, step) for key, schedule in self._of(group).items()} for group in groups]
-
     def _of(self, group: Group) -> dict[str, Schedule]:
         """The functions of a group. The group may be a copy, or may have another index than before."""
         own = self._find(group)
         if own is None and SCHEDULE_STEP in group:  # of a copy of this optimizer, as Lightning's finetuning puts it in
             own = _in_use(self._defaults, group, group[SCHEDULE_STEP])
-            self._of_groups.append((group["params"], own))
+            self.of_groups.append((group["params"], own))
         if own is None:
             raise ValueError(
                 "a param group was added by hand, and settings are functions of the step: use add_param_group"
@@ -100,7 +89,7 @@ class Schedules:
     def _find(self, group: Group) -> dict[str, Schedule] | None:
         first = next(iter(group["params"]), None)
         first = first[1] if isinstance(first, tuple) else first
-        for params, own in reversed(self._of_groups):  # a group may have been removed, and its parameters added again
+        for params, own in reversed(self.of_groups):  # a group may have been removed, and its parameters added again
             if group["params"] is params or (params and first is params[0]):
                 return own
         return None
@@ -116,17 +105,6 @@ def _in_use(schedules: Mapping[str, Schedule], group: Group, step: int) -> dict[
     return found
 
 
-def takes_step(function: Any) -> bool:
-    """False if a function cannot be called with one argument."""
-    try:
-        inspect.signature(function).bind(0)
-    except TypeError:
-        return False
-    except ValueError:  # of functions in C
-        pass
-    return True
-
-
 def at(value: Any, step: int) -> Any:
     """A setting, or the value of its schedule after so many steps."""
     if not callable(value):
@@ -134,7 +112,7 @@ def at(value: Any, step: int) -> Any:
     try:
         return as_builtin(value(step))
     except Exception as error:
-        if isinstance(error, TypeError) and not takes_step(value):
+        if isinstance(error, TypeError) and not takes_one(value):
             raise TypeError(
                 f"{value!r} cannot be called with one argument. A setting that is a function gets the number of steps, "
                 "as in lambda step: 0.1 * step"

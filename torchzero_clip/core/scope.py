@@ -1,6 +1,5 @@
 """Which parameters a transform acts on."""
 
-import inspect
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -8,6 +7,8 @@ from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor, nn
+
+from torchzero_clip.checks import takes_one
 
 Where: TypeAlias = str | Callable[[Tensor], bool]
 """A pattern for names of parameters, or a function of a parameter that returns True for those in the scope."""
@@ -75,7 +76,7 @@ class Scope:
                 raise TypeError(
                     f"only and without take patterns for names and functions of a parameter, got {kind}{hint}"
                 )
-            if not isinstance(item, str) and not _takes_one(item):
+            if not isinstance(item, str) and not takes_one(item):
                 raise TypeError(
                     f"only and without call a function with a parameter alone, and {item!r} takes other arguments: "
                     "select by name with patterns such as '*.bias'"
@@ -121,16 +122,6 @@ class Scope:
         for group in (group for condition in self.conditions for group in condition.groups):
             found[f"no param group has the name {group!r} of {owner!r}"] = group not in groups
         return found
-
-
-def _takes_one(function: Callable[..., Any]) -> bool:
-    try:
-        inspect.signature(function).bind(None)
-    except TypeError:
-        return False
-    except ValueError:  # builtins may have no signature
-        return True
-    return True
 
 
 def matches_name(pattern: str, name: str) -> bool:

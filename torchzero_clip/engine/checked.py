@@ -93,17 +93,9 @@ def take_step(node: Node, updates: list[Tensor], step: Step) -> None:
 def refusal(node: Node, norm: Tensor, step: Step) -> Tensor:
     """Whether a gate refuses the step: a 0-d boolean tensor."""
     gate = cast(Gate, node.transform)
-    if not gate.needs_loss:
-        step.loss = None
-    check = _watched(node, step, (), {"the norm": [norm]}) if step.is_first else None
     before = dict(step.global_state)
     versions = _versions(before.values())
-    try:
-        refuses: Any = gate.refuses(norm, step)
-    except Exception as error:
-        _explain(error, node, step)
-    if check is not None:
-        check()
+    refuses = _asked(gate.refuses, node, norm, step)
     now = step.global_state
     is_kept = len(now) == len(before) and all(now.get(key) is value for key, value in before.items())
     if not is_kept or _versions(before.values()) != versions:
@@ -119,16 +111,22 @@ def refusal(node: Node, norm: Tensor, step: Step) -> Tensor:
 def record(node: Node, norm: Tensor, step: Step, *, taken: bool) -> None:
     """Tell a gate whether the step is taken."""
     gate = cast(Gate, node.transform)
-    if not gate.needs_loss:
+    _asked(gate.accept if taken else gate.refused, node, norm, step)
+    check_state(node, step)
+
+
+def _asked(method: Callable[[Tensor, Step], Any], node: Node, norm: Tensor, step: Step) -> Any:
+    """What a method of a gate returns."""
+    if not cast(Gate, node.transform).needs_loss:
         step.loss = None
     check = _watched(node, step, (), {"the norm": [norm]}) if step.is_first else None
     try:
-        (gate.accept if taken else gate.refused)(norm, step)
+        found = method(norm, step)
     except Exception as error:
         _explain(error, node, step)
     if check is not None:
         check()
-    check_state(node, step)
+    return found
 
 
 def check_state(node: Node, step: Step) -> None:

@@ -11,10 +11,10 @@ from typing_extensions import override
 
 from torchzero_clip.core.nodes import Node, Nodes
 from torchzero_clip.core.step import Step
+from torchzero_clip.core.tools import Tools
 from torchzero_clip.engine.executor import Host
 from torchzero_clip.engine.judged import Judged
-from torchzero_clip.engine.numbers import Numbers
-from torchzero_clip.functional.measure import Measured
+from torchzero_clip.functional.measure import Measured, effect_numbers
 
 
 class Walking(Host, Protocol):
@@ -28,14 +28,27 @@ class Walking(Host, Protocol):
         ...
 
 
-class Absence(Protocol):
+class Absence:
     """What changes for a transform on a process that has no tensor for it."""
 
+    def __init__(self, group: ProcessGroup, device: torch.device) -> None:
+        self._group, self._device = group, device
+
     def begin(self, step: Step) -> None:
-        """Change what the transform sees of the step."""
+        """Let the transform exchange its numbers with the other processes, and change copies of the state."""
+        step.tools = Tools()
+        step.tools.process_group, step.tools.is_stand_in = self._group, True
+        step.global_state = {
+            key: value.to(self._device, copy=True) if isinstance(value, Tensor) else value
+            for key, value in step.global_state.items()
+        }
 
     def settle(self, node: Node, step: Step, chain_state: MutableMapping[str, Any]) -> None:
-        """Decide which state of the whole chain is stored."""
+        """If no process has a tensor for the transform, keep its state as it was."""
+        someone, before = step.tools.someone, node.global_state(chain_state)
+        if someone is not None:
+            values = step.global_state.items()
+            step.global_state = {key: _where(someone, value, before.get(key, value)) for key, value in values}
 
 
 class Company(ABC):
@@ -47,7 +60,7 @@ class Company(ABC):
     absence: Absence | None = None  # set in the walk of a stand-in, whose row does not count
 
     def __init__(self) -> None:
-        self.numbers = Numbers()
+        self.numbers: dict[str, Tensor] = {}  # of the transforms that have run, by path
         self._own: dict[str, Tensor] = {}
 
     def joined(self, node: Node, measured: Measured, updates: list[Tensor], step: Step, judged: Judged) -> Measured:
@@ -66,11 +79,13 @@ class Company(ABC):
 
     def report(self, node: Node, measured: Measured, factors: Tensor) -> None:
         """Collect the numbers of a scaling."""
-        self.numbers.add_scaling(node, measured, self._own.pop(node.path), factors)
+        own = self._own.pop(node.path)
+        self.numbers[node.path] = torch.cat([effect_numbers(measured, factors).to(own.device), own])
 
     def store(self, node: Node, step: Step, chain_state: MutableMapping[str, Any]) -> None:
         """Collect the numbers of an elementwise transform, and decide which state of the whole chain is stored."""
-        self.numbers.add_share(node, step)
+        for changed, count in step.shares.values():
+            self.numbers[node.path] = torch.stack([changed.double(), torch.full_like(changed, count).double()])
         if self.absence is not None:
             self.absence.settle(node, step, chain_state)
 
@@ -86,3 +101,10 @@ class Part(Company):
     @override
     def acting(self, walk: Walking, node: Node, rows: list[int]) -> list[int]:
         return rows
+
+
+def _where(condition: Tensor, value: Any, other: Any) -> Any:
+    """``value`` if the condition is true, else ``other``. Choosing between tensors does not wait for the device."""
+    if isinstance(value, Tensor) and isinstance(other, Tensor):
+        return torch.where(condition.to(other.device), value.to(other.device), other)
+    return value if condition else other

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, final
+from typing import final
 
 import torch
 from typing_extensions import override
@@ -12,14 +12,8 @@ from torchzero_clip.core.kinds import FinalRule, Gate, Scaling, UpdateRule
 from torchzero_clip.core.learning_rate import LR
 from torchzero_clip.core.nodes import Node
 from torchzero_clip.engine.checked import take_step
-from torchzero_clip.engine.executor import DeliveredScale, Executor, Host
+from torchzero_clip.engine.executor import DeliveredScale, Host
 from torchzero_clip.functional import foreach
-
-
-class Ending(Host, Protocol):
-    """What an end asks of the walk."""
-
-    executor: Executor  # the updates
 
 
 class End(ABC):
@@ -29,14 +23,14 @@ class End(ABC):
     """True if all transforms may write over the gradients."""
 
     @abstractmethod
-    def take(self, walk: Ending, node: Node, rows: list[int], rest: Sequence[Node]) -> set[int]:
+    def take(self, walk: Host, node: Node, rows: list[int], rest: Sequence[Node]) -> set[int]:
         """Do the work of a transform and of the ``rest`` of the chain at once, where that is possible.
 
         Return the rows that are done. No later transform sees them.
         """
 
     @abstractmethod
-    def deliver(self, walk: Ending, rows: list[int]) -> None:
+    def deliver(self, walk: Host, rows: list[int]) -> None:
         """Take the updates of rows that have passed all transforms."""
 
     @abstractmethod
@@ -52,13 +46,17 @@ class Subtract(End):
     keep_grads: bool  # scalings never write over gradients
 
     @override
-    def take(self, walk: Ending, node: Node, rows: list[int], rest: Sequence[Node]) -> set[int]:
+    def take(self, walk: Host, node: Node, rows: list[int], rest: Sequence[Node]) -> set[int]:
         transform = node.transform
         if isinstance(transform, UpdateRule):
             rest = [n for n in rest if n.transform.target != "closure" and not isinstance(n.transform, Gate)]
             if not isinstance(transform, FinalRule):
                 return walk.executor.finish(walk, node, rows, rest)
-            _take_step(walk, node, rows, rest)
+            step = walk.step_for(node, rows, rest)
+            try:
+                take_step(node, walk.executor.read(rows, writable=True), step)
+            finally:
+                walk.store(node, step)
             return set(rows)
         if rest or not isinstance(transform, LR) or type(transform).apply_tensors is not LR.apply_tensors:
             return set()
@@ -69,7 +67,7 @@ class Subtract(End):
         return set(rows)
 
     @override
-    def deliver(self, walk: Ending, rows: list[int]) -> None:
+    def deliver(self, walk: Host, rows: list[int]) -> None:
         foreach.subtract_([walk.table.params[i] for i in rows], walk.executor.read(rows))
 
     @override
@@ -85,25 +83,17 @@ class Subtract(End):
 class Deliver(End):
     """Writes the updates into the gradients, for another optimizer that takes the step."""
 
-    scale: DeliveredScale  # called instead if the updates are the gradients times one factor
+    scale: DeliveredScale = foreach.multiply_  # called instead if the updates are the gradients times one factor
     over_grads: bool = False
 
     @override
-    def take(self, walk: Ending, node: Node, rows: list[int], rest: Sequence[Node]) -> set[int]:
+    def take(self, walk: Host, node: Node, rows: list[int], rest: Sequence[Node]) -> set[int]:
         return set()
 
     @override
-    def deliver(self, walk: Ending, rows: list[int]) -> None:
+    def deliver(self, walk: Host, rows: list[int]) -> None:
         walk.executor.deliver(rows, self.scale)
 
     @override
     def may_write_grads(self, rest: Sequence[Node]) -> bool:
         return self.over_grads
-
-
-def _take_step(walk: Ending, node: Node, rows: list[int], rest: Sequence[Node]) -> None:
-    step = walk.step_for(node, rows, rest)
-    try:
-        take_step(node, walk.executor.read(rows, writable=True), step)
-    finally:
-        walk.store(node, step)

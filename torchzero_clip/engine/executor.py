@@ -17,8 +17,9 @@ from torchzero_clip.types import Setting, State
 
 
 class Host(Protocol):
-    """What an executor asks of the walk."""
+    """What an executor and an end ask of the walk."""
 
+    executor: "Executor"
     settings: Mapping[str, list[Setting]]  # the settings of each transform by path, one dict for each group
     table: Table  # the parameters that take part in the step
 

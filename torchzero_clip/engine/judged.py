@@ -34,9 +34,8 @@ class Judging:
 
     def _how(self, transform: Scaling) -> "How":
         dims_of = None if type(transform).slice_dims is Scaling.slice_dims else partial(slice_dims, transform)
-        slicing = transform.slicing
-        jointly = self.asks_jointly and slicing.dim == "global" and slicing.metric == L2
-        return How(dims_of, self.is_asked and not jointly, self.is_asked and jointly)
+        is_joint = transform.slicing.dim == "global" and transform.slicing.metric == L2
+        return How(dims_of, self.is_asked and not (self.asks_jointly and is_joint))
 
 
 class How(NamedTuple):
@@ -44,14 +43,8 @@ class How(NamedTuple):
 
     dims_of: Callable[[Tensor], tuple[int, ...]] | None
     """Returns the dimensions of a slice; None if they follow from the arguments, because `measure` is then faster."""
-    each: bool  # True if statistics need the norm of each tensor, even if slices are joined
-    jointly: bool  # True if statistics need only the joint norm, which is the norm of the only slice
-
-    def norms_for_statistics(self, measured: Measured) -> Tensor | None:
-        """The norms of gradients that statistics need; None if they need none, or if the norms are unknown."""
-        if self.jointly and len(measured.vector) > 0:
-            return measured.vector.narrow(0, 0, 1)
-        return measured.tensor_norms if self.each or self.jointly else None
+    each: bool
+    """True if statistics need the norm of each tensor. Else the joint norm, that of the only slice, is enough."""
 
 
 @dataclass
@@ -142,7 +135,9 @@ class Judged:
         way = self.measurer.way(updates, name=node.path, beside=beside)
         measured = measure(updates, slicing, how.dims_of, way, each=how.each)
         if self.judging.is_asked and self.norms is None:
-            self.norms = how.norms_for_statistics(measured)  # of gradients: see `before_change`
+            # these are gradients: see `before_change`
+            is_joint = not how.each and len(measured.vector) > 0
+            self.norms = measured.vector.narrow(0, 0, 1) if is_joint else measured.tensor_norms
             self.measure()
         if beside:  # the same pass gave the listener its norms, unless they are of another metric
             self._note(measured.tensor_norms if measured.metric == L2 else None)

@@ -1,8 +1,7 @@
 """Joins one step with those of processes that hold other parameters, such as the stages of a pipeline."""
 
-from collections.abc import MutableMapping
 from dataclasses import replace
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import Tensor
@@ -12,10 +11,9 @@ from typing_extensions import override
 from torchzero_clip.core.kinds import Scaling
 from torchzero_clip.core.nodes import Node, Nodes
 from torchzero_clip.core.step import Step
-from torchzero_clip.core.tools import Tools
-from torchzero_clip.engine.company import Company, Walking
+from torchzero_clip.engine.company import Absence, Company, Walking
 from torchzero_clip.engine.judged import Judged
-from torchzero_clip.engine.numbers import joint_metrics, measuring
+from torchzero_clip.engine.numbers import joint_metrics, measuring, vector_of
 from torchzero_clip.engine.readable import Readable
 from torchzero_clip.engine.table import Table
 from torchzero_clip.engine.updates import Updates
@@ -27,20 +25,12 @@ from torchzero_clip.functional.processes import gathered
 
 @final
 class Others(Company):
-    """The processes that hold other parameters.
-
-    Which numbers are sent depends only on the chain, which is the same on all processes.
-
-    Args:
-        group: The processes.
-        device: The device from which numbers are sent.
-        has_schedules: True if any process has a setting that is a function of the step.
-    """
+    """The processes that hold other parameters. Which numbers are sent depends only on the chain, which all share."""
 
     def __init__(self, group: ProcessGroup, device: torch.device, *, has_schedules: bool = False) -> None:
         super().__init__()
         self.group, self.device = self._group, self._device = group, device
-        self._has_schedules = has_schedules
+        self._has_schedules = has_schedules  # True if any process has a setting that is a function of the step
         self._empty: set[str] = set()
         """The paths of joint transforms that have only tensors without elements on this process."""
 
@@ -93,11 +83,11 @@ class Others(Company):
             return dict(own)
         # of each transform: 1 if it has run, 0.5 if all its tensors are without elements
         ran = [float(has_gradients)]
-        ran += [1.0 if path in self.numbers.paths else 0.5 if path in self._empty else 0.0 for path in paths]
+        ran += [1.0 if path in self.numbers else 0.5 if path in self._empty else 0.0 for path in paths]
         flags = torch.ones(len(ran), dtype=torch.float64, device=self._device)
         if min(ran) < 1:  # only then, because copying numbers to the device waits
             flags = torch.tensor(ran, dtype=torch.float64, device=self._device)
-        rows = gathered(torch.cat([flags, self.numbers.vector(nodes, self._device)]), self._group)
+        rows = gathered(torch.cat([flags, vector_of(self.numbers, nodes, self._device)]), self._group)
         if min(ran) < 1:
             ran = rows.narrow(1, 0, len(ran)).amax(dim=0).tolist()
         if not ran[0]:
@@ -114,37 +104,6 @@ def _path(name: str) -> str:
     return name.rpartition("/")[0]
 
 
-class _Absence:
-    """What changes for a transform on a process that has no tensor for it."""
-
-    def __init__(self, group: ProcessGroup, device: torch.device) -> None:
-        self._group, self._device = group, device
-
-    def begin(self, step: Step) -> None:
-        """Let the transform exchange its numbers with the other processes, and change copies of the state."""
-        step.tools = _Absent(self._group)
-        step.global_state = {
-            key: value.to(self._device, copy=True) if isinstance(value, Tensor) else value
-            for key, value in step.global_state.items()
-        }
-
-    def settle(self, node: Node, step: Step, chain_state: MutableMapping[str, Any]) -> None:
-        """If no process has a tensor for the transform, keep its state as it was."""
-        someone, before = step.tools.someone, node.global_state(chain_state)
-        if someone is not None:
-            values = step.global_state.items()
-            step.global_state = {key: _where(someone, value, before.get(key, value)) for key, value in values}
-
-
-class _Absent(Tools):
-    """The tools of a transform for which this process has no tensors."""
-
-    is_stand_in = True
-
-    def __init__(self, group: ProcessGroup) -> None:
-        self.process_group = group
-
-
 def _stand_in(walk: Walk, group: ProcessGroup, device: torch.device) -> Walk:
     """A walk through the same chain with one parameter that is not in the optimizer: a 0, with a gradient of 0.
 
@@ -158,12 +117,5 @@ def _stand_in(walk: Walk, group: ProcessGroup, device: torch.device) -> Walk:
     judged = Judged(walk.judged.judging, table.grads, executor)
     judged.norms = torch.zeros(1, dtype=torch.float64, device=device)
     company = Others(group, device)
-    company.absence = _Absence(group, device)
+    company.absence = Absence(group, device)
     return replace(walk, table=table, executor=executor, judged=judged, company=company)
-
-
-def _where(condition: Tensor, value: Any, other: Any) -> Any:
-    """``value`` if the condition is true, else ``other``. Choosing between tensors does not wait for the device."""
-    if isinstance(value, Tensor) and isinstance(other, Tensor):
-        return torch.where(condition.to(other.device), value.to(other.device), other)
-    return value if condition else other

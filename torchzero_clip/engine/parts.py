@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from torchzero_clip.core.nodes import Nodes
-from torchzero_clip.engine.numbers import Numbers, joint_metrics
+from torchzero_clip.engine.numbers import joint_metrics, vector_of
 from torchzero_clip.functional.processes import device_of
 
 
@@ -17,10 +17,10 @@ class Parts:
     def __init__(self, attach: Callable[[], None]) -> None:
         self.attach = attach
         self.updated: dict[int, Tensor] = {}  # the parameters that were updated, in order, by id
-        self._numbers: list[Numbers] = []
+        self._numbers: list[Mapping[str, Tensor]] = []  # a `Company.numbers` for each part
         self._metrics: dict[str, Tensor] = {}
 
-    def add(self, numbers: Numbers, metrics: dict[str, Tensor], params: Iterable[Tensor]) -> None:
+    def add(self, numbers: Mapping[str, Tensor], metrics: dict[str, Tensor], params: Iterable[Tensor]) -> None:
         """Note that parameters were updated. Of metrics that transforms set themselves, the last ones stay."""
         self._numbers.append(numbers)
         self._metrics.update(metrics)
@@ -36,8 +36,8 @@ class Parts:
         device = device_of([param for group in groups for param in group["params"]])
         parts, metrics = self._numbers, self._metrics
         self._numbers, self._metrics, self.updated = [], {}, {}
-        found = joint_metrics(nodes, torch.stack([numbers.vector(nodes, device) for numbers in parts]))
-        paths = set[str]().union(*(numbers.paths for numbers in parts))
+        found = joint_metrics(nodes, torch.stack([vector_of(numbers, nodes, device) for numbers in parts]))
+        paths = set[str]().union(*parts)
         found = metrics | {key: value for key, value in found.items() if key.rpartition("/")[0] in paths}
         return {key: found[key] for node in nodes for key in found if key.rpartition("/")[0] == node.path}
 

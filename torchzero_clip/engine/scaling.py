@@ -5,7 +5,6 @@ from typing import Any
 
 from torch import Tensor
 
-from torchzero_clip.core.kinds import Scaling
 from torchzero_clip.core.nodes import Node
 from torchzero_clip.core.step import Step
 from torchzero_clip.engine.checked import factors_of
@@ -17,7 +16,6 @@ from torchzero_clip.functional.measure import Measured
 
 def find_factors(
     node: Node,
-    transform: Scaling,
     rows: Sequence[int],
     updates: list[Tensor],
     step: Step,
@@ -28,7 +26,7 @@ def find_factors(
     """The norms of updates, and the factors that a scaling computes from them. State is stored, after errors too."""
     try:
         measured = judged.measured(node, updates)
-        if transform.keeps_statistics:
+        if node.transform.keeps_statistics:
             step.gradient_norms = judged.of(rows)
         if company is not None:
             measured = company.joined(node, measured, updates, step, judged)

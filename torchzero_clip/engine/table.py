@@ -3,7 +3,7 @@
 import operator
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,15 +11,6 @@ from torch import Tensor
 from torchzero_clip.core.nodes import Node
 from torchzero_clip.core.scope import NamedParam, named_params
 from torchzero_clip.types import Group, State
-
-
-class Picked(NamedTuple):
-    """Some rows of a `Table`."""
-
-    params: list[Tensor]
-    grads: list[Tensor]
-    states: list[State]
-    group_of: list[int]
 
 
 @dataclass(eq=False)
@@ -65,12 +56,14 @@ class Table:
         """All parameters of the optimizer, with or without a gradient."""
         return [param for group in self.groups for param in group["params"]]
 
-    def picked(self, rows: list[int]) -> Picked:
-        """Some rows, in order, as new lists."""
+    def picked(self, rows: list[int]) -> tuple[list[Tensor], list[Tensor], list[State], list[int]]:
+        """Parameters, gradients, states and groups of some rows, in order, as new lists."""
         columns: Any = (self.params, self.grads, self.states, self.group_of)
         if len(rows) == len(self.params):
-            return Picked(*map(list, columns))
-        return Picked(*([column[i] for i in rows] for column in columns))
+            params, grads, states, group_of = map(list, columns)
+        else:
+            params, grads, states, group_of = ([column[i] for i in rows] for column in columns)
+        return params, grads, states, group_of
 
     def in_scope(self, node: Node, rows: list[int]) -> list[int]:
         """The rows that a transform acts on; the same list if these are all."""

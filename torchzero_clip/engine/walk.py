@@ -13,7 +13,6 @@ from torchzero_clip.core.kinds import FinalRule, Gate, Scaling, UpdateRule
 from torchzero_clip.core.nodes import Node, Nodes
 from torchzero_clip.core.step import Step
 from torchzero_clip.core.transform import Transform, storable
-from torchzero_clip.engine import targets
 from torchzero_clip.engine.checked import applied
 from torchzero_clip.engine.company import Company
 from torchzero_clip.engine.end import End
@@ -22,35 +21,24 @@ from torchzero_clip.engine.judged import Judged
 from torchzero_clip.engine.reported_loss import Loss
 from torchzero_clip.engine.scaling import find_factors, store_state
 from torchzero_clip.engine.table import Table
+from torchzero_clip.functional import foreach
 from torchzero_clip.functional.measure import Measured, effect, scale_
 from torchzero_clip.types import Setting, State
 
 
 @dataclass(eq=False)
 class Walk:
-    """One step through a chain.
-
-    Args:
-        nodes: The transforms.
-        settings: The settings of each transform by path, one dict per group.
-        table: The parameters that take part; each is a row.
-        chain_state: The state of the whole chain, by qualified keys.
-        executor: Reads and changes the updates.
-        judged: The gradients before the first transform.
-        end: What becomes of the updates that come out of the outermost chain.
-        loss: The loss of the step.
-        company: Who else takes part in the step; None without others.
-    """
+    """One step through a chain."""
 
     nodes: Nodes
-    settings: Mapping[str, list[Setting]]
-    table: Table
-    chain_state: dict[str, Any]
-    executor: Executor
-    judged: Judged
-    end: End
+    settings: Mapping[str, list[Setting]]  # of each transform by path, one dict per group
+    table: Table  # the parameters that take part; each is a row
+    chain_state: dict[str, Any]  # by qualified keys
+    executor: Executor  # reads and changes the updates
+    judged: Judged  # the gradients before the first transform
+    end: End  # what becomes of the updates that come out of the outermost chain
     loss: Loss
-    company: Company | None = None
+    company: Company | None = None  # who else takes part in the step
     metrics: dict[str, Tensor] = field(default_factory=dict)
     refused_by: list[str] = field(default_factory=list)
     """The gates that refused the step, and "nonfinite" if a gradient that is not finite did."""
@@ -66,7 +54,8 @@ class Walk:
                 # other processes wait in the exchange of a joint transform, so without a tensor here a stand-in acts
                 rows = rows if self.company is None else self.company.acting(self, node, rows)
                 if rows:
-                    targets.change_gradients(table.picked(rows).grads, partial(self.apply, node, rows))
+                    _, grads, *_ = table.picked(rows)
+                    foreach.copy_(grads, self.apply(node, rows, foreach.clone(grads)))
                 # norms that were taken before describe other gradients now
                 self.judged.forget()
 
@@ -97,7 +86,7 @@ class Walk:
 
     def _change(self, node: Node, rows: list[int], end: End | None, rest: Sequence[Node]) -> None:
         """Apply a transform to what its target names."""
-        transform, table = node.transform, self.table
+        transform = node.transform
         if self.judged.judging.is_asked:
             self.judged.before_change(transform)
         # a transform with target="grad" writes to .grad, which a rule may have returned as its update
@@ -106,16 +95,34 @@ class Walk:
         if transform.target != "update":
             # what waits on these updates comes first, because the target may be memory that it reads, such as .grad
             self.executor.settle(rows)
-            params, grads, *_ = table.picked(rows)
-            targets.change(transform.target, self.executor, rows, params, grads, partial(self.apply, node, rows))
+            self._change_target(node, rows)
         elif isinstance(transform, Scaling):
-            measured, factors = self._measured(node, transform, rows, self.executor.read(rows))
+            measured, factors = self._measured(node, rows, self.executor.read(rows))
             # before a rule, clipped gradients may stay in .grad, as after torch's clip; a copy would cost a pass
             self.executor.scale(rows, measured, factors, end is not None and end.may_write_grads(rest))
         elif not self.executor.take(self, node, rows):
             # a rule only reads, so it may get the gradients themselves: a copy would cost a pass over memory
             updates = self.executor.read(rows, writable=not isinstance(transform, UpdateRule))
             self.executor.memory.put(rows, self.apply(node, rows, updates))
+
+    def _change_target(self, node: Node, rows: list[int]) -> None:
+        """Apply a transform to other tensors than the updates. Those of "closure" have acted before the walk."""
+        params, grads, *_ = self.table.picked(rows)
+        put, apply = self.executor.memory.put, partial(self.apply, node, rows)
+        match node.transform.target:
+            case "grad":
+                foreach.copy_(grads, apply(foreach.clone(grads)))
+            case "params_direct":
+                foreach.copy_(params, apply(foreach.clone(params)))
+            case "params_difference":
+                put(rows, foreach.subtract(params, apply(foreach.clone(params))))
+            case "update_difference":
+                updates = self.executor.read(rows)
+                removed = foreach.clone(updates)  # before a child with target="grad" changes the gradient
+                foreach.subtract_(removed, apply(foreach.clone(updates)))
+                put(rows, removed)
+            case "closure" | "update":
+                pass
 
     def apply(self, node: Node, rows: list[int], updates: list[Tensor]) -> list[Tensor]:
         """Return the result of one transform for tensors. It may write to them, unless it is an update rule."""
@@ -125,7 +132,7 @@ class Walk:
                 self.run(transform, f"{node.path}/", rows)
                 return self.executor.read(rows, writable=True)
         if isinstance(transform, Scaling):
-            scale_(*self._measured(node, transform, rows, updates))
+            scale_(*self._measured(node, rows, updates))
             return updates
         step = self.step_for(node, rows)
         try:
@@ -143,12 +150,10 @@ class Walk:
             result.update(zip(own, self.apply(child, own, [result[i] for i in own]), strict=True))
         return [result[i] for i in rows]
 
-    def _measured(
-        self, node: Node, transform: Scaling, rows: list[int], updates: list[Tensor]
-    ) -> tuple[Measured, Tensor]:
+    def _measured(self, node: Node, rows: list[int], updates: list[Tensor]) -> tuple[Measured, Tensor]:
         """The norms of updates, and the factors that a scaling computes from them."""
         step, company = self.step_for(node, rows), self.company
-        measured, factors = find_factors(node, transform, rows, updates, step, self.judged, company, self.chain_state)
+        measured, factors = find_factors(node, rows, updates, step, self.judged, company, self.chain_state)
         # with company the metrics are those of all processes, and are computed when the step has ended
         if company is None:
             step.metrics.update(effect(measured, factors))

@@ -65,17 +65,11 @@ class Averaging(Measurer):
 
 @final
 class Fast(Averaging, Executor):
-    """Lets operations wait, and carries out several in one pass over memory.
-
-    Args:
-        workspace: Buffers and caches of the optimizer.
-        memory: The updates.
-        columns: Parameters, gradients and state by key, if they have the layout of the workspace; else None.
-    """
+    """Lets operations wait, and carries out several in one pass over memory."""
 
     def __init__(self, workspace: Workspace, memory: Updates, columns: dict[str, list[Tensor]] | None) -> None:
         self.memory = memory
-        self._columns = columns
+        self._columns = columns  # parameters, gradients and state by key, if they have the layout of the workspace
         self._layout = None if columns is None else workspace.layout
         self._vectors = workspace.vectors
         self._scratch = workspace.scratch

@@ -76,24 +76,16 @@ def run_kernel(
     for setting, own in settings:
         places = range(own.start, own.stop)
         together = [i for i in places if i not in alone] if alone else own
-        _call(kernel, together, params, updates, state, setting, scale)
+        _call(kernel, together, (params, updates, *state), setting, scale)
         for i in places if alone else ():
             if i in alone:
-                _call(kernel, [i], params, updates, state, setting, alone[i])
+                _call(kernel, [i], (params, updates, *state), setting, alone[i])
 
 
 def _call(
-    kernel: Kernel,
-    rows: slice | list[int],
-    params: list[Tensor],
-    updates: list[Tensor],
-    state: list[list[Tensor]],
-    setting: Setting,
-    scale: Tensor | None,
+    kernel: Kernel, rows: slice | list[int], columns: Sequence[list[Tensor]], setting: Setting, scale: Tensor | None
 ) -> None:
-    lists = [
-        column[rows] if isinstance(rows, slice) else [column[i] for i in rows] for column in (params, updates, *state)
-    ]
+    lists = [column[rows] if isinstance(rows, slice) else [column[i] for i in rows] for column in columns]
     if lists[0]:
         kernel(lists[0], lists[1], lists[2:], setting, scale)
 

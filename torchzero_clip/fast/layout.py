@@ -20,12 +20,8 @@ class Layout:
 
     Parameters, gradients and state of their shape are plain, contiguous, of one dtype and on one device, and none of
     them is listed twice. On devices other than the CPU, state of parameters in half precision may be float32. All other
-    state is 0-d.
-
-    Args:
-        tensors: Parameters, gradients and state by key.
-        like: The keys of tensors with the shapes and the dtype of the parameters.
-        wider: The keys of float32 state with the shapes of parameters in half precision.
+    state is 0-d. ``like`` are the keys of tensors with the shapes and the dtype of the parameters, and ``wider`` those
+    of such float32 state.
     """
 
     def __init__(self, tensors: Mapping[str, list[Tensor]], like: Iterable[str], wider: Iterable[str]) -> None:

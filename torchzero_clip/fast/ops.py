@@ -90,26 +90,29 @@ class Pointwise:
     follows_finite: bool = False  # its updates are known to be finite where gradients are
     counts: list[Tensor] = field(default_factory=list)  # how many elements of each piece changed
     done: Callable[[Tensor], None] | None = None  # called at the end with the number of elements that changed
+    scratch: Scratch | None = field(default=None, init=False)
+    known: list[bool] = field(default_factory=list, init=False)
+    """For each parameter, True if all its elements take part. False on CUDA, where reading flags would wait."""
 
     @property
     def keeps_finite(self) -> bool:
         """True if finite updates stay finite."""
         return self.transform.stays_finite()
 
-    def known(self) -> list[bool]:
-        """For each parameter, True if all its elements take part. False on CUDA, where reading flags would wait."""
+    def begin(self, scratch: Scratch) -> None:
+        """Find out which parameters take part, before the first of `elements`."""
+        self.scratch = scratch
         flags = [flag for flag in self.flags[:2] if flag is not None]
-        if not flags:
-            return [True] * len(self.settings)
-        if not flags[0].is_cpu:
-            return [False] * len(self.settings)
-        return torch.stack(flags).all(0).tolist()
+        if flags and flags[0].is_cpu:
+            self.known = torch.stack(flags).all(0).tolist()
+        else:
+            self.known = [not flags] * len(self.settings)
 
-    def elements(self, scratch: Scratch) -> Elements:
+    def elements(self) -> Elements:
         """The elements of tensors that are known to take part."""
         # without statistics the step does not ask whether gradients are finite
         is_judged = self.transform.keeps_statistics or not self.transform.keys
-        return Elements(finite=self.follows_finite and is_judged, scratch=scratch)
+        return Elements(finite=self.follows_finite and is_judged, scratch=self.scratch)
 
     def finish(self) -> None:
         """Report how many elements changed."""

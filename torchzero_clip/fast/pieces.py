@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import accumulate, islice, repeat
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -29,6 +29,10 @@ ELSEWHERE = 2**24
 each tensor of a piece fills whole rows of `ROW` elements, so numbers are spread over rows, and not over elements."""
 
 ALONE = 2**19  # on other devices, longer tensors have pieces of their own, because they then need not be copied
+
+
+_Rows: TypeAlias = tuple[list[int], list[int], int | None]
+"""The rows of a piece, how many elements each has in it, and ``part`` of the piece."""
 
 
 class _Piece(NamedTuple):
@@ -96,7 +100,8 @@ def run_pieces(
     pieces = scratch.plan(
         f"pieces {depth} {most} {first.dtype}", updates, lambda: _planned(updates, groups, depth, most, scratch), key
     )
-    known = [stage.known() for stage in stages]
+    for stage in stages:
+        stage.begin(scratch)
     before = _Before.of(ops[0] if ops else None, foreach.wide_dtype(first.dtype))
     tensors = [updates, *columns, *(column for stage in stages for column in stage.state)]
     for piece, own in _with_tensors(pieces, tensors, most):
@@ -107,8 +112,8 @@ def run_pieces(
         if piece.pads:
             foreach.zero_plain_(piece.pads)  # transforms count changed elements there too
         source = _read(piece, given, before)
-        for stage, rows in zip(stages, known, strict=True):
-            _run(stage, piece, source, list(islice(states, len(stage.state))), rows, scratch)
+        for stage in stages:
+            _run(stage, piece, source, list(islice(states, len(stage.state))))
             source = piece.flat
         if source is not piece.flat:
             # it is still the update itself, and a kernel may change what it gets
@@ -178,24 +183,17 @@ def _multiply(piece: _Piece, factors: Tensor, inverses: Tensor | None) -> None:
         foreach.multiply_plain_(piece.views, list(foreach.as_factors(own, piece.flat.dtype).unbind()))
 
 
-def _run(
-    stage: Pointwise,
-    piece: _Piece,
-    source: Tensor,
-    columns: list[list[Tensor]],
-    known: Sequence[bool],
-    scratch: Scratch,
-) -> None:
+def _run(stage: Pointwise, piece: _Piece, source: Tensor, columns: list[list[Tensor]]) -> None:
     """Send one piece through one transform, from ``source`` to the memory of the piece; ``columns`` are its state."""
     if len(piece.rows) == 1:
-        _change(stage, source, piece.flat, [own.view(-1) for (own,) in columns], piece.rows[0], known, scratch)
+        _change(stage, source, piece.flat, [own.view(-1) for (own,) in columns], piece.rows[0])
         return
-    are_known = all(known[i] for i in piece.rows)
+    are_known = all(stage.known[i] for i in piece.rows)
     if piece.flat.is_cpu and not are_known:
         # a gradient that is not finite, or a first update, is rare: then each tensor has masks of its own
         for k, (i, view) in enumerate(zip(piece.rows, piece.views, strict=True)):
             state = [column[k].view(-1) for column in columns]
-            _change(stage, view.view(-1), view.view(-1), state, i, known, scratch)
+            _change(stage, view.view(-1), view.view(-1), state, i)
         return
     joined = piece.state[: len(columns)]
     usable, started, numbers, _ = stage.flags
@@ -204,25 +202,17 @@ def _run(
         state += _spread([vector.to(piece.flat.dtype) for vector in numbers], piece, piece.state[len(columns) :])
     for (_, views), column in zip(joined, columns, strict=True):
         foreach.copy_plain_(views, column)
-    at = stage.elements(scratch)
+    at = stage.elements()
     if not are_known:
-        at = Elements(usable, started, scratch=scratch, spread=partial(_of_elements, piece=piece))
+        at = Elements(usable, started, scratch=stage.scratch, spread=partial(_of_elements, piece=piece))
     stage.counts.append(stage.transform.counted(x, x, state, stage.settings[piece.rows[0]], at))
     for (_, views), column in zip(joined, columns, strict=True):
         foreach.copy_plain_(column, views)
 
 
-def _change(
-    stage: Pointwise,
-    source: Tensor,
-    result: Tensor,
-    state: list[Tensor],
-    row: int,
-    known: Sequence[bool],
-    scratch: Scratch,
-) -> None:
+def _change(stage: Pointwise, source: Tensor, result: Tensor, state: list[Tensor], row: int) -> None:
     """Change elements of one tensor."""
-    at = stage.elements(scratch) if known[row] else stage.flags.elements(row, source.device, scratch)
+    at = stage.elements() if stage.known[row] else stage.flags.elements(row, source.device, stage.scratch)
     state = [*state, *(vector.select(0, row).to(source.dtype) for vector in stage.flags.numbers)]
     stage.counts.append(stage.transform.counted(source, result, state, stage.settings[row], at))
 
@@ -252,7 +242,7 @@ def _planned(
     """Pieces of memory. Short neighbours with equal settings share a piece, and long tensors are cut."""
     first = updates[0]
     alone, row = (ON_CPU, 1) if first.is_cpu else (ALONE, ROW)
-    runs: list[tuple[list[int], list[int], int | None]] = []
+    runs: list[_Rows] = []
     for group in groups:
         rows: list[int] = []
         sizes: list[int] = []
@@ -274,17 +264,11 @@ def _planned(
     like = first.new_empty(0, dtype=foreach.wide_dtype(first.dtype))
     memory = [scratch.memory(f"piece {k}", longest, like) for k in range(1 + depth)]
     rounded = None if like.dtype == first.dtype else scratch.memory("rounded", longest, first)
-    return [_piece(rows, sizes, part, memory, [updates[i].shape for i in rows], rounded) for rows, sizes, part in runs]
+    return [_piece(run, memory, [updates[i].shape for i in run[0]], rounded) for run in runs]
 
 
-def _piece(
-    rows: list[int],
-    sizes: list[int],
-    part: int | None,
-    memory: list[Tensor],
-    shapes: list[torch.Size],
-    rounded: Tensor | None,
-) -> _Piece:
+def _piece(run: _Rows, memory: list[Tensor], shapes: list[torch.Size], rounded: Tensor | None) -> _Piece:
+    rows, sizes, part = run
     # a tensor that is alone is not padded, because it needs no rows to tell tensors apart
     total = sum(sizes) if part is not None or len(rows) > 1 else shapes[0].numel()
     flats = [vector.narrow(0, 0, total) for vector in (*memory, *([] if rounded is None else [rounded]))]

@@ -206,14 +206,7 @@ class _ByDelivery:
 
 
 class Plan:
-    """What a step did, without its tensors.
-
-    Args:
-        walk: The step.
-        ended: How the step ended.
-        options: What the optimizer has decided about the step. Later steps are compared with it.
-        fits: Returns True for tensors that are laid out as in this step.
-    """
+    """What a step did, without its tensors. ``fits`` returns True for tensors that are laid out as in this step."""
 
     def __init__(self, walk: Walk, ended: Ended | Delivered, options: Options, fits: SameLayout) -> None:
         self.nodes, self.judging, self.end = walk.nodes, walk.judged.judging, walk.end
@@ -267,9 +260,9 @@ class Plan:
         """Change parameters and state, and return what computes the metrics, which becomes that of the step."""
         node, factor = self._scaling, None
         metrics: Metrics = dict
-        if node is not None and isinstance(node.transform, Scaling):
+        if node is not None:
             known = None if self._by_number is None else self._clipped(node, self._by_number, step)
-            factor, metrics = known or self._scaled(node, node.transform, step)
+            factor, metrics = known or self._scaled(node, step)
         elif step.listener is not None:
             step.judged.before_first(self._acting[0].transform)
         self._ended.take(step, factor)
@@ -371,23 +364,21 @@ class Plan:
 
         return None if factor == 1 else factor, metrics
 
-    def _scaled(self, node: Node, transform: Scaling, step: Planned) -> tuple[Tensor | None, Metrics]:
+    def _scaled(self, node: Node, step: Planned) -> tuple[Tensor | None, Metrics]:
         """The factors that the end has to apply, None for 1 or if they wait in the executor, and the metrics."""
         columns, chain_state, own, judged = step.columns, step.chain_state, self._own, step.judged
         params, grads = columns["params"], columns["grads"]
 
         def begin(i: int) -> State:
-            return transform.init_state(params[i], own[i])
+            return node.transform.init_state(params[i], own[i])
 
         states = VectorStates(step.states, node.path, node.state, begin, step.workspace.vectors, columns)
         state = node.global_state(chain_state)
         # not `Walk.step_for`, which takes five times as long
-        given, rows = (
-            Step(params, grads, step.loss().value, states, own, state, tools=judged.measurer),
-            list(range(len(grads))),
-        )
+        given = Step(params, grads, step.loss().value, states, own, state, tools=judged.measurer)
+        rows = list(range(len(grads)))
         updates = grads if self.in_place else step.executor.read(rows)
-        measured, factors = find_factors(node, transform, rows, updates, given, judged, None, chain_state)
+        measured, factors = find_factors(node, rows, updates, given, judged, None, chain_state)
         kept = None
         if self.in_place:
             kept = self._left(Scale(measured, factors, over_grads=True), step)

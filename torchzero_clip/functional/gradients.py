@@ -104,31 +104,23 @@ def opened(
     tensors: list[Tensor], values_suffice: Callable[[Tensor], bool], *, write: bool = True
 ) -> Generator[list[Tensor]]:
     """Yield dense tensors in place of sparse ones, and write their values back to the sparse ones."""
-    opened_ = [_Opened(tensor, values_suffice) if tensor.layout != torch.strided else None for tensor in tensors]
-    yield [tensor if own is None else own.dense for tensor, own in zip(tensors, opened_, strict=True)]
-    for own in opened_:
-        if own is not None and write:
-            own.close()
+    pairs = [(own, None) if own.layout == torch.strided else _opened(own, values_suffice) for own in tensors]
+    yield [dense for dense, _ in pairs]
+    for _, close in pairs:
+        if close is not None and write:
+            close()
 
 
-class _Opened:
-    """A sparse tensor as a dense one."""
-
-    def __init__(self, tensor: Tensor, values_suffice: Callable[[Tensor], bool]) -> None:
-        if tensor.layout != torch.sparse_coo:
-            raise TypeError(f"gradients must be dense, or sparse in the COO layout, got one of layout {tensor.layout}")
-        self._tensor = tensor
-        self._summed = tensor.coalesce()
-        values = self._summed.values()
-        self._has_values = values_suffice(values)  # else a dense copy is used, with the zeros that are not stored
-        self.dense = values if self._has_values else tensor.to_dense()
-
-    def close(self) -> None:
-        """Write the new values to the tensor."""
-        if not self._has_values:
-            self._tensor.copy_(self.dense.to_sparse(self._tensor.sparse_dim()))
-        elif self._summed is not self._tensor:
-            self._tensor.copy_(self._summed)
+def _opened(tensor: Tensor, values_suffice: Callable[[Tensor], bool]) -> tuple[Tensor, Callable[[], object]]:
+    """A sparse tensor as a dense one, and a function that writes the new values to the sparse one."""
+    if tensor.layout != torch.sparse_coo:
+        raise TypeError(f"gradients must be dense, or sparse in the COO layout, got one of layout {tensor.layout}")
+    summed = tensor.coalesce()
+    values = summed.values()
+    if values_suffice(values):
+        return values, lambda: summed is tensor or tensor.copy_(summed)
+    dense = tensor.to_dense()  # with the zeros that are not stored
+    return dense, lambda: tensor.copy_(dense.to_sparse(tensor.sparse_dim()))
 
 
 def values_tell_all(slicing: Slicing) -> Callable[[Tensor], bool]:

@@ -15,7 +15,7 @@ from torchzero_clip.functional.clip import (
     normalize_factors,
     read_limit,
 )
-from torchzero_clip.functional.foreach import are_plain, clamp_, clamp_plain_
+from torchzero_clip.functional.foreach import clamp_, clamp_plain_
 from torchzero_clip.functional.gradients import (
     as_reported,
     gradients,
@@ -27,7 +27,7 @@ from torchzero_clip.functional.gradients import (
     values_tell_all,
     with_gradients,
 )
-from torchzero_clip.functional.measure import Slicing, Way, measure, over_processes, scale_
+from torchzero_clip.functional.measure import Slicing, measure_over_processes, scale_
 from torchzero_clip.functional.ordinary import ordinary_gradients, scale_ordinary_
 from torchzero_clip.hints import explained
 from torchzero_clip.types import Dim, Ord, Tensors
@@ -130,8 +130,8 @@ def clip_grad_norm_(
     pairs = with_gradients(given, process_group, zeros_count=slicing.metric.counts_zeros)
     grads = [grad for _, grad in pairs]
     with opened(grads, values_tell_all(slicing)) as tensors:
-        own, judged = measure(tensors, slicing, way=Way(are_plain(tensors))), given if error_if_nonfinite else None
-        measured = over_processes(own, tensors, process_group, judged)
+        judged = given if error_if_nonfinite else None
+        measured = measure_over_processes(tensors, slicing, process_group, judged)
         if error_if_nonfinite and not measured.total.isfinite():
             bad = names_of_bad(
                 "parameter", named_tensors("params", params), [param for param, _ in pairs], tensors, process_group
@@ -240,7 +240,7 @@ def normalize_grads_(
         return total
     grads = gradients(given, process_group, zeros_count=slicing.metric.counts_zeros)
     with opened(grads, values_tell_all(slicing)) as tensors:
-        measured = over_processes(measure(tensors, slicing, way=Way(are_plain(tensors))), tensors, process_group)
+        measured = measure_over_processes(tensors, slicing, process_group)
         scale_(measured, measured.by_norm(lambda norms: normalize_factors(slicing.metric, norms, norm_value)))
     return as_reported(measured.total, grads, process_group)
 

@@ -310,10 +310,11 @@ def measure(
     return _measure_powers(tensors, metric, indices, parts, one_slice_each)
 
 
-def over_processes(
-    measured: Measured, tensors: Sequence[Tensor], group: ProcessGroup | None, judged: Sequence[Tensor] | None = None
+def measure_over_processes(
+    tensors: Sequence[Tensor], slicing: Slicing, group: ProcessGroup | None, judged: Sequence[Tensor] | None = None
 ) -> Measured:
-    """The measurement of ``tensors`` with the joint metric of all processes of a group."""
+    """Measure every slice, and find the joint metric of all processes of a group."""
+    measured = measure(tensors, slicing, way=Way(foreach.are_plain(tensors)))
     # if tensors are judged, a metric of inf or NaN on one process makes it so on all processes of the group and of
     # their meshes: plain tensors beside distributed ones may differ between ranks
     device = measured.total.device

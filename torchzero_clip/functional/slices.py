@@ -13,7 +13,7 @@ from torchzero_clip.functional import foreach
 from torchzero_clip.functional.blocks import BLOCK, LARGEST, ROW, ROWS, SHORT, SMALLEST, in_rows, spans
 from torchzero_clip.functional.norms import extent, norm_along, p_norms
 from torchzero_clip.functional.scratch import Scratch
-from torchzero_clip.functional.shards import Part, pack
+from torchzero_clip.functional.shards import Part, pack, part
 
 
 class _Chunk(NamedTuple):
@@ -46,8 +46,7 @@ class Slices(NamedTuple):
 
     def parts(self, tensors: Sequence[Tensor]) -> list[Part]:
         """The tensors, cut."""
-        pairs = zip(tensors, self.dims, strict=True)
-        return [_part(tensor if tensor.ndim else tensor.view(1), dims) for tensor, dims in pairs]
+        return list(map(part, tensors, self.dims))
 
 
 def plan(tensors: Sequence[Tensor], dims: Sequence[tuple[int, ...]], scratch: Scratch) -> Slices:
@@ -88,7 +87,7 @@ def sliced_norms(tensors: Sequence[Tensor], slices: Slices) -> Tensor:
         if _are_rows(tensor, dims):
             found.append(norm_along(tensor.reshape(slices.counts[i], -1), 2.0, 1).view(-1))
         else:
-            found.append(pack(p_norms([_part(tensor, dims)], 2.0)))
+            found.append(pack(p_norms([part(tensor, dims)], 2.0)))
     norms = torch.cat(found).index_select(0, slices.order)
     smallest, largest = extent(norms)
     if not (smallest > SMALLEST and largest < LARGEST):  # also NaN
@@ -110,7 +109,3 @@ def _are_rows(tensor: Tensor, dims: tuple[int, ...]) -> bool:
     """True if slices span all dimensions from some one on, so that each is a row of a contiguous tensor."""
     ndim = max(tensor.ndim, 1)
     return dims == tuple(range(ndim - len(dims), ndim))
-
-
-def _part(tensor: Tensor, dims: tuple[int, ...]) -> Part:
-    return Part(tensor, dims, math.prod(tensor.shape[d] for d in dims))

@@ -7,7 +7,6 @@ from torch.distributed import ProcessGroup
 from torchzero_clip.checks import boolean, non_negative
 from torchzero_clip.compat import warn_user
 from torchzero_clip.functional.clip import clip_by_, read_limit
-from torchzero_clip.functional.foreach import are_plain
 from torchzero_clip.functional.gradients import (
     as_reported,
     gradients,
@@ -18,7 +17,7 @@ from torchzero_clip.functional.gradients import (
     tensors_of,
     values_tell_all,
 )
-from torchzero_clip.functional.measure import Slicing, Way, measure, over_processes
+from torchzero_clip.functional.measure import Slicing, measure_over_processes
 from torchzero_clip.functional.metric import parse_ord
 from torchzero_clip.functional.processes import check_group
 from torchzero_clip.functional.shards import replicated
@@ -71,8 +70,8 @@ def get_total_norm(
         )
     check_group(process_group, given)
     with opened(given, values_tell_all(slicing), write=False) as dense:
-        own, judged = measure(dense, slicing, way=Way(are_plain(dense))), given if error_if_nonfinite else None
-        total = over_processes(own, dense, process_group, judged).total
+        judged = given if error_if_nonfinite else None
+        total = measure_over_processes(dense, slicing, process_group, judged).total
         if error_if_nonfinite and not total.isfinite():
             bad = names_of_bad("tensor", named_tensors("tensors", tensors), given, dense, process_group)
             raise RuntimeError(

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, optim
 from torch.optim import Optimizer
 
-from torchzero_clip.checkpoints.adapt import adapted
+from torchzero_clip.checkpoints.adapt import adapted, fresh_state
 from torchzero_clip.checkpoints.fitting import saved_groups
 from torchzero_clip.checkpoints.identity import IDENTITY
 from torchzero_clip.checks import instance
@@ -73,10 +73,11 @@ def from_torch_optim(state_dict: Mapping[str, Any], optimizer: Modular) -> dict[
             continue
         name = optimizer_of(optimizer, known)
         new.update(settings_from(old, optimizer, name, known))
+        others = [node for node in nodes if node.path != name]
         for i, named in zip(old["params"], known, strict=True):
             if i in state_dict["state"]:
                 own = _state_from(state_dict["state"][i], nodes, name, named, new)
-                state[i] = _fresh_state(nodes, name, named, new) | own
+                state[i] = fresh_state(others, named, new) | own
     return {"state": state, "param_groups": groups}
 
 
@@ -190,12 +191,6 @@ def _check_dtypes(state: State, named: NamedParam) -> None:
                 f"the state {key!r} of a parameter of {named.param.dtype} is {value.dtype}: optimizers of torch would "
                 "round it"
             )
-
-
-def _fresh_state(nodes: Nodes, name: str, named: NamedParam, group: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of the other transforms before their first step."""
-    others = [node for node in nodes if node.path != name and not isinstance(node.transform, FinalRule)]
-    return {key: value for node in others for key, value in node.init_state(named, node.settings(group)).items()}
 
 
 def _state_from(

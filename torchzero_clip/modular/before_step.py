@@ -24,15 +24,7 @@ from torchzero_clip.functional.clip import inverse
 from torchzero_clip.hints import explained
 from torchzero_clip.modular.entries import Entries
 from torchzero_clip.modular.front import Front
-from torchzero_clip.modular.host import (
-    Patient,
-    RefusedStep,
-    are_zero,
-    check_host,
-    end_surely,
-    takes_factor,
-    unwrapped_host,
-)
+from torchzero_clip.modular.host import RefusedStep, are_zero, check_host, end_surely, takes_factor, unwrapped_host
 from torchzero_clip.modular.modular import Modular
 from torchzero_clip.modular.wrapped import unwrap
 
@@ -45,19 +37,17 @@ FOUND_INF = "found_inf"
 class BeforeStep:
     """Transforms that act before the steps of an optimizer, until `remove` is called. `before_step` makes it."""
 
-    def __init__(self, optimizer: Optimizer, front: Callable[..., Front], entries: Callable[[Front], Entries]) -> None:
+    def __init__(self, optimizer: Optimizer, front: Front, entries: Entries) -> None:
         # weak, so that a deleted optimizer is freed at once, together with its hooks
         self._found = weakref.ref(optimizer)
-        self._front = front(scale=self._scale)
-        self._entries = entries(self._front)
-        self._entries.look(optimizer.param_groups)
+        self._front, self._entries = front, entries
+        front.delivery.scale = self._scale
+        entries.look(optimizer.param_groups)
         self._depth = 0  # 2 while `step` of a subclass calls that of its base class
         self._is_wrapped = False  # False in a step that is called by a method from before the wrapper
         self._hidden: list[tuple[Tensor, Tensor]] = []  # parameters and their gradients, in a refused step of this kind
         self._has_scaled = False  # the optimizer multiplies the gradients by their factor
-        self._is_refused_by_scaler = False
-        self._patient: Patient | None = None
-        own = self._entries.register(optimizer)
+        own = entries.register(optimizer)
         self._hooks = [
             optimizer.register_step_pre_hook(self.before),
             optimizer.register_step_post_hook(self.after),
@@ -100,7 +90,7 @@ class BeforeStep:
         These are names of gates, "nonfinite", or "found_inf" if a gradient scaler has found gradients that are not
         finite.
         """
-        return (FOUND_INF,) if self._is_refused_by_scaler else self._front.skipped_by
+        return self._front.skipped_by
 
     @property
     def steps_taken(self) -> int:
@@ -110,11 +100,11 @@ class BeforeStep:
     @property
     def listener(self) -> Listener | None:
         """What sees every step, such as a `Recorder`."""
-        return None if self._patient is None else self._patient.listener
+        return self._front.listener
 
     @listener.setter
     def listener(self, listener: Listener | None) -> None:
-        self._front.listener = self._patient = None if listener is None else Patient(listener)
+        self._front.listener = listener
 
     def has(self, group: dict[str, Any]) -> bool:
         """True if a param group is one of the optimizer's."""
@@ -198,7 +188,6 @@ class BeforeStep:
     def _change(self, optimizer: Optimizer, result: Any) -> None:
         """Apply the transforms. A refused step ends here. Without the wrapper, it goes on without gradients."""
         front, groups = self._front, optimizer.param_groups
-        self._is_refused_by_scaler = False
         self._entries.look(groups)
         if getattr(optimizer, FOUND_INF, None) is not None and not self._unscale(optimizer):
             return
@@ -220,7 +209,7 @@ class BeforeStep:
     def _unscale(self, optimizer: Any) -> bool:
         """Divide by the scale of a gradient scaler. Return False if it has found gradients that are not finite."""
         if optimizer.found_inf.item():
-            self._is_refused_by_scaler = True
+            self._front.skipped_by = (FOUND_INF,)
             self._front.forget_loss()
             return False
         scale = getattr(optimizer, "grad_scale", None)
@@ -268,8 +257,8 @@ class BeforeStep:
             if param.grad is None:  # else there is a new one, if the step raised
                 param.grad = grad
         self._hidden = []
-        if self._patient is not None:
-            self._patient.tell()
+        if self._front.ended is not None:
+            self._front.tell()
 
 
 @explained
@@ -343,8 +332,7 @@ def before_step(
         )
     if module is not None:
         instance("module", module, nn.Module)
-    front = partial(
-        Front,
+    front = Front(
         found.param_groups,
         transforms,
         module=module,
@@ -353,9 +341,9 @@ def before_step(
         process_group=process_group,
         fast=fast,
     )
-    handle = BeforeStep(found, front, partial(Entries, new=new, dropped=dropped))
+    handle = BeforeStep(found, front, Entries(front, new=new, dropped=dropped))
     _HANDLES.add(handle)
-    recorder = _attached(found, Attached)
+    recorder = hook_owner(found, Attached)
     handle.listener = None if recorder is None else recorder.listener
     return handle
 
@@ -368,7 +356,7 @@ def chain_of(optimizer: Any) -> Modular | BeforeStep | None:
 
 def handle_of(optimizer: Optimizer) -> BeforeStep | None:
     """The transforms before the steps of an optimizer; None if it has none."""
-    return _attached(optimizer, BeforeStep)
+    return hook_owner(optimizer, BeforeStep)
 
 
 _HANDLES: weakref.WeakSet[BeforeStep] = weakref.WeakSet()
@@ -393,7 +381,7 @@ def _warn_of_copy(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 register_optimizer_step_pre_hook(_warn_of_copy)
 
 
-def _attached(optimizer: Optimizer, kind: type[T]) -> T | None:
+def hook_owner(optimizer: Optimizer, kind: type[T]) -> T | None:
     """The object of a kind whose method is a hook of the steps of an optimizer; None if it has none."""
     hooks: Any = getattr(optimizer, "_optimizer_step_pre_hooks", {})
     for hook in hooks.values():

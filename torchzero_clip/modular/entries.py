@@ -14,6 +14,16 @@ from torchzero_clip.core.scope import named_params
 from torchzero_clip.modular.front import Front
 from torchzero_clip.types import Group
 
+_OF_CHAIN = (
+    "the checkpoint is of a chain, which only a Modular can load. Load it into a Modular with the same transforms, "
+    "then call optimizer.load_state_dict(to_torch_optim(modular, optimizer))"
+)
+_INCOMPLETE = (
+    "the checkpoint lacks state of the transforms that stand before the steps of the optimizer. What saved or loaded "
+    "it has dropped a part. torch.distributed.checkpoint loads into the state that exists: call before_step before the "
+    "first step of the optimizer, and then load"
+)
+
 
 class Entries:
     """Saves and loads the state of a `Front` with the optimizer that it stands before.
@@ -23,11 +33,6 @@ class Entries:
 
     Entries are in groups because loaders drop other keys of a checkpoint, and because some optimizers do not start
     their own state if ``optimizer.state`` has tensors.
-
-    Args:
-        front: The transforms.
-        new: As in `Modular.load_state_dict`.
-        dropped: As in `Modular.load_state_dict`.
     """
 
     def __init__(self, front: Front, *, new: str | Iterable[str], dropped: str | Iterable[str]) -> None:
@@ -87,7 +92,7 @@ class Entries:
             return None  # torch raises
         self._front.sync(optimizer.param_groups)
         if IDENTITY in set[str]().union(*groups).difference(*optimizer.param_groups):
-            self._front.new_load((), ()).agree(_of_chain(), self._front.param_groups)
+            self._front.new_load((), ()).agree(ValueError(_OF_CHAIN), self._front.param_groups)
         self._check(groups, [group.get(KEY) for group in groups])
         return {**state_dict, "param_groups": [{k: v for k, v in g.items() if k != KEY} for g in groups]}
 
@@ -110,12 +115,8 @@ class Entries:
                 )
             return
         if not all(isinstance(entry, Mapping) and len(_states(entry)) == entry["states"] for entry in entries):
-            load.agree(_incomplete(), front.param_groups)
-        try:
-            load.check(_as_checkpoint(groups, entries), front.param_groups)
-        except ValueError as error:  # the optimizer's own load_state_dict takes no new= and dropped=
-            text = str(error).replace("load_state_dict(state_dict, ", "before_step(optimizer, ..., ")
-            raise ValueError(text) from error
+            load.agree(ValueError(_INCOMPLETE), front.param_groups)
+        load.check(_as_checkpoint(groups, entries), front.param_groups)
         self._load = load
 
     def _put(self) -> None:
@@ -149,18 +150,3 @@ def _as_checkpoint(groups: Sequence[Group], entries: Sequence[Mapping[str, Any]]
 
 def _states(entry: Mapping[str, Any]) -> Mapping[Any, Any]:
     return entry.get("state", {})  # torch.distributed.checkpoint drops it if it is empty
-
-
-def _of_chain() -> ValueError:
-    return ValueError(
-        "the checkpoint is of a chain, which only a Modular can load. Load it into a Modular with the same transforms, "
-        "then call optimizer.load_state_dict(to_torch_optim(modular, optimizer))"
-    )
-
-
-def _incomplete() -> ValueError:
-    return ValueError(
-        "the checkpoint lacks state of the transforms that stand before the steps of the optimizer. What saved or "
-        "loaded it has dropped a part. torch.distributed.checkpoint loads into the state that exists: call before_step "
-        "before the first step of the optimizer, and then load"
-    )

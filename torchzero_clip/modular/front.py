@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from typing_extensions import override
 
@@ -12,48 +13,44 @@ from torchzero_clip.core.kinds import UpdateRule
 from torchzero_clip.core.learning_rate import LR
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.engine.end import Deliver
-from torchzero_clip.engine.executor import DeliveredScale
+from torchzero_clip.engine.listener import Listener
+from torchzero_clip.engine.walk import Walk
 from torchzero_clip.modular.modular import Modular
 from torchzero_clip.modular.validation import check_added, check_places
 from torchzero_clip.types import Group, Setting
 
 
 class Front(Modular):
-    """Transforms whose updates are written into the gradients. Its param groups have the settings of the transforms.
+    """Transforms whose updates are written into the gradients. Its param groups have the settings of the transforms."""
 
-    Args:
-        groups: The param groups of the other optimizer.
-        transforms: The transforms.
-        scale: As in `Deliver`.
-        module: The module that has the names of the parameters.
-        **options: As in `Modular`.
-    """
+    ended: Walk | None = None
+    """A step that the other optimizer still has to take, and of which the listener was not told."""
 
     def __init__(
-        self,
-        groups: Sequence[Group],
-        transforms: Sequence[Transforms],
-        scale: DeliveredScale,
-        *,
-        module: nn.Module | None,
-        **options: Any,
+        self, groups: Sequence[Group], transforms: Sequence[Transforms], *, module: nn.Module | None, **options: Any
     ) -> None:
         for transform in as_written(transforms):
             _refuse(transform, transform)
-        self._delivery = Deliver(scale)
-        self._names_in = module
-        self._followed = groups
+        self.delivery = self._delivery = Deliver()
+        self._names_in = module  # the module that has the names of the parameters
+        self._followed = groups  # those of the other optimizer
         super().__init__(_named(groups, module), *transforms, **options)
         # an author's transform may read the gradients after they were changed
-        self._delivery.over_grads = all(node.is_ours and node.transform.target == "update" for node in self.nodes)
+        self.delivery.over_grads = all(node.is_ours and node.transform.target == "update" for node in self.nodes)
         for own, group in zip(self.param_groups, groups, strict=True):
             own["params"] = group["params"]
         self._ids = _checked_ids(groups)
 
-    @staticmethod
     @override
-    def _completed(transforms: list[Transform]) -> list[Transform]:
-        return transforms
+    def _tell(self, listener: Listener, walk: Walk) -> None:
+        self.ended = walk
+
+    @torch.no_grad()  # as in a step, outside of which this is called
+    def tell(self) -> None:
+        """Tell the listener that the other optimizer has taken the step."""
+        ended, self.ended = self.ended, None
+        if ended is not None and self.listener is not None:
+            self.listener.end(ended)
 
     @property
     def may_refuse(self) -> bool:
@@ -118,13 +115,12 @@ class Front(Modular):
                 if "param_names" in own:
                     own["param_names"] = [name for name, _ in new["params"]]
         self.param_groups[:] = [own for own in found if own is not None]  # those that a new group is compared with
-        followed: list[Group] = []
-        for own, group, new in zip(found, groups, given, strict=True):
-            if own is None:
+        for g, (group, new) in enumerate(zip(groups, given, strict=True)):
+            if found[g] is None:
                 self.add_param_group(new)
+                found[g] = self.param_groups[-1]
                 self.param_groups[-1]["params"] = group["params"]
-            followed.append(self.param_groups[-1] if own is None else own)
-        self.param_groups[:] = followed
+        self.param_groups[:] = [own for own in found if own is not None]
 
 
 def _ids(groups: Sequence[Group]) -> list[int]:

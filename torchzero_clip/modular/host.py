@@ -5,43 +5,19 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from typing_extensions import override
 
 from torchzero_clip.checks import needs_closure
-from torchzero_clip.engine.listener import Attached, Listener, Seen
+from torchzero_clip.engine.listener import Attached
 from torchzero_clip.modular.modular import Modular
+from torchzero_clip.modular.validation import NOT_ZERO_REDUNDANCY
 
 
 class RefusedStep(BaseException):
     """Ends a step before the optimizer changes anything. Its argument is what the closure has returned."""
 
     # no Exception, which an optimizer might catch
-
-
-class Patient(Listener):
-    """Tells a listener of the end of a step once the optimizer has taken it."""
-
-    def __init__(self, listener: Listener) -> None:
-        self.listener = listener
-        self._ended: Seen | None = None
-
-    @override
-    def begin(self, step: Seen) -> None:
-        self.listener.begin(step)
-
-    @override
-    def end(self, step: Seen) -> None:
-        self._ended = step
-
-    @torch.no_grad()  # as in a step, outside of which this is called
-    def tell(self) -> None:
-        """Tell the listener that a step has ended."""
-        ended, self._ended = self._ended, None
-        if ended is not None:
-            self.listener.end(ended)
 
 
 def unwrapped_host(optimizer: Any) -> Any:
@@ -63,10 +39,7 @@ def check_host(found: Any, transforms: list[Any]) -> None:
     if not transforms:
         raise ValueError("before_step needs at least one transform, as in before_step(optimizer, ClipNorm(1))")
     if name == "ZeroRedundancyOptimizer":
-        raise TypeError(
-            f"{name} gives each process some of the parameters, so norms would be those of one process: use "
-            "fully_shard (FSDP2), which shards the state of the optimizer too"
-        )
+        raise TypeError(NOT_ZERO_REDUNDANCY)
     if inside:
         raise TypeError(f"{name} takes its steps by another optimizer{way_out}")
     if not all(hasattr(found, f"_optimizer_{kind}_hooks") for kind in ("step_pre", "state_dict_post")):

@@ -134,7 +134,6 @@ class Modular(Explained, ClassMaker, Optimizer):
     steps_taken: int = 0
     """How many steps this object has taken. Steps that were refused or had no gradients do not count."""
 
-    _completed = staticmethod(with_learning_rate)  # returns the transforms of a chain from those that were given
     _delivery: Deliver | None = None  # the end of a step; None to subtract the updates from the parameters
     _has_meshes = False  # if a parameter is distributed
     _origin: Origin | None = None  # the module that ``params`` was. Copies and pickles have none
@@ -156,7 +155,7 @@ class Modular(Explained, ClassMaker, Optimizer):
         listed = listed_transforms(params, transforms)
         self.maximize, self.keep_grads, self.fast = maximize, keep_grads, fast
         self._fast_way = FastWay()
-        self.chain = configured(Chain(*self._completed(listed)), self.given)
+        self.chain = configured(Chain(*(with_learning_rate(listed) if self._delivery is None else listed)), self.given)
         self._written = list(as_written(transforms))
         self.nodes: Nodes = self.chain.nodes()
         self._judging = Judging(self.nodes)
@@ -179,8 +178,7 @@ class Modular(Explained, ClassMaker, Optimizer):
         check_places(self.chain, self.nodes, named)
         idle, self._has_joint_schedules = agree(self.nodes, self._policy, named, self._schedules.any, process_group)
         warn_of_slips(self.nodes, named, idle, listed if isinstance(params, nn.Module) else None)
-        if isinstance(params, nn.Module):
-            self._origin = Origin(params)
+        self._origin = Origin(params) if isinstance(params, nn.Module) else None
         self._is_complete = True
 
     def _named_params(self, first: int = 0) -> list[NamedParam]:
@@ -306,9 +304,8 @@ class Modular(Explained, ClassMaker, Optimizer):
                 # the closure may have changed them, or added groups
                 settings = self.nodes.checked_settings(self.param_groups)
 
-            missing = (
-                Missing(self.nodes, self.param_groups, self.state) if self._has_meshes and not self.parts else None
-            )
+            may_lack = self._has_meshes and not self.parts
+            missing = Missing(self.nodes, self.param_groups, self.state) if may_lack else None
             walk = None
             try:
                 walk = self._walk(self.param_groups, self._fast_way, settings, loss())
@@ -353,7 +350,10 @@ class Modular(Explained, ClassMaker, Optimizer):
             if state:
                 self._chain_state.show(self.param_groups)
             if walk is not None and self.listener is not None:
-                self.listener.end(walk)
+                self._tell(self.listener, walk)
+
+    def _tell(self, listener: Listener, walk: Walk) -> None:
+        listener.end(walk)
 
     def _repeat(self, loss: Callable[[], Loss]) -> bool:
         """Take a step by the plan. Return False if it does not fit; then nothing has changed."""
@@ -519,15 +519,14 @@ class Modular(Explained, ClassMaker, Optimizer):
             state_dict: What `state_dict` returned, for the same parameters.
             new: Names of transforms of this chain that the saved chain lacks. They start with the settings of this
                 optimizer and fresh state. The other transforms are matched with the saved ones in order.
-            dropped: Names of transforms of the saved chain that this chain lacks.
+            dropped: Names of transforms of the saved chain that this chain lacks. Both arguments have no effect on a
+                checkpoint of this very chain, so a script may keep them.
 
         Raises:
             ValueError: If the checkpoint belongs to another chain: the message names the difference and the arguments
                 that resolve it. If a key, shape, dtype or setting does not fit: the message names it. If loading fails
                 on another rank of a mesh or of the ``process_group``, or a hook fails there: all ranks raise.
             RuntimeError: If the optimizer was unpickled and had a ``process_group``, which has to be set again.
-
-        ``new`` and ``dropped`` have no effect on a checkpoint of this very chain, so a script may keep them.
         """
         if self._shared.is_lost:
             refuse_lost()

@@ -167,12 +167,12 @@ def check_disjoint(groups: Sequence[dict[str, Any]]) -> None:
 @contextmanager
 def all_or_none(groups: list[dict[str, Any]], schedules: Schedules) -> Generator[None]:
     """Remove the groups that were added if there is an error."""
-    before, schedules_before = len(groups), len(schedules)
+    before, schedules_before = len(groups), len(schedules.of_groups)
     try:
         yield
     except Exception:
         del groups[before:]
-        schedules.forget(schedules_before)
+        del schedules.of_groups[schedules_before:]
         raise
 
 

@@ -20,6 +20,11 @@ from torchzero_clip.engine.table import Table
 from torchzero_clip.functional.processes import check_group
 from torchzero_clip.types import Group
 
+NOT_ZERO_REDUNDANCY = (
+    "ZeroRedundancyOptimizer gives each process some of the parameters, so norms would be those of one process: use "
+    "fully_shard (FSDP2), which shards the state of the optimizer too"
+)
+
 
 def listed_transforms(params: object, transforms: Sequence[Transforms]) -> list[Transform]:
     """The transforms in a list. Raises if there are none, or if ``params`` is a transform, a method or an optimizer."""
@@ -43,19 +48,14 @@ def listed_transforms(params: object, transforms: Sequence[Transforms]) -> list[
 
 def check_added(nodes: Nodes, params: Sequence[NamedParam], process_group: ProcessGroup | None) -> None:
     """Raise if a transform cannot act on added parameters, or if other processes hold parts of them unseen."""
-    _check_params(nodes, params)
-    _check_not_local(params)
-    check_group(process_group, [named.param for named in params])
-
-
-def _check_params(nodes: Nodes, params: Sequence[NamedParam]) -> None:
-    """Raise if a transform selects by name and parameters have none, or cannot act on one in its scope."""
     for node in nodes:
         scope = node.scope
         scope.check_names(node.transform, params)
         for i, named in enumerate(params):
             if scope.has(named):
                 node.transform.check_parameter(named.name or f"parameter {i} of its group", named.param)
+    _check_not_local(params)
+    check_group(process_group, [named.param for named in params])
 
 
 def _check_not_local(params: Sequence[NamedParam]) -> None:
@@ -71,10 +71,7 @@ def _check_not_local(params: Sequence[NamedParam]) -> None:
     frame = inspect.currentframe()
     while frame is not None:  # until it is None, because a frame that refers to itself would keep the optimizer alive
         if type(frame.f_locals.get("self")).__name__ == "ZeroRedundancyOptimizer":
-            raise ValueError(
-                "ZeroRedundancyOptimizer gives each process some of the parameters, so norms would be those of one "
-                "process: use fully_shard (FSDP2), which shards the state of the optimizer too"
-            )
+            raise ValueError(NOT_ZERO_REDUNDANCY)
         frame = frame.f_back
 
 
@@ -91,9 +88,22 @@ def check_places(chain: Chain, nodes: Nodes, params: Sequence[NamedParam]) -> No
         acting = [any(other.scope.has(named) for named in own) for other in transforms]
         before = [other for other, acts in zip(transforms[:i], acting[:i], strict=True) if acts]
         after = [other for other, acts in zip(transforms[i + 1 :], acting[i + 1 :], strict=True) if acts]
+        if isinstance(transform, FinalRule):
+            _check_last(transform, before, after)
         transform.check_chain(before, after)
         if transform.target == "params_difference" and (rules := [t for t in before if isinstance(t, UpdateRule)]):
             warn_user(f"{transform!r} replaces the update of {rules[-1]!r}, which has no effect then: put it first")
+
+
+def _check_last(rule: FinalRule, before: Sequence[Transform], after: Sequence[Transform]) -> None:
+    """Raise if another transform than `LR` comes after a final rule, or if an `LR` comes before it."""
+    for other in after:
+        if not isinstance(other, LR):
+            raise ValueError(f"{rule!r} takes the step by itself, so {other!r} has to come before it")
+    for other in before:
+        if isinstance(other, LR):
+            way_out = f"so {other!r} has to come after it. The optimizer may also name the lr"
+            raise ValueError(f"{rule!r} takes the step by itself, {way_out}")
 
 
 def idle_names(nodes: Nodes, params: Sequence[NamedParam]) -> dict[str, bool]:

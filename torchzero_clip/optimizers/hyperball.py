@@ -8,7 +8,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from torchzero_clip.core.kinds import Retraction
-from torchzero_clip.core.learning_rate import LR
 from torchzero_clip.core.step import Step
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.functional import foreach
@@ -89,16 +88,8 @@ class Hyperball(Retraction):
 
     @override
     def check_chain(self, before: Sequence[Transform], after: Sequence[Transform]) -> None:
-        """Raise for transforms that have no meaning in a chain with this one."""
-        for other in after:
-            if not isinstance(other, LR):
-                raise ValueError(f"{self!r} takes the step by itself, so {other!r} has to come before it")
+        """Raise if a `WeightDecay` comes before it."""
         for other in before:
-            if isinstance(other, LR):
-                raise ValueError(
-                    f"{self!r} takes the step by itself, so {other!r} has to come after it. The optimizer may also "
-                    "name the lr"
-                )
             if isinstance(other, WeightDecay):
                 raise ValueError(
                     f"{self!r} keeps the norms of weights, so {other!r} would only turn its steps: leave it out for "

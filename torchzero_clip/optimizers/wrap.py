@@ -2,7 +2,7 @@
 
 import inspect
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from functools import cached_property
 from types import FunctionType
@@ -16,10 +16,9 @@ from typing_extensions import override
 from torchzero_clip.checks import as_builtin, is_numeric, needs_closure
 from torchzero_clip.compat import cpu_by_default, never_compiled
 from torchzero_clip.core.kinds import FinalRule
-from torchzero_clip.core.learning_rate import LR
 from torchzero_clip.core.schedules import at
 from torchzero_clip.core.step import Step
-from torchzero_clip.core.transform import Transform, as_text
+from torchzero_clip.core.transform import as_text
 from torchzero_clip.types import Setting
 
 INSTEAD = "before_step(optimizer, ClipNorm(1)) puts transforms before the step of an optimizer that you have built"
@@ -126,15 +125,6 @@ class Wrap(FinalRule):
         """The state with and without momentum, which may have been used before it was set to 0."""
         ever = {**setting, "momentum": 0.5} if setting.get("momentum") == 0 else setting
         return self.init_state(param, setting) | self.init_state(param, ever)
-
-    @override
-    def check_chain(self, before: Sequence[Transform], after: Sequence[Transform]) -> None:
-        """Raise if a transform other than `LR` comes after it, or if an `LR` comes before it."""
-        late = [other for other in after if not isinstance(other, LR)]
-        if others := [*late, *(other for other in before if isinstance(other, LR))]:
-            lr_advice = "leave it out, and name the lr in the optimizer"
-            advice = "put it before, or give the optimizer an argument for it" if late else lr_advice
-            raise ValueError(f"{self!r} takes the step by itself, so {others[0]!r} would have no meaning: {advice}")
 
     @override
     @never_compiled

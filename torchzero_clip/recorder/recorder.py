@@ -13,7 +13,7 @@ from torchzero_clip.checks import count, instance, one_of, steps
 from torchzero_clip.compat import warn_user
 from torchzero_clip.core.kinds import Gate
 from torchzero_clip.engine.reported_loss import ReportedLoss
-from torchzero_clip.modular.before_step import chain_of
+from torchzero_clip.modular.before_step import chain_of, hook_owner
 from torchzero_clip.modular.modular import Modular
 from torchzero_clip.modular.wrapped import unwrap
 from torchzero_clip.private_losses import refuse_loss
@@ -114,7 +114,7 @@ class Recorder(Readable):
                 "a recorder needs all gradients at once, but this optimizer steps in the backward. First call remove() "
                 "of the handle that step_in_backward returned"
             )
-        if _is_recorded(found):
+        if (found.listener if isinstance(found, Modular) else hook_owner(found, Hooks)) is not None:
             raise ValueError("optimizer already has a recorder: call close() of that recorder first")
         flush_every = min(flush_every, keep)
         live = None if log is None else Live(log, min(log_every, keep))
@@ -319,10 +319,3 @@ def begun(
     if step > found.step:
         found.load_state_dict({"step": step, "tape": None})
     return found
-
-
-def _is_recorded(optimizer: Optimizer) -> bool:
-    if isinstance(optimizer, Modular):
-        return optimizer.listener is not None
-    hooks: Any = optimizer._optimizer_step_pre_hooks.values()
-    return any(isinstance(getattr(hook, "__self__", None), Hooks) for hook in hooks)
