@@ -1,8 +1,28 @@
 """An object that sees the steps of an optimizer, and changes nothing."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Protocol
 
-from torchzero_clip.engine.walk import Walk
+from torch import Tensor
+
+from torchzero_clip.core.nodes import Nodes
+from torchzero_clip.engine.judged import Judged
+from torchzero_clip.engine.reported_loss import Loss
+from torchzero_clip.engine.table import Table
+from torchzero_clip.types import Setting
+
+
+class Seen(Protocol):
+    """What a listener sees of a step."""
+
+    nodes: Nodes  # the transforms
+    settings: Mapping[str, list[Setting]]  # the settings of each transform by path, one dict per group
+    table: Table  # the parameters that take part
+    judged: Judged  # the gradients before the first transform: ``judged.before`` are their L2 norms, if there were any
+    loss: Loss  # the loss of the step
+    metrics: dict[str, Tensor]  # what the transforms have measured
+    refused_by: list[str]  # who has refused the step
 
 
 class Attached(ABC):
@@ -15,12 +35,9 @@ class Listener(ABC):
     """Sees every step of a `Modular`. It must not change what it sees."""
 
     @abstractmethod
-    def begin(self, step: Walk) -> None:
+    def begin(self, step: Seen) -> None:
         """Called before the first transform of a step that is taken."""
 
     @abstractmethod
-    def end(self, step: Walk) -> None:
-        """Called at the end of every step, also of one that was refused, raised an error, or had no gradients.
-
-        ``step.judged.before`` are the L2 norms of the gradients before the first transform, if there were any.
-        """
+    def end(self, step: Seen) -> None:
+        """Called at the end of every step, also of one that was refused, raised an error, or had no gradients."""

@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Mapping, MutableMapping, Sequence
 from itertools import compress
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,7 +18,8 @@ from torchzero_clip.core.scope import named_params
 from torchzero_clip.core.step import Step
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.engine.checked import record, refusal
-from torchzero_clip.engine.walk import Walk
+from torchzero_clip.engine.company import Company, Walking
+from torchzero_clip.engine.reported_loss import Loss
 from torchzero_clip.functional.bad import BadGradients, bad_gradients, labels
 from torchzero_clip.functional.norms import combine
 from torchzero_clip.functional.processes import gathered
@@ -27,6 +28,14 @@ from torchzero_clip.functional.shards import largest_on_all_ranks, mesh_groups
 Nonfinite: TypeAlias = Literal["propagate", "raise", "skip"]
 
 REMEMBERED = 10  # norms that an error shows
+
+
+class Undecided(Walking, Protocol):
+    """What the decision sees of a step."""
+
+    company: Company | None  # who else takes part; None without others
+    loss: Loss  # the loss of the step
+    refused_by: list[str]  # who has refused the step
 
 
 class StepPolicy:
@@ -61,7 +70,7 @@ class StepPolicy:
         """The counters that this policy needs, at 0."""
         return {SKIPPED: 0, CONSECUTIVE: 0} if self.may_skip else {}
 
-    def allows(self, walk: Walk, counts: MutableMapping[str, Any]) -> bool:
+    def allows(self, walk: Undecided, counts: MutableMapping[str, Any]) -> bool:
         """Return True if the step is to be taken. It waits for the device once.
 
         If no process has a gradient, the step is not taken, and does not count as skipped.
@@ -112,7 +121,7 @@ class StepPolicy:
         self._norms.append(norm.item())
         counts.update({CONSECUTIVE: 0} if self.may_skip else {})
 
-    def _refuse_capture(self, walk: Walk) -> None:
+    def _refuse_capture(self, walk: Undecided) -> None:
         """Raise while a CUDA graph is captured: it would repeat the decision of this step for all later gradients."""
         if walk.table.params and walk.table.params[0].is_cuda and is_capturing():
             who = ", ".join(map(repr, self._gates.values())) or f"nonfinite={self.nonfinite!r}"
@@ -121,7 +130,7 @@ class StepPolicy:
                 "capture the forward and the backward only, or leave the policy out"
             )
 
-    def _refuse(self, walk: Walk) -> None:
+    def _refuse(self, walk: Undecided) -> None:
         """Refuse a step for a gradient that is not finite, or raise."""
         walk.refused_by.append("nonfinite")
         self.bad_gradients = bad = _bad_gradients(walk)
@@ -131,7 +140,7 @@ class StepPolicy:
                 f"steps{bad.beside}"
             )
 
-    def _record(self, walk: Walk, judged: Sequence[tuple[Node, Tensor, Tensor]], *, taken: bool) -> None:
+    def _record(self, walk: Undecided, judged: Sequence[tuple[Node, Tensor, Tensor]], *, taken: bool) -> None:
         """Tell the gates what was decided."""
         for node, norm, _ in judged:
             step = _step_of_gate(walk, node)
@@ -152,20 +161,20 @@ class StepPolicy:
             )
 
 
-def _group_of(walk: Walk) -> tuple[ProcessGroup | None, torch.device | None]:
+def _group_of(walk: Undecided) -> tuple[ProcessGroup | None, torch.device | None]:
     """The processes that hold other parameters, and the device from which numbers are sent to them."""
     company = walk.company
     return (None, None) if company is None else (company.group, company.device)
 
 
-def _step_of_gate(walk: Walk, node: Node) -> Step:
+def _step_of_gate(walk: Undecided, node: Node) -> Step:
     """The `Step` of a gate, which decides also on a process that has no gradients in its scope."""
     rows = walk.table.in_scope(node, walk.table.rows)
     stand_in = None if walk.company is None else walk.company.stand_in
     return walk.step_for(node, rows) if rows or stand_in is None else stand_in.step_for(node, [0])
 
 
-def _joint_norms(walk: Walk, scopes: Sequence[list[int]]) -> tuple[list[Tensor], list[Tensor]]:
+def _joint_norms(walk: Undecided, scopes: Sequence[list[int]]) -> tuple[list[Tensor], list[Tensor]]:
     """The numbers of `Judged.joined`, equal on all processes; and whether gradients exist, of all and of each scope."""
     # the second list is empty without other processes
     found, table, (group, device) = walk.judged.joined(scopes), walk.table, _group_of(walk)
@@ -180,7 +189,7 @@ def _joint_norms(walk: Walk, scopes: Sequence[list[int]]) -> tuple[list[Tensor],
     return [combine(column, 2.0) for column in joint], list(taking_part.amax(dim=1).unbind())
 
 
-def _bad_gradients(walk: Walk) -> BadGradients:
+def _bad_gradients(walk: Undecided) -> BadGradients:
     """The names of the gradients that are not finite. All processes call it, because they have decided together."""
     table = walk.table
     every = [named for group in table.groups for named in named_params(group)]

@@ -18,8 +18,7 @@ from typing_extensions import override
 from torchzero_clip.compat import may_be_template, never_compiled, warn_user
 from torchzero_clip.core.kinds import Scaling, UpdateRule
 from torchzero_clip.core.nodes import Node
-from torchzero_clip.engine.listener import Listener
-from torchzero_clip.engine.walk import Walk
+from torchzero_clip.engine.listener import Listener, Seen
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.measure import L2
 from torchzero_clip.functional.norms import each_norm
@@ -61,20 +60,20 @@ class Run(Listener):
 
     @override
     @never_compiled
-    def begin(self, step: Walk) -> None:
+    def begin(self, step: Seen) -> None:
         self.output.check()
         self.save_params(step.table.params)
 
     @override
     @never_compiled
-    def end(self, step: Walk) -> None:
+    def end(self, step: Seen) -> None:
         if self.output.is_lost:
             return
         note = Note(self.step, " ".join(step.refused_by), self._limits(step))
         table, numbers = step.table, {"loss": step.loss.value, **step.metrics}
         self.write(table.groups, table.params, step.judged.before, numbers, note)
 
-    def _limits(self, step: Walk) -> dict[str, float]:
+    def _limits(self, step: Seen) -> dict[str, float]:
         """The limits that are settings with one value in all groups."""
         if self._limited is None:
             self._limited = [node for node in step.nodes if node.transform.limit_setting is not None]
