@@ -1,8 +1,8 @@
 """Every test starts from the same random numbers; Hypothesis explores new ones under HYPOTHESIS_PROFILE=explore.
 
 The quick run is ``pytest -m "not slow"``. It leaves out the tests with the mark ``slow``, the contract tests of an
-entry that ``varies``, and all but ``QUICK_CASES`` cases of each parametrized test. In a full run, an entry meets one of
-the dtypes and ways of each test, and half of the tests if it varies another entry.
+entry that ``varies``, and all but ``QUICK_CASES`` cases of each parametrized test. A full run takes each entry with one
+dtype and one way of each test. An entry that ``varies`` takes about half of the tests.
 """
 
 import gc
@@ -63,7 +63,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def few(items: list[pytest.Item]) -> list[pytest.Item]:
-    """All tests, but each entry meets one of the dtypes and ways of each test, or of each second if it varies."""
+    """All tests, but each entry with one dtype and one way. One that varies another takes half of the tests."""
     chosen: dict[object, pytest.Item] = {}
     for item in sorted(items, key=lambda item: crc32(item.nodeid.encode())):
         params = item.callspec.params if hasattr(item, "callspec") else {}

@@ -95,7 +95,7 @@ def chain_of(name: str) -> Any:
 
 
 def names(event: str) -> list[str]:
-    """Entries that vary another one are left out, and a third of the others meet each event."""
+    """Entries that do not vary another one: all without an event, a third with each."""
     distinct = [entry.name for entry in ENTRIES if not entry.varies]
     return [*CHAINS, *(name for name in distinct if not event or crc32(f"{event} {name}".encode()) % 3 == 0)]
 

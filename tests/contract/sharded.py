@@ -127,7 +127,7 @@ def resumes(entry: Entry, options: StateDictOptions, dtype: torch.dtype, directo
 
 
 def resumes_in_every_way(entry: Entry) -> None:
-    """Each entry in one of the ways, so that each way meets entries of every kind of state."""
+    """Each entry in one of the ways, so that each way meets entries with and without state."""
     way, dtype = RESUMED[[each.name for each in entries_of("resumes")].index(entry.name) % len(RESUMED)]
     box = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(box)
@@ -468,7 +468,7 @@ ONCE: dict[str, Callable[[Entry], None]] = {
 
 
 def entries_of(check: str) -> list[Entry]:
-    """Entries that do not vary another one. Each is compared with one process, and meets some of the other checks."""
+    """Entries that do not vary another one. Each is compared with one process, and meets one of the other checks."""
     distinct = [entry for entry in ENTRIES if not entry.varies]
     others = [name for name in PER_ENTRY if name != "equals one process"]
     return distinct[others.index(check) :: len(others)] if check in others else distinct

@@ -37,7 +37,7 @@ def test_a_pipeline_with_a_joint_clip_trains_as_one_process():
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_pipelines_train_as_one_process(schedule):
-    """Schedules differ in the order of backwards, so that each job meets one of them."""
+    """Schedules differ only in the order of backwards, so each job runs under one."""
     names = list(JOBS)[list(SCHEDULES).index(schedule) :: 2]
     found = ranks.run(pipeline.all_jobs, 4, schedule, names)
     for name in names:

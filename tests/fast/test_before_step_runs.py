@@ -340,7 +340,7 @@ pytestmark = [
 @pytest.mark.quick_cases(4)
 @pytest.mark.parametrize(("name", "kind"), list(zip(list(FRONTS)[::2], itertools.cycle(KINDS), strict=False)))
 def test_before_each_adamw_of_torch_is_the_chain(name, kind):
-    """Each chain before one kind, each kind behind a fourth of the chains."""
+    """Every second chain before one kind, each kind behind an eighth of the chains."""
     is_before(kind, name, 0)
 
 

@@ -34,6 +34,7 @@ from torchzero_clip import (
     Modular,
     Normalize,
     NormalizeByEMA,
+    Scaling,
     SpikeAwareClip,
     Transform,
 )
@@ -115,6 +116,26 @@ def compare(clips, rule, shapes, dtype, events, scoped):
         for run, other in ((fast, readable), (readable, fast)):
             run.step(noise(shapes, number, event), event, other)
         assert_same(fast, readable, ROUNDING[dtype])
+
+
+class Half(Scaling):
+    """Half of each tensor, by one number that is expanded."""
+
+    def __init__(self):
+        super().__init__({})
+
+    @override
+    def factors(self, measured, updates, step):
+        return torch.full((), 0.5, dtype=torch.float64).expand(len(updates))
+
+
+def test_one_factor_of_an_author_multiplies_short_and_long_tensors_once():
+    shapes = [(7,), (70001,), (3, 5), (300, 300)]
+    fast, readable = both(lambda: [Half(), SGD(0.1, 0.9)], shapes)
+    for number in range(3):
+        for run in (fast, readable):
+            run.step(noise(shapes, number))
+        assert_same(fast, readable, ROUNDING[torch.float32])
 
 
 def test_parameters_drop_out_one_by_one():

@@ -15,6 +15,6 @@ def test_two_processes_are_one(program):
     ranks.run(program, 2)
 
 
-@pytest.mark.parametrize("way", ["flattened", "broadcast"])  # `contract/test_sharded` takes the others, too
+@pytest.mark.parametrize("way", ["flattened", "broadcast"])  # `contract/test_sharded` resumes chains in all four
 def test_it_resumes_through_checkpoints(way):
     ranks.run(programs.sharded_resumes, 2, way)

@@ -114,7 +114,8 @@ def trained(entry: Entry, dtype: torch.dtype, place: torch.device, *, fast: bool
 def entries_agree(dtype: torch.dtype) -> None:
     """The fast way, the readable way and the CPU, also with a gradient that is not finite in one step.
 
-    Each entry that does not vary another one takes the fast way in float32 or bfloat16, and some the readable way too.
+    Each entry that does not vary another one takes the fast way in float32 or bfloat16. In float32, half of
+    them take the readable way too.
     """
     for entry in DISTINCT[DTYPES.index(dtype) :: 2]:
         expected = trained(entry, dtype, CPU, fast=False)
@@ -212,7 +213,7 @@ CHECKS: dict[str, Callable[[], None]] = {
 
 
 GROUPS: dict[str, list[str]] = {}
-"""The checks that one process makes, because it takes seconds to start."""
+"""The checks of each process. There are few, because each takes seconds to start."""
 for _name in CHECKS:
     GROUPS.setdefault("costs" if _name == "costs" else "numbers", []).append(_name)
 

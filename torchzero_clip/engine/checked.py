@@ -116,7 +116,7 @@ def record(node: Node, norm: Tensor, step: Step, *, taken: bool) -> None:
 
 
 def _asked(method: Callable[[Tensor, Step], Any], node: Node, norm: Tensor, step: Step) -> Any:
-    """What a method of a gate returns."""
+    """Call a method of a gate, and return its result."""
     if not cast(Gate, node.transform).needs_loss:
         step.loss = None
     check = _watched(node, step, (), {"the norm": [norm]}) if step.is_first else None

@@ -83,7 +83,7 @@ class Subtract(End):
 class Deliver(End):
     """Writes the updates into the gradients, for another optimizer that takes the step."""
 
-    scale: DeliveredScale = foreach.multiply_  # called instead if the updates are the gradients times one factor
+    scale: DeliveredScale = foreach.multiply_  # multiplies the gradients if the updates are these times one factor
     over_grads: bool = False
 
     @override

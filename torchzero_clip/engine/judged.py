@@ -44,7 +44,7 @@ class How(NamedTuple):
     dims_of: Callable[[Tensor], tuple[int, ...]] | None
     """Returns the dimensions of a slice; None if they follow from the arguments, because `measure` is then faster."""
     each: bool
-    """True if statistics need the norm of each tensor. Else the joint norm, that of the only slice, is enough."""
+    """True if statistics need the norm of each tensor; False if they need none, or the joint norm."""
 
 
 @dataclass

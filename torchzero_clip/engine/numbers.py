@@ -17,14 +17,14 @@ _Measuring: TypeAlias = Scaling | Elementwise
 
 
 def vector_of(numbers: Mapping[str, Tensor], nodes: Nodes, device: torch.device) -> Tensor:
-    """The numbers of all transforms with joint metrics, from a `Company.numbers`."""
+    """The numbers of all transforms with joint metrics. Its length depends only on the transforms."""
     found = [(numbers.get(node.path), transform) for node, transform in measuring(nodes)]
     rows = [_nothing(transform, device) if own is None else own.to(device) for own, transform in found]
     return torch.cat(rows) if rows else torch.zeros(0, dtype=torch.float64, device=device)
 
 
 def joint_metrics(nodes: Nodes, rows: Tensor) -> dict[str, Tensor]:
-    """The metrics by their names, from a `vector_of` each walk or process."""
+    """The metrics by their names, from the `vector_of` of each walk or process."""
     transforms = measuring(nodes)
     columns = rows.split([_width(transform) for _, transform in transforms], dim=1)
     found: dict[str, Tensor] = {}

@@ -25,7 +25,7 @@ from torchzero_clip.functional.processes import gathered
 
 @final
 class Others(Company):
-    """The processes that hold other parameters. Which numbers are sent depends only on the chain, which all share."""
+    """The processes that hold other parameters. Which numbers are sent depends only on the chain, the same on all."""
 
     def __init__(self, group: ProcessGroup, device: torch.device, *, has_schedules: bool = False) -> None:
         super().__init__()

@@ -106,7 +106,7 @@ class Walk:
             self.executor.memory.put(rows, self.apply(node, rows, updates))
 
     def _change_target(self, node: Node, rows: list[int]) -> None:
-        """Apply a transform to other tensors than the updates. Those of "closure" have acted before the walk."""
+        """Apply a transform with another target than "update". Those of "closure" have acted already."""
         params, grads, *_ = self.table.picked(rows)
         put, apply = self.executor.memory.put, partial(self.apply, node, rows)
         match node.transform.target:

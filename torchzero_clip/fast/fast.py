@@ -36,7 +36,7 @@ from torchzero_clip.types import Setting, State
 
 
 class Averaging(Measurer):
-    """Moves long averages piece by piece, and measures each piece while it is in the cache."""
+    """Moves long averages piece by piece, on CPU measuring each piece while it is in the cache."""
 
     _scratch: Scratch
 

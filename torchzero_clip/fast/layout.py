@@ -21,7 +21,7 @@ class Layout:
     Parameters, gradients and state of their shape are plain, contiguous, of one dtype and on one device, and none of
     them is listed twice. On devices other than the CPU, state of parameters in half precision may be float32. All other
     state is 0-d. ``like`` are the keys of tensors with the shapes and the dtype of the parameters, and ``wider`` those
-    of such float32 state.
+    of float32 state.
     """
 
     def __init__(self, tensors: Mapping[str, list[Tensor]], like: Iterable[str], wider: Iterable[str]) -> None:

@@ -92,7 +92,7 @@ class Pointwise:
     done: Callable[[Tensor], None] | None = None  # called at the end with the number of elements that changed
     scratch: Scratch | None = field(default=None, init=False)
     known: list[bool] = field(default_factory=list, init=False)
-    """For each parameter, True if all its elements take part. False on CUDA, where reading flags would wait."""
+    """For each parameter, True if all its elements are known to take part. Flags on CUDA are not read."""
 
     @property
     def keeps_finite(self) -> bool:
@@ -100,7 +100,7 @@ class Pointwise:
         return self.transform.stays_finite()
 
     def begin(self, scratch: Scratch) -> None:
-        """Find out which parameters take part, before the first of `elements`."""
+        """Find out which parameters take part. Called before `elements`."""
         self.scratch = scratch
         flags = [flag for flag in self.flags[:2] if flag is not None]
         if flags and flags[0].is_cpu:

@@ -191,7 +191,7 @@ def multiply_each_(
 ) -> None:
     """Multiply plain tensors of one dtype, all or those ``chosen``, by the elements of a float64 vector, in place."""
     wide = wide_dtype(tensors[0].dtype)
-    if is_one_number(factors) and tensors[0].dtype == wide:
+    if chosen is None and is_one_number(factors) and tensors[0].dtype == wide:
         # for 400 tensors one 0-d tensor takes 0.23 ms, a list of them 0.25 and one Python number 0.87
         _foreach._foreach_mul_(tensors, as_factors(factors.select(0, 0), wide))
         return

@@ -193,6 +193,7 @@ class BeforeStep:
             return
         if may_be_template(groups, is_first=front.steps_taken == 0) and are_zero(groups):
             self._entries.begin()
+            front.skipped_by = ()
             return
         front.change_gradients(groups, result)
         if not front.skipped_by:
@@ -226,7 +227,7 @@ class BeforeStep:
             optimizer.grad_scale = inverse(factor)
             self._has_scaled = True
         elif foreach.is_real_and_wide(grads[0].dtype):
-            # one tensor for all takes a third of the time of one Python number
+            # one tensor for all takes a quarter of the time of one Python number
             number = factor if isinstance(factor, Tensor) else torch.full((), factor, dtype=torch.float64, device="cpu")
             foreach.multiply_each_(grads, number.expand(len(grads)))
         else:

@@ -24,7 +24,7 @@ class Front(Modular):
     """Transforms whose updates are written into the gradients. Its param groups have the settings of the transforms."""
 
     ended: Walk | None = None
-    """A step that the other optimizer still has to take, and of which the listener was not told."""
+    """A step of which the listener has still to be told."""
 
     def __init__(
         self, groups: Sequence[Group], transforms: Sequence[Transforms], *, module: nn.Module | None, **options: Any
@@ -47,7 +47,7 @@ class Front(Modular):
 
     @torch.no_grad()  # as in a step, outside of which this is called
     def tell(self) -> None:
-        """Tell the listener that the other optimizer has taken the step."""
+        """Tell the listener that the step has ended, also if it was refused."""
         ended, self.ended = self.ended, None
         if ended is not None and self.listener is not None:
             self.listener.end(ended)

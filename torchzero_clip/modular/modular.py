@@ -519,8 +519,8 @@ class Modular(Explained, ClassMaker, Optimizer):
             state_dict: What `state_dict` returned, for the same parameters.
             new: Names of transforms of this chain that the saved chain lacks. They start with the settings of this
                 optimizer and fresh state. The other transforms are matched with the saved ones in order.
-            dropped: Names of transforms of the saved chain that this chain lacks. Both arguments have no effect on a
-                checkpoint of this very chain, so a script may keep them.
+            dropped: Names of transforms of the saved chain that this chain lacks. ``new`` and ``dropped`` have no
+                effect on a checkpoint of this chain, so a script may keep them.
 
         Raises:
             ValueError: If the checkpoint belongs to another chain: the message names the difference and the arguments

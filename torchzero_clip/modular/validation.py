@@ -96,7 +96,7 @@ def check_places(chain: Chain, nodes: Nodes, params: Sequence[NamedParam]) -> No
 
 
 def _check_last(rule: FinalRule, before: Sequence[Transform], after: Sequence[Transform]) -> None:
-    """Raise if another transform than `LR` comes after a final rule, or if an `LR` comes before it."""
+    """Raise if a transform other than `LR` comes after a final rule, or if an `LR` comes before it."""
     for other in after:
         if not isinstance(other, LR):
             raise ValueError(f"{rule!r} takes the step by itself, so {other!r} has to come before it")

@@ -90,7 +90,7 @@ class CapturedLayer:
         self.known: dict[Hashable, Any] = {}
         """What rules have learnt about the layer in earlier calls."""
         self.misuse: tuple[str, bool] | None = None
-        """A function that cannot run for each sample and got a row of this layer, and whether the layer called it."""
+        """The last function that got a row and cannot run for each sample, and whether the layer called it."""
 
     @never_compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -346,7 +346,7 @@ class CapturedLayer:
         if inside:
             kind = written(self.engine.attachment.model, type(self.module))
             raise RuntimeError(
-                f"{self} uses a parameter in {name}, which cannot run for each sample alone. Name it in "
+                f"{self} uses a parameter in {name}, which cannot run for each sample alone. Name the layer in "
                 f"whole=({kind},){self.way_out}"
             )
         raise RuntimeError(

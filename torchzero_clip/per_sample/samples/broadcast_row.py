@@ -39,7 +39,7 @@ class BroadcastRow(Tensor):
 
     A function with a tensor of the batch runs sample by sample, with the copies, so that the gradient has a row for
     each sample. Functions of such values alone run on the copies too. Where neither is possible, the gradient would be
-    summed over samples, and raises.
+    summed over samples, so the backward raises.
     """
 
     _each: Tensor  # (B, *shape): the copies

@@ -201,8 +201,8 @@ class Following(OwnMode):
         count, dims = self._provenance.count, call.along
         parts = [Part(found, call.leaves[i].shape) for i, found in call.labels.items() if i in call.moved]
         regular = len(outputs) == 1 and all(isinstance(part.labels, int) for part in parts)
-        # without running it, if the samples are in another dimension
         name = call.name if call.name == "stack" else ASIDE
+        # not run if the samples are in another dimension
         if dims and regular and (found := unmoved(name, parts, outputs[0].shape, count, dims)) is not LOST:
             return [found]
         results = [x for x in call.run(self._numbers(call, call.moved)) if x.is_floating_point()]

@@ -2,8 +2,8 @@
 
 A *step* describes a regular tensor: entry k of the flattened tensor belongs to sample (k // step) % count. A batch of
 shape (2, 3, 4) with the samples in dimension 0 has the step 12, and one with the samples in dimension 1 the step 4. A
-`Place` says the same for one shape. A step also describes a memory, where k is the place of an entry in it: see
-`memory`.
+`Place` says the same for one shape. A step also describes a memory, where k counts entries from the first known
+one: see `memory`.
 """
 
 import functools

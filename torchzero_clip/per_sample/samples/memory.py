@@ -18,11 +18,11 @@ class Runs(NamedTuple):
 
 
 Owners: TypeAlias = int | Runs
-"""The samples of the entries of a memory: a step, as in `labels`, if they are regular."""
+"""The samples of the entries of a memory: a step, as in `labels`, if they are regular, else `Runs`."""
 
 
 class Layout(NamedTuple):
-    """How a tensor lies in its memory, of which the first known entry is entry 0."""
+    """How a tensor lies in its memory. ``offset`` counts from the first known entry."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -94,7 +94,7 @@ def owned(labels: Known, layout: Layout, count: int) -> Owners | None:
 
 @functools.lru_cache(4096)
 def _regular(labels: int, layout: Layout, count: int) -> int:
-    """The step of the memory of a regular tensor; 0 if that is not regular."""
+    """The step of the memory of a regular tensor; 0 if the memory is irregular."""
     place = None if 0 in layout.shape else place_of(labels, layout.shape, count)
     step = 0 if place is None else place.run * layout.strides[place.dim]
     return step if step and _step_of(step, layout, count) == labels else 0
@@ -103,9 +103,10 @@ def _regular(labels: int, layout: Layout, count: int) -> int:
 def written(
     before: tuple[Owners, int, int] | None, labels: Labels, layout: Layout, end: int, count: int
 ) -> Owners | None:
-    """The owners of the first ``end`` entries of a memory after values were written; None if samples share a place.
+    """The owners of the first ``end`` entries of a memory after values were written.
 
-    ``before`` has the owners of what stays, and where these entries start and stop.
+    None if samples share a place, or if the tensor is empty. ``before`` has the owners of what stays,
+    and where these entries start and stop.
     """
     values = wider(labels, layout.shape, count)
     # the last dimensions are one run if they are contiguous and the labels do not vary

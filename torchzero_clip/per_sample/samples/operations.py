@@ -75,9 +75,9 @@ MIX = names("""
 """Functions after which the samples are not known."""
 ATTENTION = "scaleddotproduct"
 ASIDE = "beside"
-"""In place of a name: a function along other dimensions, aligned as in broadcasting."""
+"""Stands for a function that works along other dimensions, aligned as in broadcasting."""
 KEPT = "kept"
-"""In place of a name: a function that is not known, and keeps the dimension of the samples if its shapes say so."""
+"""Stands for an unknown function. Samples keep their dimension if the sizes up to it are the same."""
 
 
 Way: TypeAlias = Callable[[int], int | None]
@@ -124,7 +124,7 @@ def unmoved(name: str, parts: Iterable[Part], shape: Sequence[int], count: int, 
     ``dims`` has the dimensions along which the function works. It is empty if these are all of them, or not known.
     """
     parts = tuple(parts)
-    regular = all(isinstance(part.labels, int) for part in parts)  # labels that are tensors could be long
+    regular = all(isinstance(part.labels, int) for part in parts)  # tensors may be long, so they are not cached
     found = _unmoved if regular else _unmoved.__wrapped__
     return found(name, parts, tuple(shape), count, frozenset(dims))
 

@@ -46,7 +46,7 @@ class Call:
         self.ratios: list[Tensor] = []
 
     def compare(self, grad: Tensor) -> None:
-        """Note the ratio of each row in a further backward, if this is one of the probe."""
+        """Note the ratio of each row in a further backward, once there is a first gradient."""
         if self.grad is None:
             return
         shape = self.grad.shape[: self._depth]
