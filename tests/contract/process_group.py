@@ -95,9 +95,9 @@ def chain_of(name: str) -> Any:
 
 
 def names(event: str) -> list[str]:
-    """Entries that do not vary another one: all without an event, a third with each."""
+    """Chains, and entries that do not vary another one: all without an event, a third with each."""
     distinct = [entry.name for entry in ENTRIES if not entry.varies]
-    return [*CHAINS, *(name for name in distinct if not event or crc32(f"{event} {name}".encode()) % 3 == 0)]
+    return [name for name in (*CHAINS, *distinct) if not event or crc32(f"{event} {name}".encode()) % 3 == 0]
 
 
 def own_part(row: Sequence[Any]) -> list[Any]:

@@ -468,10 +468,10 @@ ONCE: dict[str, Callable[[Entry], None]] = {
 
 
 def entries_of(check: str) -> list[Entry]:
-    """Entries that do not vary another one. Each is compared with one process, and meets one of the other checks."""
+    """Entries that do not vary another one. Each equals one process, and most meet one of the other checks."""
     distinct = [entry for entry in ENTRIES if not entry.varies]
     others = [name for name in PER_ENTRY if name != "equals one process"]
-    return distinct[others.index(check) :: len(others)] if check in others else distinct
+    return distinct[others.index(check) :: 5] if check in others else distinct
 
 
 def run_for_each_entry(check: str) -> dict[str, str]:

@@ -60,8 +60,8 @@ def test_a_checkpoint_loads_into_another_number_of_processes(tmp_path, before, a
 
 @pytest.mark.slow
 def test_a_checkpoint_that_is_written_during_training_has_the_state_of_its_step(tmp_path):
-    during = ranks.run(resharding.save_during_training, 4, tmp_path, EACH)
-    resumed = ranks.run(resharding.resume, 2, tmp_path, EACH)
-    for job in EACH:
+    during = ranks.run(resharding.save_during_training, 4, tmp_path, EACH[1:])
+    resumed = ranks.run(resharding.resume, 2, tmp_path, EACH[1:])
+    for job in EACH[1:]:
         assert_near(joined([found[job][1] for found in during]), unbroken(*job)[1], 1e-9)
         assert_went_on([{job: found[job][0]} for found in during], resumed, job)

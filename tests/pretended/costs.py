@@ -55,8 +55,8 @@ LIMITS = {
     "SpikeAwareClip + AdamW": Limit(55, 200, 1),
 }
 """Of chains in `table.LINKS`."""
-IN_BFLOAT16 = [f"{name} + AdamW" for name in ("ClipNorm", "AdaGC", "ClipNormByEMA", "Centralize", "ClipValueGrowth")]
-"""One for each way of scaling: factors, statistics, averages, slices, elements."""
+IN_BFLOAT16 = [f"{name} + AdamW" for name in ("ClipNorm", "ClipNormByEMA", "ClipValueGrowth")]
+"""One for each way: factors, averages, elements."""
 
 
 def cost(name: str, shapes: list[tuple[int, ...]], dtype: torch.dtype) -> Cost:

@@ -4,13 +4,12 @@ import importlib.util
 import json
 import shutil
 import signal
-import sys
 import textwrap
 from dataclasses import fields
 
 import pytest
 import torch
-from ranks import CONTEXT, PRELOADED, run_program
+from ranks import CONTEXT, PRELOADED, run_script
 from recorder import trainings
 from recorder.launches import launch
 from recorder.trainings import KILLED, SAVED, STEPS
@@ -64,7 +63,6 @@ def runs(path, may_be_cut=False):
 
 JOBS = {
     "Hugging Face": (trainings.hugging_face, (False,), needs("transformers", "accelerate")),
-    "Hugging Face, its own AdamW": (trainings.hugging_face, (True,), needs("transformers", "accelerate")),
     "Accelerate": (trainings.accelerate, (), needs("accelerate")),
     "FSDP2": (trainings.sharded, (1,), []),
     "FSDP2, nothing is written before the kill": (trainings.sharded, (100,), []),
@@ -148,29 +146,31 @@ def test_a_signal_costs_at_most_the_step_that_is_taken(tmp_path, killed_by):
 
 
 def test_a_launch_of_torchrun_without_a_group_on_a_fresh_path(tmp_path):
-    program = tmp_path / "program.py"
+    program, path = tmp_path / "program.py", tmp_path / "run.jsonl"
     program.write_text(
         textwrap.dedent(
             """
             import os, sys, torch
             from torchzero_clip import ClipNorm, Modular, Recorder
 
-            torch.set_num_threads(1)
+            for rank in range(2):
+                if not os.fork():  # as torchrun starts a process
+                    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
+                    break
+            else:
+                sys.exit(os.wait()[1] or os.wait()[1])
             weight = torch.nn.Parameter(torch.zeros(1))
             optimizer = Modular([("w", weight)], ClipNorm(1.0))
             recorder = Recorder(optimizer, path=sys.argv[1])
             for step in range(25):
-                weight.grad = torch.full((1,), 1.0 + int(os.environ["RANK"]))
+                weight.grad = torch.full((1,), 1.0 + rank)
                 optimizer.step()
             recorder.close()
             os._exit(0)
             """
         )
     )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", program]
-    path = tmp_path / "run.jsonl"
-    done = run_program([*command, path])
-    assert done.returncode == 0, done.stderr
+    run_script(program, str(path))
     assert len(runs(path)) == 1
     record = read_record(path)
     assert record.steps == list(range(25))
