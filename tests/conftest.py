@@ -18,9 +18,9 @@ from hypothesis import settings
 
 settings.register_profile("same", deadline=None, derandomize=True, max_examples=50)
 settings.register_profile("explore", deadline=None, max_examples=1000)
-settings.register_profile("quick", deadline=None, derandomize=True, max_examples=20)
+settings.register_profile("quick", deadline=None, derandomize=True, max_examples=10)
 
-QUICK_CASES = int(os.environ.get("QUICK_CASES", "3"))
+QUICK_CASES = int(os.environ.get("QUICK_CASES", "2"))
 LONG = ("test_pretended", "test_process_group", "test_recipes", "test_examples", "test_without_fast")
 SLOW_MODULE = re.compile(r"^pytestmark = .*pytest\.mark\.slow", re.MULTILINE)
 

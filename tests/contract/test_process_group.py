@@ -50,7 +50,7 @@ def test_chains_equal_one_process(fast):
         pytest.param(
             "nobody", ["statistics of one process", "schedule", "gates", "gradients before"], marks=pytest.mark.slow
         ),
-        ("empty", ["joint statistics", "norms of averages", "joint std", "gates"]),
+        pytest.param("empty", ["joint statistics", "norms of averages", "joint std", "gates"], marks=pytest.mark.slow),
         pytest.param("all empty", programs.names("empty"), marks=pytest.mark.slow, id="all empty"),
     ],
 )
