@@ -44,7 +44,7 @@ class Absence:
         }
 
     def settle(self, node: Node, step: Step, chain_state: MutableMapping[str, Any]) -> None:
-        """If no process has a tensor for the transform, keep its state as it was."""
+        """Keep the state as it was if no process has a tensor for the transform."""
         someone, before = step.tools.someone, node.global_state(chain_state)
         if someone is not None:
             values = step.global_state.items()

@@ -50,8 +50,13 @@ class Scratch:
         """The elements of a vector as 0-d tensors, which the next call may overwrite."""
         if not vector.is_cpu:
             return vector.unbind()
+
+        def make() -> tuple[Tensor, Sequence[Tensor]]:
+            memory = torch.empty_like(vector)
+            return memory, memory.unbind()
+
         # for 400 elements `unbind` takes 0.37 ms, which is three quarters of the time to multiply short tensors by them
-        memory, found = self.plan("elements", [vector], lambda: ((own := torch.empty_like(vector)), own.unbind()))
+        memory, found = self.plan("elements", [vector], make)
         memory.copy_(vector)
         return found
 

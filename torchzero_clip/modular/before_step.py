@@ -200,7 +200,7 @@ class BeforeStep:
             return
         if self._is_wrapped:
             raise RefusedStep(result)
-        # an optimizer of torch changes nothing if no parameter has a gradient
+        # without gradients, optimizers of torch change nothing
         params = {param for group in groups for param in group["params"] if param.grad is not None}
         self._hidden = [(param, param.grad) for param in params]
         for param in params:

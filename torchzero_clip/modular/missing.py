@@ -8,7 +8,7 @@ from torch import Tensor
 from torchzero_clip.compat import is_distributed
 from torchzero_clip.core.nodes import Nodes
 from torchzero_clip.core.scope import named_params
-from torchzero_clip.engine.walk import Walk
+from torchzero_clip.engine.listener import Seen
 from torchzero_clip.functional.shards import present_elsewhere
 from torchzero_clip.types import Group, State
 
@@ -31,7 +31,7 @@ class Missing:
             copies = None if state is None else {k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()}
             self._kept.append((param, param.detach().clone(), copies))
 
-    def put_back(self, walk: Walk | None) -> None:
+    def put_back(self, walk: Seen | None) -> None:
         """Undo what a step has changed in these parameters and their state, except for the numbers of statistics."""
         if not self._kept:
             return
@@ -58,7 +58,7 @@ class Missing:
         return next(self._nodes.possible_state(named, group) for named, group in pairs if named.param is param)
 
 
-def _known_norms(walk: Walk) -> dict[int, float]:
+def _known_norms(walk: Seen) -> dict[int, float]:
     """The norm of each gradient on all processes together, by the id of the parameter; empty if they are not known."""
     norms, params = walk.judged.norms, walk.table.params
     if norms is None or len(norms) != len(params):

@@ -198,9 +198,10 @@ def regrouped(part: Contribution, rows: Tensor | int, count: int) -> Contributio
     if type(part) is Products:
         inputs, outputs = part.inputs, part.outputs
         in_turn = torch.arange(count, device=rows.device).repeat_interleave(len(rows) // max(count, 1))
-        order = rows.argsort(stable=True)
-        if torch.equal(rows[order], in_turn):  # the samples have equally many
-            return Products(part.param, *(x[order].reshape(count, -1, x.shape[-1]) for x in (inputs, outputs)))
+        order = None if torch.equal(rows, in_turn) else rows.argsort(stable=True)
+        if order is None or torch.equal(rows[order], in_turn):  # the samples have equally many
+            both = (inputs, outputs) if order is None else (x.index_select(0, order) for x in (inputs, outputs))
+            return Products(part.param, *(x.reshape(count, -1, x.shape[-1]) for x in both))
         of_position = rows.repeat_interleave(inputs.shape[1])
         return RowProducts.sorted(part.param, count, inputs.flatten(0, 1), outputs.flatten(0, 1), of_position)
     result: Tensor | None = None

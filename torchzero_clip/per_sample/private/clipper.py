@@ -239,7 +239,7 @@ class PrivateGradientClipper(PerSampleGradientClipper):
         # 1 / σ² of two Gaussian releases add up
         alone = self._noise_multiplier / math.sqrt(1 - (self._noise_multiplier / self._second_noise_multiplier) ** 2)
         std = alone * sensitivity
-        if processes.group is None or dist.get_rank(processes.group) == 0:  # the first one adds the noise for all
+        if processes.is_first:  # it adds the noise for all
             noisy = {name: self._noisy(name, param, std) for name, param in params.items()}
         else:
             noisy = {name: value.clone() for name, value in self._sums.items()}

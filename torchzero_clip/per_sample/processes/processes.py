@@ -29,6 +29,11 @@ class Processes:
         self.group = group
         self.sharded = sharded
 
+    @property
+    def is_first(self) -> bool:
+        """True on the first process of the group."""
+        return self.group is None or dist.get_rank(self.group) == 0
+
     def start(self, call: str, params: Mapping[str, nn.Parameter], *arguments: object) -> "Agreement":
         """The first agreement in a method of a clipper, for up to four numbers.
 

@@ -275,7 +275,7 @@ class _Call:
         return self._leaves[0].copy_(output) if self._changes else output
 
     def _own_parts(self, dim: int) -> list[Tensor] | None:
-        """The copies, each with only its own entry if its row has one for each sample; None if no row has that."""
+        """The copies. Of a row with one entry for each sample, a copy keeps its own. None if there is no such row."""
         count = len(self.copies[0])
         sized = [x.ndim > dim + 1 and x.shape[dim + 1] == count for x in self.copies]
         pairs = zip(self.copies, sized, strict=True)
