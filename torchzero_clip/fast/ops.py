@@ -44,7 +44,7 @@ class Scale:
         return self.factors.select(0, 0) if self.is_one_number else self.factors
 
     @property
-    def _extent(self) -> tuple[float, float] | None:
+    def extent(self) -> tuple[float, float] | None:
         """The smallest and the largest factor; None where reading them would wait."""
         if self._known is None and may_look(self.factors):
             self._known = extent(self.factors)
@@ -53,7 +53,7 @@ class Scale:
     @property
     def fits_kernels(self) -> bool:
         """True if a kernel can apply it. On CUDA factors are clamped instead of checked: reading them would wait."""
-        return self.measured.is_whole and not (self.factors.is_cpu and beyond_float32(self.factors, self._extent))
+        return self.measured.is_whole and not (self.factors.is_cpu and beyond_float32(self.factors, self.extent))
 
     @property
     def keeps_finite(self) -> bool:
@@ -63,12 +63,12 @@ class Scale:
     @property
     def does_nothing(self) -> bool:
         """True if all factors are known to be 1."""
-        return self._extent == (1.0, 1.0)
+        return self.extent == (1.0, 1.0)
 
     def carry_out(self, updates: Sequence[Tensor], scratch: Scratch, name: str) -> None:
         """Multiply updates by their factors, in place. ``name`` is as in `scale_`."""
         targets = memories([updates[i] for i in self.measured.indices])
-        scale_(replace(self.measured, targets=targets), self.factors, scratch, name=name)
+        scale_(replace(self.measured, targets=targets), self.factors, scratch, known=self.extent, name=name)
 
 
 @dataclass(eq=False)

@@ -464,9 +464,20 @@ def no_numbers(metric: Metric, device: torch.device) -> Tensor:
     return torch.full((WIDTHS[metric.kind],), none, dtype=torch.float64, device=device)
 
 
-def scale_(measured: Measured, factors: Tensor, scratch: Scratch | None = None, *, name: str = "") -> None:
-    """Multiply every slice by its factor, in place; with memory this takes few launches, see `rows.multiply_short_`."""
-    known = extent(factors) if may_look(factors) else None
+def scale_(
+    measured: Measured,
+    factors: Tensor,
+    scratch: Scratch | None = None,
+    *,
+    known: tuple[float, float] | None = None,
+    name: str = "",
+) -> None:
+    """Multiply every slice by its factor, in place; with memory this takes few launches, see `rows.multiply_short_`.
+
+    ``known`` has the smallest and the largest factor, if these were read before.
+    """
+    if known is None and may_look(factors):
+        known = extent(factors)
     if not measured.targets or known == (1.0, 1.0):
         return
     is_beyond = beyond_float32(factors, known)
