@@ -272,11 +272,14 @@ def beyond_float32(factors: Tensor, known: tuple[float, float] | None = None) ->
 
 def extent(vector: Tensor) -> tuple[float, float]:
     """The smallest and the largest number: NaN if one is NaN, and 1 for an empty vector."""
-    if vector.numel() > 1 and vector.stride(0):
+    count = vector.numel()
+    if count > 1 and vector.stride(0):
         smallest, largest = vector.aminmax()
         return smallest.item(), largest.item()
+    if not count:
+        return 1.0, 1.0
     # an expanded number is read once, without a pass over its copies
-    number = vector.select(0, 0).item() if vector.numel() else 1.0
+    number = (vector if count == 1 else vector.select(0, 0)).item()
     return number, number
 
 
