@@ -21,6 +21,7 @@ import torch
 
 from benchmarks import plot, report
 from benchmarks.cases import CASES
+from benchmarks.floor import floor_cases
 from benchmarks.memory import measure_memory
 from benchmarks.peers import installed_peers
 from benchmarks.progress import progress
@@ -39,6 +40,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--warm", action="store_true", help="take five steps of a row in each turn, and time the last")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--peers", action="store_true", help="also measure other packages, where installed")
+    parser.add_argument("--floor", action="store_true", help="also measure the same steps in C, without checks")
     parser.add_argument("--json", type=Path, help="where to save the numbers")
     parser.add_argument("--plot", type=Path, help="where to draw the time of steps by their size, instead of a table")
     args = parser.parse_args()
@@ -46,6 +48,8 @@ def parsed() -> argparse.Namespace:
         parser.error("--rounds and --threads must be >= 1")
     if args.peers and args.what not in ("steps", "memory"):
         parser.error("--peers needs --what steps or --what memory, because peers are measured as whole steps")
+    if args.floor and (args.what != "steps" or args.plot or args.device != "cpu"):
+        parser.error("--floor is for tables of --what steps on CPU")
     if args.plot and args.what != "steps":
         parser.error("--plot needs --what steps")
     if args.warm and (args.plot or args.what == "memory"):
@@ -89,6 +93,7 @@ def main() -> None:
     about = "{processor}, threads: {threads}, torch {torch}".format(**machine)
     peers = installed_peers(args.device) if args.peers else {}
     cases = CASES["steps" if args.what == "memory" else args.what]() + list(chain(*peers.values()))
+    cases += floor_cases() if args.floor else []
     if args.plot:
         text, results = lines_of_steps([own[0] for own in peers.values()], args, about)
     elif args.what == "memory":
