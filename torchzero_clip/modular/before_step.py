@@ -24,9 +24,16 @@ from torchzero_clip.functional.clip import inverse
 from torchzero_clip.hints import explained
 from torchzero_clip.modular.entries import Entries
 from torchzero_clip.modular.front import Front
-from torchzero_clip.modular.host import RefusedStep, are_zero, check_host, end_surely, takes_factor, unwrapped_host
+from torchzero_clip.modular.host import (
+    RefusedStep,
+    are_zero,
+    check_host,
+    end_surely,
+    takes_factor,
+    unwrap,
+    unwrapped_host,
+)
 from torchzero_clip.modular.modular import Modular
-from torchzero_clip.modular.wrapped import unwrap
 
 T = TypeVar("T")
 
@@ -158,7 +165,11 @@ class BeforeStep:
                 self._depth += 1
                 return None
             self._end()  # the step before raised an error and was called without the wrapper
-        if not self._is_wrapped and self._front.may_refuse and not type(optimizer).__module__.startswith("torch.optim"):
+        if (
+            not self._is_wrapped
+            and self._front._policy.may_skip
+            and not type(optimizer).__module__.startswith("torch.optim")
+        ):
             raise RuntimeError(
                 f"this step of {type(optimizer).__name__} was stored before before_step was called, so transforms "
                 "cannot refuse it: call before_step first, for example before accelerator.prepare"
@@ -211,7 +222,7 @@ class BeforeStep:
         """Divide by the scale of a gradient scaler. Return False if it has found gradients that are not finite."""
         if optimizer.found_inf.item():
             self._front.skipped_by = (FOUND_INF,)
-            self._front.forget_loss()
+            self._front._reported.clear()  # it belongs to this step
             return False
         scale = getattr(optimizer, "grad_scale", None)
         if scale is not None:
