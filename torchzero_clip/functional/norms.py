@@ -32,7 +32,7 @@ from torchzero_clip.functional.blocks import (
 from torchzero_clip.functional.metric import Metric, parse_ord
 from torchzero_clip.functional.processes import device_of, gathered
 from torchzero_clip.functional.scratch import Scratch
-from torchzero_clip.functional.shards import Part, all_reduce, pack, summed, whole, wholes
+from torchzero_clip.functional.shards import Part, all_reduce, pack, summed, wholes
 from torchzero_clip.functional.shards import part as part_of
 from torchzero_clip.functional.shards import replicated as replicated
 from torchzero_clip.types import Ord
@@ -68,19 +68,19 @@ def norm(tensor: Tensor, ord: Ord = 2, dim: int | Sequence[int] | None = None, k
     """
     metric = parse_ord(ord)
     boolean("keepdim", keepdim)
-    if dim is None:
-        total = joint_metric([whole(tensor)], metric)
-        return total.view((1,) * tensor.ndim) if keepdim else total
     check_dims("dim", dim)
     ndim = max(tensor.ndim, 1)
-    listed = () if isinstance(dim, str) else (dim,) if isinstance(dim, int) else dim
+    listed = range(ndim) if dim is None else () if isinstance(dim, str) else (dim,) if isinstance(dim, int) else dim
     named = {d + ndim if d < 0 else d for d in listed}
     if not named or not named <= set(range(ndim)):
         raise ValueError(f"dim must name dimensions of a tensor of shape {tuple(tensor.shape)}, got {dim!r}")
     # a pending sum is carried out first, because a norm is not linear
-    (norms,) = slice_metrics([part_of(summed(tensor), sorted(named))], metric)
+    own = part_of(summed(tensor), sorted(named))
+    (norms,) = slice_metrics([own], metric)
+    if not own.size:
+        norms = torch.zeros_like(norms)
     if not keepdim or not tensor.ndim:  # a scalar was measured as a vector
-        norms = norms.squeeze(tuple(named))
+        norms = norms.squeeze(own.dims)
     return norms
 
 
@@ -135,14 +135,6 @@ def slice_metrics(parts: Sequence[Part], metric: Metric, known: Moments | None =
     return [_deviation(spread, mean, p.size) for spread, mean, p in rows]
 
 
-def joint_metric(parts: Sequence[Part], metric: Metric) -> Tensor:
-    """The root of the metric of whole tensors as one vector: a 0-d tensor."""
-    if metric.is_power:
-        total = joint_norm_of_meshes([p for p in parts if p.size], metric.p)[0]
-        return metric.of_norm(total, sum(p.size for p in parts))
-    return root_of_moments(metric, joint_moments(parts, metric).unsqueeze(0))
-
-
 def joint_norm_of_meshes(parts: Sequence[Part], p: float, *, beside: bool = False) -> tuple[Tensor, Tensor | None]:
     """The p-norm of whole tensors together, and ``beside`` it that of each, by one collective for each mesh."""
     # norms of local parts first, so that a collective has one number for all tensors of a mesh
@@ -175,13 +167,14 @@ def joint_moments(parts: Sequence[Part], metric: Metric, known: Moments | None =
     """
     known = known or moments(parts, metric)
     if known is not None:
-        return _joined_moments(parts, known)
-    count, total = sum(p.size for p in parts), joint_sum(parts)
-    if metric.kind == "sum":
-        return _as_reals(total)
-    mean = total / max(count, 1)
-    spreads = p_norms(_deviations(parts, [mean.to(p.tensor.device) for p in parts]), 2.0)
-    spread = combine(pack(spreads), 2.0).to(mean.device)
+        count, mean, spread = _joined_moments(parts, known)
+    else:
+        count, total = sum(p.size for p in parts), joint_sum(parts)
+        if metric.kind == "sum":
+            return _as_reals(total)
+        mean = total / max(count, 1)
+        spreads = p_norms(_deviations(parts, [mean.to(p.tensor.device) for p in parts]), 2.0)
+        spread = combine(pack(spreads), 2.0).to(mean.device)
     return torch.cat([torch.full_like(spread, count).view(1), _as_reals(mean), spread.view(1)])
 
 
@@ -469,15 +462,14 @@ def norm_along(x: Tensor, p: float, d: int) -> Tensor:
     return torch.linalg.vector_norm(torch.cat(levels, d), p, d, keepdim=True)
 
 
-def _joined_moments(parts: Sequence[Part], known: Moments) -> Tensor:
-    """`joint_moments` from the moments of slices."""
+def _joined_moments(parts: Sequence[Part], known: Moments) -> tuple[int, Tensor, Tensor]:
+    """The numbers of `joint_moments` from the moments of slices."""
     sizes = [p.size for p in parts]
     count = sum(p.size * p.slice_count for p in parts)
     mean = pack(foreach.times(known.means, sizes)).sum() / count
     between = (pack(known.means) - mean).square_().split([p.slice_count for p in parts])
     squares = [*foreach.times(known.variances, [size - 1 for size in sizes]), *foreach.times(between, sizes)]
-    spread = pack(squares).sum().sqrt()
-    return torch.cat([torch.full_like(spread, count).view(1), _as_reals(mean), spread.view(1)])
+    return count, mean, pack(squares).sum().sqrt()
 
 
 def _deviations(parts: Sequence[Part], means: Sequence[Tensor]) -> list[Part]:
