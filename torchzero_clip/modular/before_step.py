@@ -55,11 +55,8 @@ class BeforeStep:
         self._hidden: list[tuple[Tensor, Tensor]] = []  # parameters and their gradients, in a refused step of this kind
         self._has_scaled = False  # the optimizer multiplies the gradients by their factor
         own = entries.register(optimizer)
-        self._hooks = [
-            optimizer.register_step_pre_hook(self.before),
-            optimizer.register_step_post_hook(self.after),
-            *own,
-        ]
+        around = optimizer.register_step_pre_hook(self.before), optimizer.register_step_post_hook(self.after)
+        self._hooks = [*around, *own]
         self._wrapper = end_surely(optimizer, self.begin, self.finish)
 
     @property
