@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from oracles.clipping import metric
 
 from torchzero_clip import get_total_norm, norm, rms
+from torchzero_clip.functional.blocks import BLOCK
 from torchzero_clip.functional.measure import Slicing, Way, measure
 from torchzero_clip.functional.metric import parse_ord
-from torchzero_clip.functional.norms import BLOCK, slice_metrics, whole_norm, whole_norm_beside
+from torchzero_clip.functional.norms import slice_metrics, whole_norm, whole_norm_beside
 from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.functional.shards import part
 

@@ -143,8 +143,7 @@ def clip_grad_value_(params: Tensors, value: float) -> None:
     """Clamp every element of the gradients to [-value, value], in place.
 
     Args:
-        params: A tensor, or an iterable of tensors or of pairs (name, tensor) such as ``model.named_parameters()``.
-            Parameters without a gradient are skipped, even if none has one.
+        params: As in `clip_grad_norm_`.
         value: The largest magnitude allowed, in units of the gradient.
 
     Raises:
@@ -193,8 +192,7 @@ def normalize_grads_(
     for every slice g, which is the whole gradient by default. With ``dim="global"`` all gradients have one joint norm.
 
     Args:
-        params: A tensor, or an iterable of tensors or of pairs (name, tensor) such as ``model.named_parameters()``.
-            Parameters without a gradient are skipped, even if none has one.
+        params: As in `clip_grad_norm_`.
         norm_value: The norm to scale to, >= 0.
         ord: The metric, as in `clip_grad_norm_`.
         dim: The dimensions that one slice spans, as in `clip_grad_norm_`.
@@ -255,8 +253,7 @@ def centralize_grads_(
     output channel: ``dim=0, inverse_dims=True``.
 
     Args:
-        params: A tensor, or an iterable of tensors or of pairs (name, tensor) such as ``model.named_parameters()``.
-            Parameters without a gradient are skipped, even if none has one.
+        params: As in `clip_grad_norm_`.
         dim: The dimensions that one slice spans, as in `clip_grad_norm_`. Scalars change only with "global".
         inverse_dims: Slices span the dimensions that ``dim`` does not list.
         min_size: Slices of fewer elements are left unchanged. No effect with "global".

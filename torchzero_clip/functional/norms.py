@@ -15,20 +15,7 @@ from torch.distributed import ProcessGroup, ReduceOp
 from torchzero_clip.checks import boolean
 from torchzero_clip.checks import dims as check_dims
 from torchzero_clip.compat import any_distributed
-from torchzero_clip.functional import foreach
-from torchzero_clip.functional.blocks import (
-    BLOCK,
-    LARGEST,
-    SMALLEST,
-    Moves,
-    block_maxima,
-    block_norms,
-    block_sums,
-    direct_joint_norm,
-    direct_norms,
-    joint_and_each,
-    joint_norm,
-)
+from torchzero_clip.functional import blocks, foreach
 from torchzero_clip.functional.metric import Metric, parse_ord
 from torchzero_clip.functional.processes import device_of, gathered
 from torchzero_clip.functional.scratch import Scratch
@@ -286,15 +273,15 @@ def whole_norms(tensors: Sequence[Tensor], scratch: Scratch | None) -> Tensor:
     if not foreach.is_real_and_wide(first.dtype):
         return pack(p_norms(wholes(tensors), 2.0))
     if scratch is None:
-        return _mended(torch.tensor(direct_norms(tensors), dtype=torch.float64, device=first.device), tensors)
-    return _mended(block_norms(tensors, scratch), tensors)
+        return _mended(torch.tensor(blocks.direct_norms(tensors), dtype=torch.float64, device=first.device), tensors)
+    return _mended(blocks.block_norms(tensors, scratch), tensors)
 
 
 def _mended(norms: Tensor, tensors: Sequence[Tensor]) -> Tensor:
     """The norms, where those that are extreme or not finite are taken again."""
     smallest, largest = extent(norms)
-    if not (smallest > SMALLEST and largest < LARGEST):  # also NaN
-        indices = ((norms > SMALLEST) & (norms < LARGEST)).logical_not_().nonzero().flatten()
+    if not (smallest > blocks.SMALLEST and largest < blocks.LARGEST):  # also NaN
+        indices = ((norms > blocks.SMALLEST) & (norms < blocks.LARGEST)).logical_not_().nonzero().flatten()
         again = p_norms(wholes([tensors[i] for i in indices.tolist()]), 2.0)
         norms[indices] = pack(again)
     return norms
@@ -307,7 +294,7 @@ def whole_maxima(tensors: Sequence[Tensor], scratch: Scratch | None) -> Tensor:
         return torch.stack(foreach.norms(tensors, math.inf, torch.float64))
     if scratch is None or not foreach.is_real_and_wide(first.dtype):
         return pack(p_norms(wholes(tensors), math.inf))
-    return block_maxima(tensors, scratch)
+    return blocks.block_maxima(tensors, scratch)
 
 
 def each_norm(tensors: Sequence[Tensor], scratch: Scratch | None = None) -> Tensor:
@@ -322,12 +309,12 @@ def whole_norm(tensors: Sequence[Tensor], scratch: Scratch | None) -> Tensor | N
     # None if each tensor has to be measured, because the total is extreme or not finite, or if that is as fast
     if not may_look(tensors[0]) or not foreach.is_real_and_wide(tensors[0].dtype):
         return None
-    total = direct_joint_norm(tensors) if scratch is None else joint_norm(tensors, scratch)
-    return total if SMALLEST < total.item() < LARGEST else None
+    total = blocks.direct_joint_norm(tensors) if scratch is None else blocks.joint_norm(tensors, scratch)
+    return total if blocks.SMALLEST < total.item() < blocks.LARGEST else None
 
 
 def whole_norm_beside(
-    tensors: Sequence[Tensor], scratch: Scratch, moves: Moves | None = None
+    tensors: Sequence[Tensor], scratch: Scratch, moves: blocks.Moves | None = None
 ) -> tuple[Tensor, Tensor] | None:
     """The result of `whole_norm`, to the last bit, and those of `whole_norms`; None where `whole_norm` is None.
 
@@ -335,8 +322,8 @@ def whole_norm_beside(
     """
     if not may_look(tensors[0]) or not foreach.is_real_and_wide(tensors[0].dtype):
         return None
-    total, norms = joint_and_each(tensors, scratch, moves)
-    return (total, _mended(norms, tensors)) if SMALLEST < total.item() < LARGEST else None
+    total, norms = blocks.joint_and_each(tensors, scratch, moves)
+    return (total, _mended(norms, tensors)) if blocks.SMALLEST < total.item() < blocks.LARGEST else None
 
 
 def whole_sums(tensors: Sequence[Tensor], scratch: Scratch) -> Tensor:
@@ -344,7 +331,7 @@ def whole_sums(tensors: Sequence[Tensor], scratch: Scratch) -> Tensor:
     # as by slice_sums up to the rounding of sums of up to 1024 elements to the dtype
     if not may_look(tensors[0]) or not foreach.is_real_and_wide(tensors[0].dtype):
         return pack(slice_sums(wholes(tensors)))
-    sums = block_sums(tensors, scratch)
+    sums = blocks.block_sums(tensors, scratch)
     odd = sums.isfinite().logical_not_()
     if bool(odd.any()):
         indices = odd.nonzero().flatten()
@@ -414,7 +401,7 @@ def _local_norms(parts: Sequence[Part], p: float) -> list[Tensor]:
     for i, part in enumerate(parts):
         x = part.tensor
         # on CPU longer tensors are summed in two levels; float64 sums take 17 times as long (156 ms for 16M)
-        small = 0 < x.numel() <= BLOCK or (x.numel() and not x.is_cpu)
+        small = 0 < x.numel() <= blocks.BLOCK or (x.numel() and not x.is_cpu)
         if small and len(part.dims) == x.ndim and p in (1.0, 2.0):
             alike.setdefault((x.dtype, x.is_cpu), []).append(i)
         else:
@@ -441,7 +428,7 @@ def _local_norm(part: Part, p: float) -> Tensor:
     dtype = _accumulation_dtype(x)
     if dtype == torch.float64:
         return torch.linalg.vector_norm(x, p, dims, keepdim=True, dtype=dtype)
-    if len(dims) == x.ndim and x.numel() > BLOCK and foreach.is_dense(x):
+    if len(dims) == x.ndim and x.numel() > blocks.BLOCK and foreach.is_dense(x):
         x, dims = foreach.flat(x), (0,)
     # neighbors in memory first: in 4000 x 4000 elements the norms of rows take 7 ms, those of columns 226
     for d in sorted(dims, key=x.stride):
@@ -452,11 +439,11 @@ def _local_norm(part: Part, p: float) -> Tensor:
 def norm_along(x: Tensor, p: float, d: int) -> Tensor:
     """The float64 norm along one dimension, in two levels where it is long."""
     length = x.shape[d]
-    if x.dtype == torch.float64 or length <= BLOCK:
+    if x.dtype == torch.float64 or length <= blocks.BLOCK:
         return torch.linalg.vector_norm(x, p, d, keepdim=True, dtype=foreach.wide_dtype(x.dtype)).double()
-    even = length - length % BLOCK
-    blocks = x.narrow(d, 0, even).unflatten(d, (-1, BLOCK))
-    levels = [torch.linalg.vector_norm(blocks, p, d + 1, dtype=torch.float32).double()]
+    even = length - length % blocks.BLOCK
+    parts = x.narrow(d, 0, even).unflatten(d, (-1, blocks.BLOCK))
+    levels = [torch.linalg.vector_norm(parts, p, d + 1, dtype=torch.float32).double()]
     if even < length:
         levels.append(norm_along(x.narrow(d, even, length - even), p, d))
     return torch.linalg.vector_norm(torch.cat(levels, d), p, d, keepdim=True)
