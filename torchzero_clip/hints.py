@@ -124,7 +124,8 @@ def check_call(kind: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     for key in kwargs:
         if key not in parameters and not takes_any:
-            owner = next((type(value).__name__ for value in args if key in _arguments_of(value)), None)
+            kinds = [type(value) for value in args if isinstance(value, Explained)]
+            owner = next((kind.__name__ for kind in kinds if key in inspect.signature(kind).parameters), None)
             if owner is not None or (takes_rules and key == "lr" and "transforms" in parameters):
                 way_out = f"; write {owner or 'AdamW'}({key}=...){_class_for_frameworks(kind, key, args)}"
             elif takes_rules and nearest(key, {*parameters, "weight_decay"}) == "weight_decay":
@@ -149,10 +150,6 @@ def _class_for_frameworks(kind: Callable[..., Any], key: str, args: Iterable[obj
         return ""
     chain = ", ".join(repr(value) for value in args if isinstance(value, Explained)) or "ClipNorm(1), AdamW()"
     return f". A framework that passes {key!r} takes the class Modular.of({chain})"
-
-
-def _arguments_of(value: object) -> Iterable[str]:
-    return inspect.signature(type(value)).parameters if isinstance(value, Explained) else ()
 
 
 def check_override(kind: type, name: str) -> None:

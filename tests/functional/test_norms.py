@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 from oracles.clipping import metric
 
 from torchzero_clip import get_total_norm, norm, rms
+from torchzero_clip.functional.blocks import BLOCK
 from torchzero_clip.functional.measure import Slicing, Way, measure
 from torchzero_clip.functional.metric import parse_ord
-from torchzero_clip.functional.norms import BLOCK, joint_metric, slice_metrics, whole_norm, whole_norm_beside
+from torchzero_clip.functional.norms import slice_metrics, whole_norm, whole_norm_beside
 from torchzero_clip.functional.scratch import Scratch
-from torchzero_clip.functional.shards import part, whole
+from torchzero_clip.functional.shards import part
 
 NUMBERS = [0, 1, 2, 3, 0.5, -1, -2, 10, math.inf, -math.inf]
 ORDERS = [*NUMBERS, "l0", "l1", "l2", "l3", "l4", "linf", "mad", "std", "var", "sum"]
@@ -153,9 +154,7 @@ def test_just_above_the_range_where_squares_lose_digits():
 def test_norms_of_several_large_tensors_combine_without_overflow(order, size):
     tensors = [torch.full((3,), size, dtype=torch.float64) for _ in range(4)]
     expected = size * 12 ** (1 / order)
-    assert joint_metric([whole(tensor) for tensor in tensors], parse_ord(order)).item() == pytest.approx(
-        expected, rel=1e-12
-    )
+    assert get_total_norm(tensors, order).item() == pytest.approx(expected, rel=1e-12)
 
 
 def test_a_norm_can_be_differentiated():

@@ -14,7 +14,6 @@ from torchzero_clip.functional.shards import (
     pack,
     part,
     replicated,
-    whole,
     wholes,
 )
 
@@ -40,8 +39,8 @@ def test_slices_of_a_part(shape, dims, size, slice_shape):
 
 def test_a_whole_tensor_is_one_slice_and_a_scalar_a_vector():
     tensors = [torch.zeros(2, 3), torch.tensor(5.0)]
-    for found in (list(map(whole, tensors)), wholes(tensors)):
-        assert [(p.dims, p.size, tuple(p.tensor.shape)) for p in found] == [((0, 1), 6, (2, 3)), ((0,), 1, (1,))]
+    parts = [(p.dims, p.size, tuple(p.tensor.shape)) for p in wholes(tensors)]
+    assert parts == [((0, 1), 6, (2, 3)), ((0,), 1, (1,))]
     memories(tensors)[1].add_(2.0)
     assert tensors[1].item() == 7.0
 
@@ -62,7 +61,7 @@ def test_plain_tensors_pass_through():
     assert all(found is tensor for found in (local(tensor), replicated(tensor), laid_out_as(tensor, torch.zeros(3))))
     assert aligned(tensor, torch.zeros(3)) is tensor
     values = [tensor]
-    assert all_reduce([whole(tensor)], values, ReduceOp.SUM) is values
+    assert all_reduce(wholes([tensor]), values, ReduceOp.SUM) is values
     assert tensor.tolist() == [0.0, 1.0, 2.0]
 
 

@@ -109,9 +109,9 @@ class AdaGC(NormStatistics):
             factors = torch.where(norms > limit, factors, 1.0)  # the quotient may be 0 / 0 or inf / inf
             tracked.restrict(norms > 0)
 
-        warm_steps = tracked.chain_state["warm_steps"]
+        warm_steps = tracked.step.global_state["warm_steps"]
         # with other processes, all exchange norms in every step: if one of them left this out, the others would hang
-        if tracked.is_alone and may_look(warm_steps) and warm_steps.item() >= self.warmup_steps:
+        if tracked.step.tools.process_group is None and may_look(warm_steps) and warm_steps.item() >= self.warmup_steps:
             tracked.keep(usual=moved)
             return factors
         joint, finite = tracked.joint_norm()

@@ -139,7 +139,9 @@ class ClipNormByEMA(NormStatistics):
         if any(setting["max_ema_growth"] is not None for setting, _ in tracked.shared):
             largest = tracked.where_started(tracked.by_setting(_largest, tracked["prev"]), torch.inf)
             shrink = torch.where(size > largest, tracked.root(largest / size), 1.0)
-            scale_(found, tracked.factors(shrink), tracked.scratch_for(averages), name=f"averages {id(self)}")
+            scale_(
+                found, tracked.factors(shrink), tracked.step.tools.scratch_for(averages), name=f"averages {id(self)}"
+            )
             size = torch.minimum(size, largest)
         tracked.keep(prev=size)
         return size
@@ -158,10 +160,8 @@ class NormalizeByEMA(ClipNormByEMA):
         ord: The metric, as in `ClipNorm`.
         eps: The smallest norm to scale to, in units of the metric, >= 0, and the inverse of the largest factor; a
             setting.
-        tensorwise: Each tensor has its own norm. If False, ``eps`` and ``max_ema_growth`` must be the same in all
-            param groups.
-        max_ema_growth: The factor by which the norm of the average may grow from step to step, > 0; None for no limit;
-            a setting.
+        tensorwise: As in `ClipNormByEMA`.
+        max_ema_growth: As in `ClipNormByEMA`.
         ema_init: Start the average at "zeros", which makes the first steps small, or at the first "update".
         target: What it acts on, see `Transform`.
         name: The name in the chain and in checkpoints; the class name in snake case if None.

@@ -28,8 +28,7 @@ class Normalize(Scaling):
             the norm, and each is scaled by its own value.
         ord: The metric, as in `ClipNorm`. Scaling cannot change 'l0', the number of non-zero elements: updates are
             multiplied by ``norm_value`` / l0.
-        dim: The dimensions that one slice spans: None for all, one int or several (negative ones count from the end of
-            each tensor), or "global" for all tensors joined. A tensor whose slices span no dimension is left alone.
+        dim: The dimensions that one slice spans, as in `ClipNorm`.
         inverse_dims: Slices span the dimensions that ``dim`` does not list.
         min_size: Slices of fewer elements are left alone. Not for "global".
         target: What it acts on, see `Transform`.

@@ -7,14 +7,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from torchzero_clip.checks import (
-    at_least_one,
-    non_negative,
-    optional,
-    positive,
-    steps,
-    unit_interval,
-)
+from torchzero_clip.checks import at_least_one, non_negative, optional, positive, steps, unit_interval
 from torchzero_clip.core.kinds import Gate
 from torchzero_clip.core.states import zero_numbers
 from torchzero_clip.core.step import Step

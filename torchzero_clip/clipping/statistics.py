@@ -16,9 +16,8 @@ from torchzero_clip.functional import foreach
 from torchzero_clip.functional.measure import Measured, Slicing, by_setting
 from torchzero_clip.functional.norms import combine, extent, may_look
 from torchzero_clip.functional.rings import filled, written
-from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.functional.shards import elements_at
-from torchzero_clip.types import Ord, Setting, State, Target
+from torchzero_clip.types import Ord, Setting, Target
 
 
 class Tracked:
@@ -31,7 +30,7 @@ class Tracked:
     def __init__(self, measured: Measured, step: Step, joint: bool, takes_part: Callable[[Setting], bool]) -> None:
         self.degree = measured.metric.degree
         self.joint = joint
-        self._step = step
+        self.step = step
         self._count = len(measured.indices)
         everybody = joint or all(takes_part(setting) for setting, _ in step.by_setting())
         numbered = enumerate(measured.indices)
@@ -54,7 +53,7 @@ class Tracked:
             self.usable = usable & (self.norms < torch.inf)
 
     def _are_usual(self, started: Tensor) -> bool:
-        of_gradients = self._step.gradient_norms
+        of_gradients = self.step.gradient_norms
         if of_gradients is None or not may_look(self.norms):
             return False
         smallest, largest = extent(self.norms)
@@ -65,11 +64,6 @@ class Tracked:
         if not marks[0] > 0:
             return False
         return of_gradients is self.norms or extent(of_gradients)[1] < torch.inf
-
-    @property
-    def is_alone(self) -> bool:
-        """True if there is no ``process_group``."""
-        return self._step.tools.process_group is None
 
     def restrict(self, chosen: Tensor) -> None:
         """From now on, count a norm as usable only if it is also chosen."""
@@ -86,27 +80,23 @@ class Tracked:
         is_subset = self._taken is not None and len(measured.indices) > len(self._taken)
         return elements_at(measured.vector, self._taken or []) if is_subset else measured.vector
 
-    def scratch_for(self, tensors: Sequence[Tensor]) -> Scratch | None:
-        """Memory for operations on tensors, as `Tools.scratch_for` returns it."""
-        return self._step.tools.scratch_for(tensors)
-
     def averaged_(
         self, averages: Sequence[Tensor], updates: Sequence[Tensor], slicing: Slicing, *, begins_with_update: bool
     ) -> Measured:
         """Move averages towards usable updates, or start them as these with ``begins_with_update``; measure them."""
-        tools, usable, started = self._step.tools, self.per_tensor(self.usable), self.per_tensor(self.started)
+        tools, usable, started = self.step.tools, self.per_tensor(self.usable), self.per_tensor(self.started)
         known = tools.average_(averages, updates, self.shared, usable, started, begins_with_update=begins_with_update)
         return tools.measure(averages, slicing, known)
 
     def __getitem__(self, key: str) -> Tensor:
         """The stored numbers under one key, not to be used after `keep`."""
         if self.joint:
-            return self._step.global_state[key].double().view(1)
-        return self._step.live_numbers(key, self._rows)
+            return self.step.global_state[key].double().view(1)
+        return self.step.live_numbers(key, self._rows)
 
     def column(self, key: str) -> list[Tensor]:
         """The state of the tensors with a statistic, under one key."""
-        return self._step.column(key, self._rows)
+        return self.step.column(key, self._rows)
 
     def keep(self, **values: Tensor) -> None:
         """Where the norm is usable, store numbers and mark the statistic as started."""
@@ -115,36 +105,31 @@ class Tracked:
         if not (self.is_usual or (may_look(self.usable) and bool(self.usable.all()))):
             values = {key: torch.where(self.usable, value, self[key]) for key, value in values.items()}
         if self.joint:
-            stored = [self._step.global_state[key] for key in values]
+            stored = [self.step.global_state[key] for key in values]
             foreach.copy_(stored, [value.squeeze(0) for value in values.values()])
             return
         for key, value in values.items():
-            self._step.keep(key, value, self._rows)
+            self.step.keep(key, value, self._rows)
 
     def remember(self, only: Tensor | None = None) -> Tensor:
         """Write usable norms over the oldest ones in the ring, and return it, with NaN where it is still empty."""
         # the statistic stores the count of its norms under "started"
-        ring, count = self._step.global_state["ring"], self["started"]
+        ring, count = self.step.global_state["ring"], self["started"]
         chosen = self.usable if only is None else self.usable & only
         foreach.copy_([ring], [written(ring, count, self.norms, chosen)])
         return filled(ring, count + chosen)
 
     def show(self, **metrics: Tensor) -> None:
         """Add metrics of the transform, one number each."""
-        self._step.metrics.update({name: value.reshape(()) for name, value in metrics.items()})
+        self.step.metrics.update({name: value.reshape(()) for name, value in metrics.items()})
 
     def joint_norm(self) -> tuple[Tensor, Tensor]:
         """The L2 norm of all tensors together, and whether all gradients and all norms are finite: 0-d tensors."""
-        norm, finite = combine(self.norms, 2.0), self._step.finite.all() & (self.norms < torch.inf).all()
-        if self.is_alone:
+        norm, finite = combine(self.norms, 2.0), self.step.finite.all() & (self.norms < torch.inf).all()
+        if self.step.tools.process_group is None:
             return norm, finite
-        norms, are_finite = self._step.tools.gathered(norm, finite)
+        norms, are_finite = self.step.tools.gathered(norm, finite)
         return combine(norms, 2.0), are_finite.all()
-
-    @property
-    def chain_state(self) -> State:
-        """The state that all tensors share."""
-        return self._step.global_state
 
     def root(self, ratios: Tensor) -> Tensor:
         """Ratios of norms, from ratios of metrics."""

@@ -87,10 +87,14 @@ class Chain(Composite):
     each_alone = True
 
     def __init__(self, *transforms: Transforms, target: Target = "update", name: str | None = None) -> None:
-        named = named_uniquely(flatten(transforms))
-        for child in named.values():
+        named: dict[str, Transform] = {}  # the second ``clip_norm`` is ``clip_norm_2``
+        for child in flatten(transforms):
             if child.target == "closure" and target != "update":
                 raise ValueError(f"{child!r}: target='closure' cannot stand inside a chain with target={target!r}")
+            own, n = child.name, 2
+            while own in named:
+                own, n = f"{child.name}_{n}", n + 1
+            named[own] = child
         self.written = list(as_written(transforms))
         super().__init__({}, named, target=target, name=name)
 
@@ -170,14 +174,3 @@ def rebuilt(transform: T, change: Callable[[Transform, str], dict[str, Any]], pa
         children = transform.transforms.items()
         changed["transforms"] = {name: rebuilt(child, change, f"{path}/{name}") for name, child in children}
     return altered(transform, **changed)
-
-
-def named_uniquely(transforms: Iterable[Transform]) -> dict[str, Transform]:
-    """Transforms by name; the second ``clip_norm`` is ``clip_norm_2``."""
-    named: dict[str, Transform] = {}
-    for transform in transforms:
-        name, n = transform.name, 2
-        while name in named:
-            name, n = f"{transform.name}_{n}", n + 1
-        named[name] = transform
-    return named

@@ -28,7 +28,8 @@ class Elements:
         spread: Callable[[Tensor], Tensor] = lambda flags: flags,
     ) -> None:
         self.mask = None if usable is None else spread(usable)
-        self._finite, self._started, self._scratch, self._spread = finite, started, scratch, spread
+        self._finite, self._scratch, self._spread = finite, scratch, spread
+        self.started = started  # None if the optimizer knows that the statistics of all elements have started
         self._new: Tensor | None = None
         self.is_first = False  # True if the formula gets copies, to see whether it changes them
         self.without_statistics: object = None  # the transform, if it does not declare ``keeps_statistics``
@@ -63,14 +64,9 @@ class Elements:
         finite = size < torch.inf  # False for NaN
         usable = finite if self.mask is None else finite.logical_and_(self.mask)
         found = Elements(usable, finite=True, scratch=self._scratch)
-        found._started, found._spread, found._new = self._started, self._spread, self._new
+        found.started, found._spread, found._new = self.started, self._spread, self._new
         found.without_statistics = self.without_statistics
         return found
-
-    @property
-    def may_start(self) -> bool:
-        """False if the optimizer knows that the statistics of all elements have started."""
-        return self._started is not None
 
     def unless_new(self, values: Sequence[Tensor], first: Sequence[Tensor]) -> list[Tensor]:
         """Return the values, and ``first`` where the statistic had not started before this step."""
@@ -162,8 +158,8 @@ class Elements:
                 f"{self.without_statistics!r} calls begin_ or fill_new_, which do nothing without a statistic: write "
                 "keeps_statistics = True in the class"
             )
-        if self._started is not None and self._new is None:
-            self._new = self._spread(self._started.logical_not())
+        if self.started is not None and self._new is None:
+            self._new = self._spread(self.started.logical_not())
         return self._new
 
 

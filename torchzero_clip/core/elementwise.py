@@ -152,7 +152,7 @@ class Elementwise(TensorwiseTransform):
         new, *moved = self._tensors("formula", found, [x, *own])
         if own:
             at = at.only_finite(x.abs())
-            first = self.start(given[0], setting) if at.may_start else None
+            first = self.start(given[0], setting) if at.started is not None else None
             self._check_unchanged("start", copies)
             if first is not None:
                 first = self._tensors("start", first, own)

@@ -1,8 +1,8 @@
 """Kinds of transforms on which the optimizer calls special methods: scalings, update rules and gates."""
 
 from abc import abstractmethod
-from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple, NoReturn, Protocol
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 from torch import Tensor
 from typing_extensions import override
@@ -121,17 +121,12 @@ class Shifting(Transform):
         # updates are plain real tensors of one dtype on one device, not to be modified
 
 
-class Kernel(Protocol):
-    """Changes parameters and state as the rest of a chain would.
+Kernel: TypeAlias = Callable[[list[Tensor], list[Tensor], list[list[Tensor]], Setting, Any], None]
+"""Divides updates by a scale, and changes some parameters, or parts of them, and state as the rest of a chain would.
 
-    ``state`` has tensors of the shapes of the parameters, a list for each key, and after them lists of 0-d tensors. The
-    scale is a 0-d float32 tensor, or None for 1.
-    """
-
-    def __call__(
-        self, params: list[Tensor], updates: list[Tensor], state: list[list[Tensor]], setting: Setting, scale: Any
-    ) -> None:
-        """Divide updates by ``scale``, and take the step of some parameters, or of parts of them, in place."""
+It gets parameters, updates, state, a setting and the scale. State has tensors of the shapes of the parameters, a list
+for each key, and after them lists of 0-d tensors. The scale is a 0-d float32 tensor, or None for 1.
+"""
 
 
 class Fused(NamedTuple):

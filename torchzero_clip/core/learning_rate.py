@@ -1,7 +1,7 @@
 """The one learning rate of a chain."""
 
 import inspect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
 from typing_extensions import override
@@ -72,7 +72,7 @@ class LR(Transform):
 def with_learning_rate(transforms: Sequence[Transform]) -> list[Transform]:
     """The same transforms with exactly one `LR`, appended if it is missing."""
     # if several update rules name a learning rate, the appended `LR` has the first: see `rates_of`
-    leaves = list(_leaves(transforms))
+    leaves = [node.transform for node in _in_chains(Chain(*transforms).nodes())]
     for transform in leaves:
         if "lr" in transform.defaults and not isinstance(transform, LR):
             raise ValueError(
@@ -112,14 +112,10 @@ def rates_of(nodes: Nodes) -> list[tuple[Node, float | Tensor | Schedule | None]
 
 def update_rules(nodes: Nodes) -> list[tuple[Node, UpdateRule]]:
     """The optimizers that stand in chains, not in other composites."""
-    chained = [(n, n.transform) for n in nodes if all(isinstance(outer, Chain) for outer in n.outer)]
+    chained = [(node, node.transform) for node in _in_chains(nodes)]
     return [(node, rule) for node, rule in chained if isinstance(rule, UpdateRule) and not isinstance(rule, Retraction)]
 
 
-def _leaves(transforms: Iterable[Transform]) -> Iterator[Transform]:
-    """The transforms in order, each chain replaced by its transforms; children of other composites are left out."""
-    for transform in transforms:
-        if isinstance(transform, Chain):
-            yield from _leaves(transform.transforms.values())
-        else:
-            yield transform
+def _in_chains(nodes: Nodes) -> list[Node]:
+    """The transforms in order, without the children of composites other than chains."""
+    return [node for node in nodes if all(isinstance(outer, Chain) for outer in node.outer)]

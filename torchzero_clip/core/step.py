@@ -1,6 +1,6 @@
 """What a transform sees of one step."""
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,8 +59,8 @@ class Step:
 
     def __post_init__(self) -> None:
         self._shared: tuple[list[Setting], list[tuple[Setting, slice]]] | None = None
-        self._states = self.states if isinstance(self.states, States) else States.of(self.states)
-        self.states = self._states
+        # ``states`` as the optimizer reads and stores them
+        self.states = self.stored = self.states if isinstance(self.states, States) else States.of(self.states)
         self.is_first = False
         """True if a parameter takes its first step."""
         self.given = dict(self.global_state)
@@ -68,11 +68,11 @@ class Step:
 
     def column(self, key: str, indices: Sequence[int] | None = None) -> list[Any]:
         """Return the state of all parameters, or of those at ``indices``, under one key."""
-        return list(self._states.column(key, indices))
+        return list(self.stored.column(key, indices))
 
     def has(self, key: str) -> bool:
         """Return True if all parameters have state under this key. Some keys appear only after a few steps."""
-        return self._states.has(key)
+        return self.stored.has(key)
 
     def numbers(self, key: str, indices: Sequence[int] | None = None) -> Tensor:
         """Return state that is one number for each parameter: a float64 vector.
@@ -81,11 +81,11 @@ class Step:
             key: The key of the state, whose values are 0-d tensors.
             indices: The indices of the parameters; None for all.
         """
-        return self._states.numbers(key, indices).clone()
+        return self.stored.numbers(key, indices).clone()
 
     def live_numbers(self, key: str, indices: Sequence[int] | None = None) -> Tensor:
         """Return `numbers` without a copy. Do not modify it, and do not use it after `keep`."""
-        return self._states.numbers(key, indices)
+        return self.stored.numbers(key, indices)
 
     def keep(self, key: str, values: Tensor, indices: Sequence[int] | None = None) -> None:
         """Replace state that is one number for each parameter.
@@ -95,11 +95,11 @@ class Step:
             values: A vector with the new numbers.
             indices: As in `numbers`.
         """
-        self._states.keep(key, values, indices)
+        self.stored.keep(key, values, indices)
 
     def add(self, key: str, number: float) -> None:
         """Add a number to state that is one number for each parameter, for example to count steps."""
-        self._states.add(key, number)
+        self.stored.add(key, number)
 
     def show_share(self, name: str, changed: Tensor, count: int) -> None:
         """Set a metric to ``changed / count``. For an `Elementwise` it is the share on all processes together.
@@ -111,18 +111,6 @@ class Step:
         """
         self.metrics[name] = changed / max(count, 1)
         self.shares[name] = (changed, count)
-
-    def store_states(self) -> None:
-        """Store what was changed in ``states``. The optimizer calls this."""
-        self._states.write()
-
-    def touched_states(self) -> Sequence[State]:
-        """The states if they were read as dicts; else empty."""
-        return self._states.touched or []
-
-    def begun_states(self) -> Mapping[int, State]:
-        """The states that began in this step, by index, as they were before the transform changed them."""
-        return self._states.begun
 
     def by_setting(self) -> list[tuple[Setting, slice]]:
         """Return each setting with the range of the lists that it applies to. One operation can serve the range."""

@@ -140,7 +140,7 @@ def check_state(node: Node, step: Step) -> None:
         if id(value) in set(map(id, step.global_state.values())):  # later steps change it
             step.metrics[key] = value.clone()
     wrong = _put_right("init_global_state", step.global_state, step.given) if step.global_state else []
-    touched = step.touched_states()
+    touched = step.stored.touched or []
     for state in touched:
         if not node.has_state and len(state) > 0:
             added = f"{node.transform!r} added the state {next(iter(state))!r}"
@@ -148,7 +148,7 @@ def check_state(node: Node, step: Step) -> None:
         if not isinstance(node.transform, FinalRule):  # the state of a wrapped optimizer is its own
             storable(node.transform, state)
     if touched and not isinstance(node.transform, FinalRule):
-        for i, begun in step.begun_states().items():
+        for i, begun in step.stored.begun.items():
             own = touched[i]
             if len(own) != len(begun):  # a transform may add state that it declares
                 begun = {**node.transform.possible_state(step.params[i], step.settings[i]), **begun}
@@ -227,7 +227,7 @@ def _watched(
 
 def _check_views(node: Node, step: Step, result: Sequence[Tensor]) -> None:
     """Raise if a transform returned a view of what a later transform must not write to."""
-    known = (*step.touched_states(), *step.begun_states().values())
+    known = (*(step.stored.touched or ()), *step.stored.begun.values())
     states = [value for state in (*known, step.global_state) for value in state.values()]
     kept = {id(value) for value in (*step.params, *step.grads, *states) if isinstance(value, Tensor)}
     for tensor in result:
@@ -241,7 +241,7 @@ def _check_views(node: Node, step: Step, result: Sequence[Tensor]) -> None:
 def _explain(error: Exception, node: Node, step: Step) -> NoReturn:
     """Raise the error of a method that an author wrote, with an explanation if we have one."""
     transform = node.transform
-    states = step.touched_states() or step.states
+    states = step.stored.touched or step.states
     known = {
         "settings": node.storage_keys,
         "state of a parameter": states[0] if states else (),

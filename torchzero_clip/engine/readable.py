@@ -1,7 +1,7 @@
 """The readable way of a step: each transform is applied in its turn, by the method that its author wrote."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import final
 
 from torch import Tensor
@@ -13,7 +13,7 @@ from torchzero_clip.engine.executor import DeliveredScale, Executor, Host
 from torchzero_clip.engine.updates import Updates
 from torchzero_clip.functional.measure import Measured, scale_
 from torchzero_clip.functional.norms import all_ones, mesh_norm, p_norms
-from torchzero_clip.functional.shards import memories, pack, wholes
+from torchzero_clip.functional.shards import pack, wholes
 from torchzero_clip.types import State
 
 
@@ -42,9 +42,8 @@ class Readable(Executor):
         if all_ones(factors):
             self.memory.mark(rows)
             return
-        updates = self.memory.own(rows, over_grads)
         # the measured tensors may be the gradients themselves: multiply the copies
-        scale_(replace(measured, targets=memories([updates[i] for i in measured.indices])), factors)
+        scale_(measured.within(self.memory.own(rows, over_grads)), factors)
 
     @override
     def take(self, host: Host, node: Node, rows: list[int]) -> bool:

@@ -38,7 +38,7 @@ def find_factors(
 def store_state(node: Node, step: Step, chain_state: MutableMapping[str, Any], company: Company | None) -> None:
     """Store the state of a transform."""
     if node.has_state:
-        step.store_states()
+        step.stored.write()
     if company is not None:
         company.store(node, step, chain_state)
     changed = [(key, value) for key, value in step.global_state.items() if value is not step.given.get(key)]

@@ -59,10 +59,8 @@ class Table:
     def picked(self, rows: list[int]) -> tuple[list[Tensor], list[Tensor], list[State], list[int]]:
         """Parameters, gradients, states and groups of some rows, in order, as new lists."""
         columns: Any = (self.params, self.grads, self.states, self.group_of)
-        if len(rows) == len(self.params):
-            params, grads, states, group_of = map(list, columns)
-        else:
-            params, grads, states, group_of = ([column[i] for i in rows] for column in columns)
+        has_all = len(rows) == len(self.params)
+        params, grads, states, group_of = (list(c) if has_all else [c[i] for i in rows] for c in columns)
         return params, grads, states, group_of
 
     def in_scope(self, node: Node, rows: list[int]) -> list[int]:

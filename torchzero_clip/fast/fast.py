@@ -20,15 +20,14 @@ from torchzero_clip.core.transform import overridden_last
 from torchzero_clip.engine.executor import DeliveredScale, Executor, Host, Measurer
 from torchzero_clip.engine.updates import Updates
 from torchzero_clip.fast.kernels import Delivered, Ended, run_kernel
-from torchzero_clip.fast.ops import Average, Op, Pointwise, Scale, Shift
+from torchzero_clip.fast.ops import Average, Op, Pointwise, Queues, Scale, Shift
 from torchzero_clip.fast.pieces import run_pieces
-from torchzero_clip.fast.queues import Queues
 from torchzero_clip.fast.trial import try_out
 from torchzero_clip.fast.vectors import VectorStates
 from torchzero_clip.fast.workspace import Workspace
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.blocks import SHORT, Moves
-from torchzero_clip.functional.measure import Measured
+from torchzero_clip.functional.measure import Measured, scale_
 from torchzero_clip.functional.norms import each_norm, may_look, mesh_norm, whole_norm, whole_norm_beside, whole_norms
 from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.functional.shards import is_partial, locals_of
@@ -146,7 +145,8 @@ class Fast(Averaging, Executor):
         """Carry out one operation alone."""
         if isinstance(op, Scale):
             if not op.does_nothing:
-                op.carry_out(self.memory.own(rows, op.over_grads), self._scratch, str(rows[0]))
+                waiting = op.measured.within(self.memory.own(rows, op.over_grads))
+                scale_(waiting, op.factors, self._scratch, known=op.extent, name=str(rows[0]))
             return
         updates = self.memory.own(rows, False)
         if isinstance(op, Shift):

@@ -53,7 +53,8 @@ class Layout:
         if self._keys != tensors.keys() or not all(fits(tensors[key]) for key, fits in self._fits.items()):
             return False
         others = [(key, column) for key, column in tensors.items() if key not in self._fits]
-        return all(vectors.are_views(key, column) or _are_numbers(column) for key, column in others)
+        unknown: list[list[Any]] = [column for key, column in others if not vectors.are_views(key, column)]
+        return all(isinstance(number, Tensor) and number.ndim == 0 for column in unknown for number in column)
 
     def has(self, keys: Iterable[str]) -> bool:
         """True if the state under all these keys is shaped like the parameters."""
@@ -81,7 +82,3 @@ def _are_like(facts: list[Any], tensors: Sequence[Any]) -> bool:
 
 def _repeated(tensors: Sequence[Tensor]) -> bool:
     return len(set(map(id, tensors))) < len(tensors)
-
-
-def _are_numbers(column: Sequence[Any]) -> bool:
-    return all(isinstance(number, Tensor) and number.ndim == 0 for number in column)

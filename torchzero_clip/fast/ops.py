@@ -1,7 +1,7 @@
-"""Operations that wait: a scaling, a shift, or an elementwise transform."""
+"""Operations that wait, a scaling, a shift or an elementwise transform, and the queues in which they wait."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import torch
@@ -11,10 +11,10 @@ from typing_extensions import override
 from torchzero_clip.core.elements import Elements, Flags
 from torchzero_clip.core.elementwise import Elementwise
 from torchzero_clip.functional import foreach
-from torchzero_clip.functional.measure import L2, Measured, scale_
+from torchzero_clip.functional.measure import L2, Measured
 from torchzero_clip.functional.norms import beyond_float32, extent, may_look
 from torchzero_clip.functional.scratch import Scratch
-from torchzero_clip.functional.shards import memories, pack
+from torchzero_clip.functional.shards import pack
 from torchzero_clip.types import Setting
 
 
@@ -64,11 +64,6 @@ class Scale:
     def does_nothing(self) -> bool:
         """True if all factors are known to be 1."""
         return self.extent == (1.0, 1.0)
-
-    def carry_out(self, updates: Sequence[Tensor], scratch: Scratch, name: str) -> None:
-        """Multiply updates by their factors, in place. ``name`` is as in `scale_`."""
-        targets = memories([updates[i] for i in self.measured.indices])
-        scale_(replace(self.measured, targets=targets), self.factors, scratch, known=self.extent, name=name)
 
 
 @dataclass(eq=False)
@@ -139,3 +134,41 @@ class Average(Elementwise):
             at.begin_(average, x)
         at.lerp_(average, x, 1 - setting["beta"])
         return average.view(-1).narrow(0, 0, 1)  # a placeholder: averages have no share of changed elements
+
+
+@dataclass(eq=False)
+class Queue:
+    """Operations on exactly the same rows, in order.
+
+    A scaling or a shift needs the updates before it can be made, so it can only be the first operation.
+    """
+
+    rows: list[int]
+    ops: list[Op]
+
+
+class Queues(list[Queue]):
+    """All operations that wait. A row is in at most one queue.
+
+    An operation joins a queue on exactly its rows. Queues that share only some of its rows have to be carried out
+    first: then no operation ever overtakes another.
+    """
+
+    def on(self, rows: list[int]) -> Queue | None:
+        """The queue on exactly these rows."""
+        return next((queue for queue in self if queue.rows == rows), None)
+
+    def wait(self, rows: list[int], op: Op) -> None:
+        """Let an operation wait. No other queue may share its rows."""
+        queue = self.on(rows)
+        if queue is None:
+            self.append(Queue(rows, [op]))
+        else:
+            queue.ops.append(op)
+
+    def claim(self, rows: Sequence[int]) -> list[Queue]:
+        """Remove all queues that share a row with ``rows``, and return them."""
+        asked = set(rows)
+        found = [queue for queue in self if not asked.isdisjoint(queue.rows)]
+        self[:] = [queue for queue in self if asked.isdisjoint(queue.rows)]
+        return found

@@ -12,7 +12,7 @@ from torchzero_clip.functional import foreach
 from torchzero_clip.functional.measure import Slicing, cut
 from torchzero_clip.functional.metric import Metric
 from torchzero_clip.functional.norms import all_ones, beyond_float32, joint_mean, may_look, slice_sums
-from torchzero_clip.functional.shards import whole
+from torchzero_clip.functional.shards import wholes
 
 _LARGEST = torch.finfo(torch.float32).max
 
@@ -41,7 +41,7 @@ def centralize_(tensors: Sequence[Tensor], slicing: Slicing, group: ProcessGroup
     """Subtract from every slice its mean, in place; a scalar has no slices. A joint mean is that of all processes."""
     # tensors must not hold pending sums, because the mean would be subtracted from every summand
     if slicing.dim == "global":
-        parts = [p for p in map(whole, tensors) if p.size]
+        parts = [p for p in wholes(tensors) if p.size]
         mean = joint_mean(parts, group)
         foreach.subtract_slices_([p.tensor for p in parts], [mean] * len(parts))
         return
@@ -62,8 +62,7 @@ def clip_factors(metric: Metric, norms: Tensor, limit: float | Tensor, floor: fl
     elif (high := metric.root(limit)) == math.inf and not low:
         return torch.ones_like(norms)
     elif norms.numel() == 1 and may_look(norms):  # arithmetic on tensors of one number takes five times as long
-        norm = norms.item()  # `clip_factor` without a call
-        return torch.full_like(norms, low / norm if 0 < norm < low else 1.0 if norm <= high else high / norm)
+        return torch.full_like(norms, clip_factor(norms.item(), high, low))
     # torch divides a number by a tensor by multiplying with the inverse, which is inf for the smallest numbers
     bound = high if isinstance(high, Tensor) else torch.full_like(norms, high)
     factor = torch.where(norms <= bound, 1.0, bound / norms)
@@ -78,11 +77,6 @@ def clip_factor(norm: float, high: float, low: float) -> float:
 def normalize_factors(metric: Metric, norms: Tensor, value: float) -> Tensor:
     """The factors that bring metrics to ``value``; 1 where the norm is (almost) 0."""
     return torch.where(norms <= TINY, 1.0, metric.root(value) / norms)
-
-
-def normalize_factor(norm: float, value: float) -> float:
-    """The factor of one norm, in the units of the norm."""
-    return 1.0 if norm <= TINY else value / norm
 
 
 def inverse(factors: Tensor | float) -> Tensor:

@@ -5,7 +5,7 @@ right because all operations here are elementwise, and tensors of one operation 
 the real and the imaginary part of a complex number are separate elements, as in torch's optimizers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import compress
 from operator import attrgetter
 from typing import Any
@@ -274,24 +274,17 @@ def subtract(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor
     return result
 
 
-def multiply_plain_(tensors: Sequence[Tensor], factors: Sequence[Tensor] | Tensor) -> None:
-    """Multiply plain tensors by a 0-d tensor each, or by one for all, in place."""
-    _foreach._foreach_mul_(tensors, factors)
+multiply_plain_: Callable[[Sequence[Tensor], Sequence[Tensor] | Tensor], None] = _foreach._foreach_mul_
+"""Multiply plain tensors by a tensor each, or by a 0-d one for all, in place."""
 
+subtract_plain_: Callable[[Sequence[Tensor], Sequence[Tensor]], None] = _foreach._foreach_sub_
+"""Subtract a 0-d tensor from each of some plain tensors, in place."""
 
-def subtract_plain_(tensors: Sequence[Tensor], numbers: Sequence[Tensor]) -> None:
-    """Subtract a 0-d tensor from each of some plain tensors, in place."""
-    _foreach._foreach_sub_(tensors, numbers)
+zero_plain_: Callable[[Sequence[Tensor]], None] = _foreach._foreach_zero_
+"""Set plain tensors to 0."""
 
-
-def zero_plain_(tensors: Sequence[Tensor]) -> None:
-    """Set plain tensors to 0."""
-    _foreach._foreach_zero_(tensors)
-
-
-def copy_plain_(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> None:
-    """Copy plain tensors."""
-    _foreach._foreach_copy_(tensors, others)
+copy_plain_: Callable[[Sequence[Tensor], Sequence[Tensor]], None] = _foreach._foreach_copy_
+"""Copy plain tensors."""
 
 
 def copy_(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> None:

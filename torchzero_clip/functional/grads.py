@@ -7,14 +7,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from torchzero_clip.checks import as_number, boolean, finite, non_negative
-from torchzero_clip.functional.clip import (
-    centralize_,
-    clip_factor,
-    clip_factors,
-    normalize_factor,
-    normalize_factors,
-    read_limit,
-)
+from torchzero_clip.functional.clip import TINY, centralize_, clip_factor, clip_factors, normalize_factors, read_limit
 from torchzero_clip.functional.foreach import clamp_, clamp_plain_
 from torchzero_clip.functional.gradients import (
     as_reported,
@@ -150,8 +143,7 @@ def clip_grad_value_(params: Tensors, value: float) -> None:
     """Clamp every element of the gradients to [-value, value], in place.
 
     Args:
-        params: A tensor, or an iterable of tensors or of pairs (name, tensor) such as ``model.named_parameters()``.
-            Parameters without a gradient are skipped, even if none has one.
+        params: As in `clip_grad_norm_`.
         value: The largest magnitude allowed, in units of the gradient.
 
     Raises:
@@ -200,8 +192,7 @@ def normalize_grads_(
     for every slice g, which is the whole gradient by default. With ``dim="global"`` all gradients have one joint norm.
 
     Args:
-        params: A tensor, or an iterable of tensors or of pairs (name, tensor) such as ``model.named_parameters()``.
-            Parameters without a gradient are skipped, even if none has one.
+        params: As in `clip_grad_norm_`.
         norm_value: The norm to scale to, >= 0.
         ord: The metric, as in `clip_grad_norm_`.
         dim: The dimensions that one slice spans, as in `clip_grad_norm_`.
@@ -235,7 +226,7 @@ def normalize_grads_(
     finite("norm_value", norm_value)
     slicing = Slicing.checked(ord, dim, inverse_dims, min_size)
     given = tensors_of("params", params)
-    total = scale_ordinary_(given, slicing, lambda norm: normalize_factor(norm, norm_value), process_group)
+    total = scale_ordinary_(given, slicing, lambda norm: 1.0 if norm <= TINY else norm_value / norm, process_group)
     if total is not None:
         return total
     grads = gradients(given, process_group, zeros_count=slicing.metric.counts_zeros)
@@ -262,8 +253,7 @@ def centralize_grads_(
     output channel: ``dim=0, inverse_dims=True``.
 
     Args:
-        params: A tensor, or an iterable of tensors or of pairs (name, tensor) such as ``model.named_parameters()``.
-            Parameters without a gradient are skipped, even if none has one.
+        params: As in `clip_grad_norm_`.
         dim: The dimensions that one slice spans, as in `clip_grad_norm_`. Scalars change only with "global".
         inverse_dims: Slices span the dimensions that ``dim`` does not list.
         min_size: Slices of fewer elements are left unchanged. No effect with "global".

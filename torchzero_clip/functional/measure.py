@@ -154,6 +154,10 @@ class Measured:
         """True if other processes hold other slices."""
         return self._parts is not None and any(p.spread for p in self._parts)
 
+    def within(self, tensors: Sequence[Tensor]) -> "Measured":
+        """The same with other memory to be scaled: that of tensors of the same shapes, of which some are left alone."""
+        return replace(self, targets=memories([tensors[i] for i in self.indices]))
+
     def numbers(self, count: int) -> Tensor:
         """The numbers of this process, with so many elements, from which `joint_root` finds the metric of several."""
         if not count:

@@ -43,18 +43,8 @@ class Metric(NamedTuple):
         return math.sqrt(value) if self.kind == "var" else value
 
 
-_NAMED: dict[str, Metric] = {
-    "l0": Metric("norm", 0.0),
-    "l1": Metric("norm", 1.0),
-    "l2": Metric("norm", 2.0),
-    "l3": Metric("norm", 3.0),
-    "l4": Metric("norm", 4.0),
-    "linf": Metric("norm", math.inf),
-    "mad": Metric("mad", 1.0),
-    "std": Metric("std"),
-    "var": Metric("var"),
-    "sum": Metric("sum"),
-}
+_POWERS = {f"l{p}": Metric("norm", float(p)) for p in ("0", "1", "2", "3", "4", "inf")}
+_NAMED = {**_POWERS, "mad": Metric("mad", 1.0), "std": Metric("std"), "var": Metric("var"), "sum": Metric("sum")}
 
 
 def parse_ord(ord: Ord) -> Metric:

@@ -15,24 +15,11 @@ from torch.distributed import ProcessGroup, ReduceOp
 from torchzero_clip.checks import boolean
 from torchzero_clip.checks import dims as check_dims
 from torchzero_clip.compat import any_distributed
-from torchzero_clip.functional import foreach
-from torchzero_clip.functional.blocks import (
-    BLOCK,
-    LARGEST,
-    SMALLEST,
-    Moves,
-    block_maxima,
-    block_norms,
-    block_sums,
-    direct_joint_norm,
-    direct_norms,
-    joint_and_each,
-    joint_norm,
-)
+from torchzero_clip.functional import blocks, foreach
 from torchzero_clip.functional.metric import Metric, parse_ord
 from torchzero_clip.functional.processes import device_of, gathered
 from torchzero_clip.functional.scratch import Scratch
-from torchzero_clip.functional.shards import Part, all_reduce, pack, summed, whole, wholes
+from torchzero_clip.functional.shards import Part, all_reduce, pack, summed, wholes
 from torchzero_clip.functional.shards import part as part_of
 from torchzero_clip.functional.shards import replicated as replicated
 from torchzero_clip.types import Ord
@@ -68,19 +55,19 @@ def norm(tensor: Tensor, ord: Ord = 2, dim: int | Sequence[int] | None = None, k
     """
     metric = parse_ord(ord)
     boolean("keepdim", keepdim)
-    if dim is None:
-        total = joint_metric([whole(tensor)], metric)
-        return total.view((1,) * tensor.ndim) if keepdim else total
     check_dims("dim", dim)
     ndim = max(tensor.ndim, 1)
-    listed = () if isinstance(dim, str) else (dim,) if isinstance(dim, int) else dim
+    listed = range(ndim) if dim is None else () if isinstance(dim, str) else (dim,) if isinstance(dim, int) else dim
     named = {d + ndim if d < 0 else d for d in listed}
     if not named or not named <= set(range(ndim)):
         raise ValueError(f"dim must name dimensions of a tensor of shape {tuple(tensor.shape)}, got {dim!r}")
     # a pending sum is carried out first, because a norm is not linear
-    (norms,) = slice_metrics([part_of(summed(tensor), sorted(named))], metric)
+    own = part_of(summed(tensor), sorted(named))
+    (norms,) = slice_metrics([own], metric)
+    if not own.size:
+        norms = torch.zeros_like(norms)
     if not keepdim or not tensor.ndim:  # a scalar was measured as a vector
-        norms = norms.squeeze(tuple(named))
+        norms = norms.squeeze(own.dims)
     return norms
 
 
@@ -135,14 +122,6 @@ def slice_metrics(parts: Sequence[Part], metric: Metric, known: Moments | None =
     return [_deviation(spread, mean, p.size) for spread, mean, p in rows]
 
 
-def joint_metric(parts: Sequence[Part], metric: Metric) -> Tensor:
-    """The root of the metric of whole tensors as one vector: a 0-d tensor."""
-    if metric.is_power:
-        total = joint_norm_of_meshes([p for p in parts if p.size], metric.p)[0]
-        return metric.of_norm(total, sum(p.size for p in parts))
-    return root_of_moments(metric, joint_moments(parts, metric).unsqueeze(0))
-
-
 def joint_norm_of_meshes(parts: Sequence[Part], p: float, *, beside: bool = False) -> tuple[Tensor, Tensor | None]:
     """The p-norm of whole tensors together, and ``beside`` it that of each, by one collective for each mesh."""
     # norms of local parts first, so that a collective has one number for all tensors of a mesh
@@ -175,13 +154,14 @@ def joint_moments(parts: Sequence[Part], metric: Metric, known: Moments | None =
     """
     known = known or moments(parts, metric)
     if known is not None:
-        return _joined_moments(parts, known)
-    count, total = sum(p.size for p in parts), joint_sum(parts)
-    if metric.kind == "sum":
-        return _as_reals(total)
-    mean = total / max(count, 1)
-    spreads = p_norms(_deviations(parts, [mean.to(p.tensor.device) for p in parts]), 2.0)
-    spread = combine(pack(spreads), 2.0).to(mean.device)
+        count, mean, spread = _joined_moments(parts, known)
+    else:
+        count, total = sum(p.size for p in parts), joint_sum(parts)
+        if metric.kind == "sum":
+            return _as_reals(total)
+        mean = total / max(count, 1)
+        spreads = p_norms(_deviations(parts, [mean.to(p.tensor.device) for p in parts]), 2.0)
+        spread = combine(pack(spreads), 2.0).to(mean.device)
     return torch.cat([torch.full_like(spread, count).view(1), _as_reals(mean), spread.view(1)])
 
 
@@ -294,15 +274,15 @@ def whole_norms(tensors: Sequence[Tensor], scratch: Scratch | None) -> Tensor:
     if not foreach.is_real_and_wide(first.dtype):
         return pack(p_norms(wholes(tensors), 2.0))
     if scratch is None:
-        return _mended(torch.tensor(direct_norms(tensors), dtype=torch.float64, device=first.device), tensors)
-    return _mended(block_norms(tensors, scratch), tensors)
+        return _mended(torch.tensor(blocks.direct_norms(tensors), dtype=torch.float64, device=first.device), tensors)
+    return _mended(blocks.block_norms(tensors, scratch), tensors)
 
 
 def _mended(norms: Tensor, tensors: Sequence[Tensor]) -> Tensor:
     """The norms, where those that are extreme or not finite are taken again."""
     smallest, largest = extent(norms)
-    if not (smallest > SMALLEST and largest < LARGEST):  # also NaN
-        indices = ((norms > SMALLEST) & (norms < LARGEST)).logical_not_().nonzero().flatten()
+    if not (smallest > blocks.SMALLEST and largest < blocks.LARGEST):  # also NaN
+        indices = ((norms > blocks.SMALLEST) & (norms < blocks.LARGEST)).logical_not_().nonzero().flatten()
         again = p_norms(wholes([tensors[i] for i in indices.tolist()]), 2.0)
         norms[indices] = pack(again)
     return norms
@@ -315,7 +295,7 @@ def whole_maxima(tensors: Sequence[Tensor], scratch: Scratch | None) -> Tensor:
         return torch.stack(foreach.norms(tensors, math.inf, torch.float64))
     if scratch is None or not foreach.is_real_and_wide(first.dtype):
         return pack(p_norms(wholes(tensors), math.inf))
-    return block_maxima(tensors, scratch)
+    return blocks.block_maxima(tensors, scratch)
 
 
 def each_norm(tensors: Sequence[Tensor], scratch: Scratch | None = None) -> Tensor:
@@ -330,12 +310,12 @@ def whole_norm(tensors: Sequence[Tensor], scratch: Scratch | None) -> Tensor | N
     # None if each tensor has to be measured, because the total is extreme or not finite, or if that is as fast
     if not may_look(tensors[0]) or not foreach.is_real_and_wide(tensors[0].dtype):
         return None
-    total = direct_joint_norm(tensors) if scratch is None else joint_norm(tensors, scratch)
-    return total if SMALLEST < total.item() < LARGEST else None
+    total = blocks.direct_joint_norm(tensors) if scratch is None else blocks.joint_norm(tensors, scratch)
+    return total if blocks.SMALLEST < total.item() < blocks.LARGEST else None
 
 
 def whole_norm_beside(
-    tensors: Sequence[Tensor], scratch: Scratch, moves: Moves | None = None
+    tensors: Sequence[Tensor], scratch: Scratch, moves: blocks.Moves | None = None
 ) -> tuple[Tensor, Tensor] | None:
     """The result of `whole_norm`, to the last bit, and those of `whole_norms`; None where `whole_norm` is None.
 
@@ -343,8 +323,8 @@ def whole_norm_beside(
     """
     if not may_look(tensors[0]) or not foreach.is_real_and_wide(tensors[0].dtype):
         return None
-    total, norms = joint_and_each(tensors, scratch, moves)
-    return (total, _mended(norms, tensors)) if SMALLEST < total.item() < LARGEST else None
+    total, norms = blocks.joint_and_each(tensors, scratch, moves)
+    return (total, _mended(norms, tensors)) if blocks.SMALLEST < total.item() < blocks.LARGEST else None
 
 
 def whole_sums(tensors: Sequence[Tensor], scratch: Scratch) -> Tensor:
@@ -352,7 +332,7 @@ def whole_sums(tensors: Sequence[Tensor], scratch: Scratch) -> Tensor:
     # as by slice_sums up to the rounding of sums of up to 1024 elements to the dtype
     if not may_look(tensors[0]) or not foreach.is_real_and_wide(tensors[0].dtype):
         return pack(slice_sums(wholes(tensors)))
-    sums = block_sums(tensors, scratch)
+    sums = blocks.block_sums(tensors, scratch)
     odd = sums.isfinite().logical_not_()
     if bool(odd.any()):
         indices = odd.nonzero().flatten()
@@ -422,7 +402,7 @@ def _local_norms(parts: Sequence[Part], p: float) -> list[Tensor]:
     for i, part in enumerate(parts):
         x = part.tensor
         # on CPU longer tensors are summed in two levels; float64 sums take 17 times as long (156 ms for 16M)
-        small = 0 < x.numel() <= BLOCK or (x.numel() and not x.is_cpu)
+        small = 0 < x.numel() <= blocks.BLOCK or (x.numel() and not x.is_cpu)
         if small and len(part.dims) == x.ndim and p in (1.0, 2.0):
             alike.setdefault((x.dtype, x.is_cpu), []).append(i)
         else:
@@ -449,7 +429,7 @@ def _local_norm(part: Part, p: float) -> Tensor:
     dtype = _accumulation_dtype(x)
     if dtype == torch.float64:
         return torch.linalg.vector_norm(x, p, dims, keepdim=True, dtype=dtype)
-    if len(dims) == x.ndim and x.numel() > BLOCK and foreach.is_dense(x):
+    if len(dims) == x.ndim and x.numel() > blocks.BLOCK and foreach.is_dense(x):
         x, dims = foreach.flat(x), (0,)
     # neighbors in memory first: in 4000 x 4000 elements the norms of rows take 7 ms, those of columns 226
     for d in sorted(dims, key=x.stride):
@@ -460,25 +440,24 @@ def _local_norm(part: Part, p: float) -> Tensor:
 def norm_along(x: Tensor, p: float, d: int) -> Tensor:
     """The float64 norm along one dimension, in two levels where it is long."""
     length = x.shape[d]
-    if x.dtype == torch.float64 or length <= BLOCK:
+    if x.dtype == torch.float64 or length <= blocks.BLOCK:
         return torch.linalg.vector_norm(x, p, d, keepdim=True, dtype=foreach.wide_dtype(x.dtype)).double()
-    even = length - length % BLOCK
-    blocks = x.narrow(d, 0, even).unflatten(d, (-1, BLOCK))
-    levels = [torch.linalg.vector_norm(blocks, p, d + 1, dtype=torch.float32).double()]
+    even = length - length % blocks.BLOCK
+    parts = x.narrow(d, 0, even).unflatten(d, (-1, blocks.BLOCK))
+    levels = [torch.linalg.vector_norm(parts, p, d + 1, dtype=torch.float32).double()]
     if even < length:
         levels.append(norm_along(x.narrow(d, even, length - even), p, d))
     return torch.linalg.vector_norm(torch.cat(levels, d), p, d, keepdim=True)
 
 
-def _joined_moments(parts: Sequence[Part], known: Moments) -> Tensor:
-    """`joint_moments` from the moments of slices."""
+def _joined_moments(parts: Sequence[Part], known: Moments) -> tuple[int, Tensor, Tensor]:
+    """The numbers of `joint_moments` from the moments of slices."""
     sizes = [p.size for p in parts]
     count = sum(p.size * p.slice_count for p in parts)
     mean = pack(foreach.times(known.means, sizes)).sum() / count
     between = (pack(known.means) - mean).square_().split([p.slice_count for p in parts])
     squares = [*foreach.times(known.variances, [size - 1 for size in sizes]), *foreach.times(between, sizes)]
-    spread = pack(squares).sum().sqrt()
-    return torch.cat([torch.full_like(spread, count).view(1), _as_reals(mean), spread.view(1)])
+    return count, mean, pack(squares).sum().sqrt()
 
 
 def _deviations(parts: Sequence[Part], means: Sequence[Tensor]) -> list[Part]:

@@ -107,9 +107,9 @@ def memories(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def wholes(tensors: Sequence[Tensor]) -> list[Part]:
-    """Each tensor as `whole`."""
+    """The local part of each tensor as one slice."""
     if any_distributed(tensors):
-        return list(map(whole, tensors))
+        return [part(summed(tensor), range(max(tensor.ndim, 1))) for tensor in tensors]
     plain = [tensor if tensor.ndim else tensor.view(1) for tensor in tensors]
     return [Part(tensor, tuple(range(tensor.ndim)), tensor.numel()) for tensor in plain]
 
@@ -130,15 +130,6 @@ def part(tensor: Tensor, dims: Sequence[int]) -> Part:
                 (groups if sharded in dims else spread).append(tensor.device_mesh.get_group(mesh_dim))
     data = local(tensor)
     return Part(data if data.ndim else data.view(1), tuple(dims), size, tuple(groups), tuple(spread))
-
-
-def whole(tensor: Tensor) -> Part:
-    """The local part of ``tensor`` as one slice."""
-    if is_distributed(tensor):
-        tensor = summed(tensor)
-        return part(tensor, range(max(tensor.ndim, 1)))
-    plain = tensor if tensor.ndim else tensor.view(1)
-    return Part(plain, tuple(range(plain.ndim)), plain.numel())
 
 
 def pack(values: Sequence[Tensor]) -> Tensor:

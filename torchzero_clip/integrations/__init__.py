@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from torchzero_clip.modular.before_step import BeforeStep, chain_of
+from torchzero_clip.modular.host import unwrap
 from torchzero_clip.modular.modular import Modular
-from torchzero_clip.modular.wrapped import unwrap
 
 if TYPE_CHECKING:
     from torchzero_clip.integrations.huggingface import TrainerCallback as TrainerCallback

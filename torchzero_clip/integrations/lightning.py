@@ -11,8 +11,8 @@ from typing_extensions import override
 from torchzero_clip.compat import warn_user
 from torchzero_clip.integrations.attaching import Given, attached, check_trained
 from torchzero_clip.modular.before_step import BeforeStep, chain_of
+from torchzero_clip.modular.host import unwrap
 from torchzero_clip.modular.modular import Modular
-from torchzero_clip.modular.wrapped import unwrap
 from torchzero_clip.recorder.recorder import Recorder, begun, check_given
 
 if TYPE_CHECKING:

@@ -24,9 +24,16 @@ from torchzero_clip.functional.clip import inverse
 from torchzero_clip.hints import explained
 from torchzero_clip.modular.entries import Entries
 from torchzero_clip.modular.front import Front
-from torchzero_clip.modular.host import RefusedStep, are_zero, check_host, end_surely, takes_factor, unwrapped_host
+from torchzero_clip.modular.host import (
+    RefusedStep,
+    are_zero,
+    check_host,
+    end_surely,
+    takes_factor,
+    unwrap,
+    unwrapped_host,
+)
 from torchzero_clip.modular.modular import Modular
-from torchzero_clip.modular.wrapped import unwrap
 
 T = TypeVar("T")
 
@@ -48,11 +55,8 @@ class BeforeStep:
         self._hidden: list[tuple[Tensor, Tensor]] = []  # parameters and their gradients, in a refused step of this kind
         self._has_scaled = False  # the optimizer multiplies the gradients by their factor
         own = entries.register(optimizer)
-        self._hooks = [
-            optimizer.register_step_pre_hook(self.before),
-            optimizer.register_step_post_hook(self.after),
-            *own,
-        ]
+        around = optimizer.register_step_pre_hook(self.before), optimizer.register_step_post_hook(self.after)
+        self._hooks = [*around, *own]
         self._wrapper = end_surely(optimizer, self.begin, self.finish)
 
     @property
@@ -158,7 +162,11 @@ class BeforeStep:
                 self._depth += 1
                 return None
             self._end()  # the step before raised an error and was called without the wrapper
-        if not self._is_wrapped and self._front.may_refuse and not type(optimizer).__module__.startswith("torch.optim"):
+        if (
+            not self._is_wrapped
+            and self._front._policy.may_skip
+            and not type(optimizer).__module__.startswith("torch.optim")
+        ):
             raise RuntimeError(
                 f"this step of {type(optimizer).__name__} was stored before before_step was called, so transforms "
                 "cannot refuse it: call before_step first, for example before accelerator.prepare"
@@ -211,7 +219,7 @@ class BeforeStep:
         """Divide by the scale of a gradient scaler. Return False if it has found gradients that are not finite."""
         if optimizer.found_inf.item():
             self._front.skipped_by = (FOUND_INF,)
-            self._front.forget_loss()
+            self._front._reported.clear()  # it belongs to this step
             return False
         scale = getattr(optimizer, "grad_scale", None)
         if scale is not None:

@@ -1,4 +1,4 @@
-"""What transforms ask of the optimizer that they stand before."""
+"""The optimizer inside the wrappers of trainers, and what transforms ask of it if they stand before its steps."""
 
 import functools
 import weakref
@@ -18,6 +18,18 @@ class RefusedStep(BaseException):
     """Ends a step before the optimizer changes anything. Its argument is what the closure has returned."""
 
     # no Exception, which an optimizer might catch
+
+
+def unwrap(optimizer: Any) -> Any:
+    """Follow ``optimizer`` and ``_optimizer``, as wrappers of Accelerate and Lightning have, to the last optimizer."""
+    # a wrapper of Lightning has a class that is derived from that of the optimizer, so its type says nothing
+    innermost, found, seen = optimizer, optimizer, set[int]()
+    while found is not None and id(found) not in seen:
+        seen.add(id(found))
+        innermost = found if isinstance(found, Optimizer) else innermost
+        inner = (getattr(found, name, None) for name in ("optimizer", "_optimizer"))
+        found = next((value for value in inner if value is not None), None)
+    return innermost
 
 
 def unwrapped_host(optimizer: Any) -> Any:

@@ -21,7 +21,7 @@ from torchzero_clip.core.nodes import Nodes
 from torchzero_clip.core.schedules import Schedules
 from torchzero_clip.core.scope import NamedParam, named_params
 from torchzero_clip.core.transform import Transform
-from torchzero_clip.engine.company import Part
+from torchzero_clip.engine.company import Company
 from torchzero_clip.engine.end import Deliver, Subtract
 from torchzero_clip.engine.judged import Judged, Judging
 from torchzero_clip.engine.listener import Listener
@@ -39,20 +39,12 @@ from torchzero_clip.functional.bad import BadGradients
 from torchzero_clip.functional.gradients import own_gradients
 from torchzero_clip.functional.processes import SharedGroup, check_group, device_of, refuse_lost
 from torchzero_clip.hints import Explained, Named
-from torchzero_clip.modular.agreement import agree
+from torchzero_clip.modular import validation
 from torchzero_clip.modular.classes import ClassMaker, configured
 from torchzero_clip.modular.described import described
 from torchzero_clip.modular.missing import Missing
 from torchzero_clip.modular.origin import Origin
-from torchzero_clip.modular.param_groups import accepted, all_or_none, as_groups, check_disjoint, parts_of
-from torchzero_clip.modular.validation import (
-    check_added,
-    check_places,
-    check_tensors,
-    listed_transforms,
-    warn_of_slips,
-    warn_of_unread_keys,
-)
+from torchzero_clip.modular.param_groups import accepted, all_or_none, as_groups, check_disjoint, split
 from torchzero_clip.private_losses import refuse_loss
 from torchzero_clip.types import Setting
 
@@ -152,7 +144,7 @@ class Modular(Explained, ClassMaker, Optimizer):
     ) -> None:
         for name, flag in (("maximize", maximize), ("fast", fast), ("keep_grads", keep_grads)):
             boolean(name, flag)
-        listed = listed_transforms(params, transforms)
+        listed = validation.listed_transforms(params, transforms)
         self.maximize, self.keep_grads, self.fast = maximize, keep_grads, fast
         self._fast_way = FastWay()
         self.chain = configured(Chain(*(with_learning_rate(listed) if self._delivery is None else listed)), self.given)
@@ -175,9 +167,11 @@ class Modular(Explained, ClassMaker, Optimizer):
         self._chain_state.move(self.param_groups)
         self._chain_state.start(self.param_groups, has_schedules=self._schedules.any)
         named = self._named_params()
-        check_places(self.chain, self.nodes, named)
-        idle, self._has_joint_schedules = agree(self.nodes, self._policy, named, self._schedules.any, process_group)
-        warn_of_slips(self.nodes, named, idle, listed if isinstance(params, nn.Module) else None)
+        validation.check_places(self.chain, self.nodes, named)
+        idle, self._has_joint_schedules = validation.agree(
+            self.nodes, self._policy, named, self._schedules.any, process_group
+        )
+        validation.warn_of_slips(self.nodes, named, idle, listed if isinstance(params, nn.Module) else None)
         self._origin = Origin(params) if isinstance(params, nn.Module) else None
         self._is_complete = True
 
@@ -221,7 +215,7 @@ class Modular(Explained, ClassMaker, Optimizer):
     def process_group(self, group: ProcessGroup | None) -> None:
         named = self._named_params()
         check_group(group, [param for param, *_ in named])
-        _, self._has_joint_schedules = agree(self.nodes, self._policy, named, self._schedules.any, group)
+        _, self._has_joint_schedules = validation.agree(self.nodes, self._policy, named, self._schedules.any, group)
         self._shared = SharedGroup(group)
 
     def is_scheduled(self, key: str) -> bool:
@@ -385,7 +379,7 @@ class Modular(Explained, ClassMaker, Optimizer):
         lengths = list(map(len, self.param_groups))
         if lengths != self._lengths and not torch.compiler.is_compiling():  # difflib breaks graphs
             self._lengths = lengths
-            warn_of_unread_keys(self.param_groups, self.nodes, self._chain_state.keys)
+            validation.warn_of_unread_keys(self.param_groups, self.nodes, self._chain_state.keys)
         return self.nodes.checked_settings(self.param_groups)
 
     def report_loss(self, loss: Tensor | float) -> None:
@@ -426,7 +420,7 @@ class Modular(Explained, ClassMaker, Optimizer):
         columns = fast_way.columns(table) if is_fast else None
         if columns is None:  # else the fast way has checked these tensors already
             refuse_unusable(groups)
-            check_tensors(self.nodes, table, self._fitting)
+            validation.check_tensors(self.nodes, table, self._fitting)
             table.grads = own_gradients(table.params)
         if state:
             self._chain_state.move(self.param_groups)
@@ -437,7 +431,7 @@ class Modular(Explained, ClassMaker, Optimizer):
         judged = Judged(self._judging, table.grads, executor, listens=self.listener is not None)
         walk = Walk(self.nodes, settings, table, state, executor, judged, end, loss)
         if self.parts is not None:
-            walk.company = Part()
+            walk.company = Company()
         if self._shared.group is not None:
             device = device_of(table.all_params(), self._shared.group)
             Others(self._shared.group, device, has_schedules=self._has_joint_schedules).join(walk)
@@ -475,15 +469,18 @@ class Modular(Explained, ClassMaker, Optimizer):
         group = accepted(param_group, self.nodes, own, module=module, ignored=keys, is_complete=self._is_complete)
         before, was_at = len(own), param_group.get(SCHEDULE_STEP)
         with all_or_none(own, self._schedules):
-            for part, schedules in parts_of(group, self.nodes, self.defaults, self._schedules, was_at):
-                self._append(part)
-                self._schedules.add(self.param_groups[-1], schedules)
+            for part in split(group, self.nodes):
+                valued, functions = self._schedules.split(part, was_at)
+                # tensors are copied: a scheduler that fills one lr changes no other group and no other optimizer
+                usual = {k: value.clone() if isinstance(value, Tensor) else value for k, value in self.defaults.items()}
+                self._append({**usual, **valued})
+                self._schedules.add(self.param_groups[-1], functions)
                 added = self._named_params(before)
-                check_added(self.nodes, added, self._shared.group)
+                validation.check_added(self.nodes, added, self._shared.group)
                 self._has_meshes = self._has_meshes or any_distributed([named.param for named in added])
             if self._is_complete:
                 self.nodes.checked_settings(self.param_groups)
-                check_places(self.chain, self.nodes, self._named_params())
+                validation.check_places(self.chain, self.nodes, self._named_params())
                 self._chain_state.start(self.param_groups, has_schedules=self._schedules.any)
             if self.parts is not None:
                 self.parts.attach()

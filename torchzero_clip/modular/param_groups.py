@@ -14,7 +14,6 @@ from torchzero_clip.core.learning_rate import rates_of
 from torchzero_clip.core.nodes import Node, Nodes
 from torchzero_clip.core.schedules import Schedules
 from torchzero_clip.core.scope import NamedParam
-from torchzero_clip.types import Schedule
 
 
 def as_groups(params: ParamsT | nn.Module, *, may_be_empty: bool) -> Any:
@@ -145,17 +144,6 @@ def split(group: Mapping[str, Any], nodes: Nodes) -> Iterator[dict[str, Any]]:
             own["name"] = f"{settings['name']} ({part})"
         of_part = {k: v.clone() if part > 1 and isinstance(v, Tensor) else v for k, v in settings.items()}
         yield {"params": items, **of_part, **own}
-
-
-def parts_of(
-    group: Mapping[str, Any], nodes: Nodes, defaults: Mapping[str, Any], schedules: Schedules, was_at: int | None
-) -> Iterator[tuple[dict[str, Any], dict[str, Schedule]]]:
-    """The parts of a group as `split` makes them, each with all settings, and with those that are functions."""
-    for part in split(group, nodes):
-        valued, functions = schedules.split(part, was_at)
-        # tensors are copied: a scheduler that fills one lr changes no other group and no other optimizer
-        own = {k: value.clone() if isinstance(value, Tensor) else value for k, value in defaults.items()}
-        yield {**own, **valued}, functions
 
 
 def check_disjoint(groups: Sequence[dict[str, Any]]) -> None:

@@ -14,7 +14,7 @@ from torchzero_clip.core.kinds import Scaling, UpdateRule
 from torchzero_clip.core.step import Step
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.functional import foreach
-from torchzero_clip.optimizers.orthogonal import orthogonalized
+from torchzero_clip.functional.shards import laid_out_as, replicated
 from torchzero_clip.types import Schedule, Setting, Target
 
 AdjustLR = Literal["original", "match_rms_adamw"]
@@ -132,7 +132,7 @@ class Muon(UpdateRule):
                 foreach.lerp_(ahead, buffers, setting["momentum"])
             # one by one, so that only one matrix of the iteration is in memory
             how = self.ns_coefficients, self.ns_steps, self.eps
-            result += [orthogonalized(t, *how).to(update.dtype) for t, update in zip(ahead, given, strict=True)]
+            result += [_orthogonalized(t, *how).to(update.dtype) for t, update in zip(ahead, given, strict=True)]
         for update in result:
             foreach.multiply_([update], self._scale(*update.shape))
         return result
@@ -141,3 +141,25 @@ class Muon(UpdateRule):
         if self.adjust_lr_fn == "match_rms_adamw":
             return 0.2 * math.sqrt(max(rows, columns))
         return math.sqrt(max(1, rows / max(columns, 1)))
+
+
+def _orthogonalized(matrix: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+    """A matrix with the singular vectors of ``matrix`` and singular values near 1, in bfloat16, laid out alike."""
+    # The quintic iteration X <- a X + (b A + c A^2) X with A = X X^T, from X scaled to a norm of at most 1. With the
+    # coefficients of Muon singular values end between 0.5 and 1.5, which works as well for Muon as exactly 1.
+    a, b, c = coefficients
+    x = replicated(matrix).bfloat16()
+    if not x.numel():
+        return laid_out_as(x, matrix)
+    tall = x.size(0) > x.size(1)
+    if tall:
+        x = x.T
+    # scaling by a power of 2 is exact; after it, squares neither overflow nor underflow
+    exponent = torch.frexp(x.abs().amax().float()).exponent
+    x = torch.ldexp(x, -exponent)
+    smallest = torch.ldexp(torch.full_like(x.select(0, 0).select(0, 0), eps), -exponent)
+    x = x / torch.maximum(x.norm(), smallest)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return laid_out_as(x.T if tall else x, matrix)
