@@ -46,12 +46,12 @@ class BroadcastRow(Tensor):
     _layer: Any  # the `CapturedLayer` that it comes from
     _version_then: int  # another version means a change in place that the copies have missed
 
-    def samples(self, dim: int) -> tuple[Tensor, int, bool]:
-        """The copies as the input of a layer, their batch dimension, and whether the value has that dimension."""
+    def samples(self, dim: int) -> tuple[Tensor, bool]:
+        """The copies as the input of a layer with this batch dimension, and whether the value has that dimension."""
         with DisableTorchFunctionSubclass():
             if self.ndim > dim and self.shape[dim] == 1:
-                return self.aligned(self.ndim, dim), dim, True
-            return self._each.movedim(0, dim), dim, False
+                return self.aligned(self.ndim, dim), True
+            return self._each.movedim(0, dim), False
 
     def aligned(self, ndim: int, dim: int) -> Tensor:
         """The copies as a tensor with ``ndim`` dimensions, of which ``dim`` is the batch."""
