@@ -47,9 +47,8 @@ address_of_storage: Callable[[Tensor], int] = _storage_address
 """The address of the memory of a tensor, in half the time of ``tensor.untyped_storage()._cdata``."""
 
 
-def at_end_of_backward(call: Callable[[], None]) -> None:
-    """Let the backward that is running in this thread call a function at its end. FSDP2 does so too."""
-    torch.autograd.Variable._execution_engine.queue_callback(call)  # pyright: ignore
+at_end_of_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
+"""Let the backward that is running in this thread call a function at its end. FSDP2 does so too."""
 
 
 def is_backward_compiled() -> bool:
@@ -63,12 +62,6 @@ def checkpoint_around() -> object:
     top: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # pyright: ignore
     hooks = None if top is None else top(True)
     return hooks[0] if hooks is not None and "checkpoint" in hooks[0].__qualname__ else None
-
-
-def grad_dtype(param: Tensor) -> torch.dtype:
-    """The dtype of the gradient of a parameter: ``param.grad_dtype`` if torch has that and it is set, else its own."""
-    chosen = param.grad_dtype if hasattr(Tensor, "grad_dtype") else None  # torch 2.9 lacks it
-    return chosen or param.dtype
 
 
 def is_capturing() -> bool:

@@ -1,5 +1,9 @@
 """From forward to backward: what is captured and what is not, calls that end early, and the batch that layers see."""
 
+import gc
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from per_sample.harness import (
@@ -20,6 +24,10 @@ from per_sample.harness import (
 )
 from torch import nn
 
+import torchzero_clip
+
+PACKAGE = str(Path(torchzero_clip.__file__).parent)
+
 
 def every_kind():
     return nn.Sequential(
@@ -36,6 +44,27 @@ def test_forwards_have_the_output_of_the_model_with_and_without_gradients():
         assert torch.equal(model(x), expected)
     with torch.inference_mode():
         assert torch.equal(model(x), expected)
+
+
+def test_a_step_of_one_linear_layer_enters_few_functions_and_files():
+    clipper, x, calls = clip(model := nn.Linear(4, 3)), torch.randn(5, 4), []
+    for _ in range(4):
+        clipper.backward(losses_of(model(x)))
+
+    def record(frame, event, _):
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(PACKAGE) and not code.co_name.startswith("<"):
+            calls.append((code.co_filename, code.co_qualname))
+
+    gc.collect()  # what earlier tests have left
+    sys.setprofile(record)
+    try:
+        clipper.backward(losses_of(model(x)))
+    finally:
+        sys.setprofile(None)
+    assert len(calls) <= 98
+    assert len({*calls}) <= 80
+    assert len({file for file, _ in calls}) <= 18
 
 
 def test_gradients_of_gradients_are_refused():

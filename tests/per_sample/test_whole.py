@@ -130,9 +130,18 @@ def test_modules_whose_values_leave_torch_run_in_a_loop(name):
 def test_a_module_with_a_checkpoint_runs_in_a_loop():
     inside = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
     model = Net(
-        lambda m, x: checkpoint(m.inside, m.first(x), use_reentrant=False), first=nn.Linear(3, 3), inside=inside
+        lambda m, x: checkpoint(m.inside, m.first(x), use_reentrant=m.reentrant),
+        first=nn.Linear(3, 3),
+        inside=inside,
+        reentrant=False,
     )
     assert_matches_loop(model, torch.randn(5, 4, 3), modes=("auto",), whole=(Net,))
+    model.reentrant = True
+    with (
+        clip(model, whole=(Net,)),
+        pytest.raises(ValueError, match=r"^Net runs sample by sample.*use_reentrant=False$"),
+    ):
+        model(torch.randn(5, 4, 3).double())
 
 
 def centered(m, x):

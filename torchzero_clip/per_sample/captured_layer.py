@@ -52,28 +52,16 @@ class Rule(ABC):
 
 
 class Samples(NamedTuple):
-    """The input of a layer with a row for each sample, and its batch dimension.
+    """The input of a layer with rows of all samples.
 
     If the layer got one row for all samples, ``had_dim`` says whether that had the batch dimension.
     """
 
     tensor: Tensor
-    dim: int
+    where: Place | Tensor
+    """The place of the samples; or the sample of each entry of the first dimensions, `LOST` if it is not known yet."""
     had_dim: bool | None = None
-    rows: Tensor | int = 1
-    """How many neighboring entries of ``dim`` each sample has; or the sample of each entry of the first dimensions."""
-    lost: int = 0
-    """The number of first dimensions that have rows of samples which are not known yet."""
-
-    @property
-    def where(self) -> Place | Tensor:
-        """The place of the samples, or the sample of each entry of the first dimensions."""
-        return self.rows if isinstance(self.rows, Tensor) else Place(self.dim, self.rows)
-
-    @property
-    def depth(self) -> int:
-        """The number of dimensions that tell rows apart."""
-        return self.lost or (self.rows.ndim if isinstance(self.rows, Tensor) else 1)
+    lost: bool = False
 
 
 class CapturedLayer:
@@ -87,6 +75,7 @@ class CapturedLayer:
         self.params = params
         paths = [(name.rpartition("."), param) for name, param in params.items()]
         self._owners = [(module.get_submodule(path[0]), path[2], param) for path, param in paths]
+        self._refusal = None if type(rule).refusal is Rule.refusal else rule.refusal
         self.known: dict[Hashable, Any] = {}
         """What rules have learnt about the layer in earlier calls."""
         self.misuse: tuple[str, bool] | None = None
@@ -99,13 +88,14 @@ class CapturedLayer:
         # what runs under `torch.func`, with lent parameters or in a transformation, is the same as without a clipper
         held = [(owner._parameters.get(key), param) for owner, key, param in self._owners]
         lent = any(value is not param and not stands_for(value, param) for value, param in held)
-        if not torch.is_grad_enabled() or not engine.captures or lent or get_interpreter_stack():
+        plain = lent or not torch.is_grad_enabled() or get_interpreter_stack()
+        if plain or (rule := engine.enter(self)) is None:
             return type(module).forward(module, *args, **kwargs)
-        rule = engine.enter(self)
         now = module.__dict__.get("forward")
         if isinstance(now, CapturedLayer) and now is not self:  # this call of the model has attached the layer anew
             return now(*args, **kwargs)
-        if (reason := self.rule.refusal(module)) is not None:  # settings may have changed since the layer was captured
+        # settings may have changed since the layer was captured
+        if self._refusal is not None and (reason := self._refusal(module)) is not None:
             raise ValueError(f"{self} cannot be clipped per sample: {reason}")
         around, engine.running = engine.running, self
         try:
@@ -146,7 +136,7 @@ class CapturedLayer:
         return [(param, cast(Tensor, owner._parameters[key])) for owner, key, param in self._owners]
 
     def note(self, *decision: Hashable) -> None:
-        """Note where the samples are in this call."""
+        """Note where the samples are in this call. Each rule does, or calls `samples`, which does."""
         self.engine.mixing.note((self.name, *decision))
 
     def count_in(self, values: Iterable[Any]) -> int | None:
@@ -165,35 +155,36 @@ class CapturedLayer:
         forward = self.engine.forward
         count = forward.batch_size
         if isinstance(input, BroadcastRow) and is_row(input):
-            found = Samples(*input.samples(dim))
+            each, had_dim = input.samples(dim)
+            found = Samples(each, Place(dim), had_dim)
         elif forward.provenance is None:
-            found = Samples(input, dim)
+            found = Samples(input, Place(dim))
         else:
             labels = self.labels(input)
             if labels is None and input.shape[dim] == 1 != count:
-                found = Samples(input.expand(*input.shape[:dim], count, *input.shape[dim + 1 :]), dim, True)
+                found = Samples(input.expand(*input.shape[:dim], count, *input.shape[dim + 1 :]), Place(dim), True)
             elif isinstance(labels, Place) and labels.dim < leading:
-                found = Samples(input, labels.dim, rows=labels.run)
+                found = Samples(input, labels)
             else:
                 found = self._found(input, labels, leading, dim)
-        how = found.rows.ndim if isinstance(found.rows, Tensor) else found.rows > 1
-        self.engine.mixing.note((self.name, found.dim, found.had_dim, how, found.lost))
+        how = found.where.ndim if isinstance(found.where, Tensor) else (found.where.dim, found.where.run > 1)
+        self.engine.mixing.note((self.name, how, found.had_dim, found.lost))
         return found
 
     def _found(self, input: Tensor, labels: Place | Labels, leading: int, dim: int) -> Samples:
         count: int = self.engine.forward.batch_size
         alike = labels is None and is_same(input, dim, count, of_batch=leading > 1 or input.ndim > 2)
         if alike or (labels is not LOST and count == 1 == input.shape[dim]):  # the row of the only sample
-            return Samples(input, dim)
+            return Samples(input, Place(dim))
         if isinstance(labels, Tensor):
             depth = max(depth_of(labels), 1)
             if depth <= leading and bool((labels >= 0).all()):
                 rows = labels.reshape(labels.shape[:depth]).expand(input.shape[:depth])
-                return Samples(input, 0, rows=rows.reshape(rows.shape))
+                return Samples(input, rows.reshape(rows.shape))
         self.refuse_made_of_params(input)
         if not self.engine.probe.possible:
             raise self.unknown_rows()
-        return Samples(input, 0, lost=leading)
+        return Samples(input, torch.full((1,) * leading, LOST, device="cpu").expand(input.shape[:leading]), lost=True)
 
     def rows_along(self, input: Tensor, dim: int) -> Tensor | None:
         """The sample of each entry along a dimension; None if these are the samples in order."""
@@ -281,11 +272,10 @@ class CapturedLayer:
         ``weight`` returns its contribution, from the input and the gradient of the output; ``bias`` its gradients for
         each sample. Both get tensors with the samples first, in one dtype, which is float32 or wider.
         """
-        dim, depth = samples.dim, samples.depth
+        where = samples.where  # the graph holds this function, which must not hold the input
 
-        # the graph holds this function, which must not hold the input
         def contribute(*tensors: Tensor) -> list[Contribution]:
-            grad, *inputs = (x.movedim(dim, 0) if depth == 1 else x.flatten(0, depth - 1) for x in wide(*tensors))
+            grad, *inputs = rows_first(where, *wide(*tensors))
             found = [weight(x, grad) for x in inputs]
             return [*found, Dense(self.params["bias"], bias(grad))] if "bias" in self.params else found
 
@@ -304,24 +294,26 @@ class CapturedLayer:
         """
         before = output if output.requires_grad else None
         where: Place | Tensor | None = None
-        engine = self.engine
+        engine, in_order = self.engine, samples is not None and samples.where == Place(0)
         if samples is not None and samples.lost:
-            contribute = LostRows(self, contribute, samples.lost, shared=self.labels(samples.tensor) is None)
+            contribute = LostRows(self, contribute, samples.where, shared=self.labels(samples.tensor) is None)
         # the number of samples may be known only from the losses
-        elif samples is not None and engine.forward.batch_size is None and engine.probe.possible and not samples.dim:
-            contribute = LostRows(self, contribute, 1, rows=len(output))
+        elif samples is not None and in_order and engine.forward.batch_size is None and engine.probe.possible:
+            contribute = LostRows(self, contribute, samples.where, rows=len(output))
         elif samples is not None:
             where = samples.where
-            if isinstance(samples.rows, Tensor) or samples.rows > 1:
-                contribute = _regrouping(contribute, samples.rows, self.engine.forward.batch_size)
+            rows = where if isinstance(where, Tensor) else where.run
+            if isinstance(rows, Tensor) or rows > 1:
+                contribute = _regrouping(contribute, rows, self.engine.forward.batch_size)
         lasting = self.lasting(inputs) if engine.processes.sharded else inputs
         watched: Any = _Watched.apply(engine.anchor, before, [output.detach()], lasting, self, contribute, where)
         if samples is not None:
             self.mark(watched, LOST if where is None else where)
-        if samples is None or samples.had_dim is None:
+        if samples is None or samples.had_dim is None or isinstance(samples.where, Tensor):
             return watched
-        each = watched.movedim(samples.dim, 0)
-        return row_of(self, each.unsqueeze(samples.dim + 1) if samples.had_dim else each)
+        dim = samples.where.dim
+        each = watched.movedim(dim, 0)
+        return row_of(self, each.unsqueeze(dim + 1) if samples.had_dim else each)
 
     def lasting(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """Inputs to keep until the end of the step: copies of those in a parameter that `fully_shard` frees before."""
@@ -353,6 +345,13 @@ class CapturedLayer:
             f"{self} returned one row for all samples, and {name} cannot tell samples apart: give each sample its own "
             f"row, with x.expand(batch_size, ...){self.way_out}"
         )
+
+
+def rows_first(where: Place | Tensor, *tensors: Tensor) -> list[Tensor]:
+    """Tensors with the rows of samples in the first dimension."""
+    if isinstance(where, Place):
+        return [x.movedim(where.dim, 0) for x in tensors]
+    return [x.flatten(0, where.ndim - 1) for x in tensors]
 
 
 def _class_forward(module: nn.Module) -> Callable[..., Any]:

@@ -21,7 +21,6 @@ from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule, traina
 from torchzero_clip.per_sample.gradients.autograd_graph import leaves_of
 from torchzero_clip.per_sample.gradients.captured_gradients import CapturedGradients, Forward, GivenRows
 from torchzero_clip.per_sample.gradients.contributions import Contribution, Dense, Memory
-from torchzero_clip.per_sample.gradients.squared_norms import without_autocast
 from torchzero_clip.per_sample.mixing import MixingCheck, Verify
 from torchzero_clip.per_sample.processes.processes import Processes
 from torchzero_clip.per_sample.processes.sharding import group_of_shards, reshard
@@ -111,13 +110,6 @@ class Engine:
     def waiting(self) -> dict[int, list[Contribution]]:
         """What waits to be clipped after a backward, by the id of the parameter."""
         return self.captured.of if self.phase is Phase.IDLE else {}
-
-    @property
-    def captures(self) -> bool:
-        """True if layers that run now are captured: in a backward, where checkpoints repeat them, if they were."""
-        if self.inside or self.pauses or not self.attached:
-            return False
-        return self.forward.captured if current_graph_task_id() != -1 else self.enabled
 
     def norm_dtype(self) -> torch.dtype:
         """Float32, or float64 if a parameter is."""
@@ -224,13 +216,16 @@ class Engine:
         if following is not None:
             following.__enter__()
 
-    def enter(self, layer: CapturedLayer) -> Rule:
-        """Note that a layer runs. Return its rule, or the rule for empty batches."""
-        if self.phase is not Phase.FORWARD and current_graph_task_id() == -1:
+    def enter(self, layer: CapturedLayer) -> Rule | None:
+        """Note that a layer runs. Return its rule, or the rule for empty batches; None if it is not captured."""
+        in_backward = current_graph_task_id() != -1  # a checkpoint repeats the layer, which is captured if it was
+        captured = self.forward.captured if in_backward else self.enabled
+        if not captured or self.inside or self.pauses or not self.attached:
+            return None
+        if self.phase is not Phase.FORWARD and not in_backward:
             # layers that the user calls outside of the model's forward share one forward, as parts of one batch
             self.begin(self.forward if self.forward.direct else Forward())
         self._calls[id(layer)] += 1
-        self.mixing.note(layer.name)
         return EMPTY if self.forward.batch_size == 0 and not layer.rule.runs_empty else layer.rule
 
     def begin(self, forward: Forward) -> None:
@@ -313,8 +308,7 @@ class Engine:
         if self.captured.of:
             expected = self.forward.batch_size if count is None else count
             self.captured.check_counts(expected, batch_first=self.batch_first)
-        with without_autocast(next(iter(self.attachment.params.values()), self.anchor)):  # it would round the norms
-            return self.captured.gathered()
+        return self.captured.gathered()
 
     def gradients_of(self, losses: Tensor, chosen: Tensor) -> dict[int, Tensor]:
         """The squared norms that the losses of chosen samples alone give to all samples, by the id of the parameter."""

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import override
 
-from torchzero_clip.compat import grad_dtype, never_compiled
+from torchzero_clip.compat import never_compiled
 
 
 class Hook:
@@ -35,7 +35,8 @@ def accumulate(values: Sequence[tuple[Any, Tensor]]) -> None:
     """
     changed: list[tuple[Any, Tensor]] = []
     for param, value in values:
-        value = value.to(param.device, grad_dtype(param)).detach()
+        dtype = getattr(param, "grad_dtype", None) or param.dtype  # torch 2.9 has no grad_dtype
+        value = value.to(param.device, dtype).detach()
         # ours would raise, because they take any gradient for one from outside of the layers
         hooks = [hook for hook in (param._backward_hooks or {}).values() if not isinstance(hook, Hook)]
         for hook in hooks:

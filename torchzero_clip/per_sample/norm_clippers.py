@@ -60,6 +60,8 @@ class NormClipper(ABC):
 class _FlatClipper(NormClipper):
     """A limit for the gradient of each sample over all parameters."""
 
+    is_per_layer = False  # pyright: ignore  a constant, as subclasses of users have
+
     def __init__(self, flat_value: float) -> None:
         non_negative("flat_value", flat_value)
         self.flat_value = float(flat_value)
@@ -85,11 +87,6 @@ class _FlatClipper(NormClipper):
                 "ConstantPerLayerClipper takes one per parameter tensor"
             )
         return repeat(self._factors(norms[0]))
-
-    @property
-    @override
-    def is_per_layer(self) -> bool:
-        return False
 
     @property
     @override
@@ -127,7 +124,7 @@ class ConstantFlatClipper(_FlatClipper, Explained):  # in this order, inspect fi
 
     @override
     def _factors(self, norms: Tensor) -> Tensor:
-        return _factors(self.flat_value, norms)
+        return (self.flat_value / (norms + STABILITY)).clamp(max=1.0)
 
     @override
     def __repr__(self) -> str:
@@ -162,6 +159,8 @@ class ConstantPerLayerClipper(Explained, NormClipper):
     models](https://arxiv.org/abs/1710.06963), 2018.
     """
 
+    is_per_layer = True  # pyright: ignore  a constant, as subclasses of users have
+
     def __init__(self, flat_values: Sequence[float]) -> None:
         instance("flat_values", flat_values, Sequence, "write a list, such as [1.0]")
         if not flat_values:
@@ -195,12 +194,7 @@ class ConstantPerLayerClipper(Explained, NormClipper):
         if len(values) == 1 and len(norms):
             self._repeated = len(norms)
             values = values * self._repeated
-        return [_factors(value, norm) for value, norm in zip(values, norms, strict=True)]
-
-    @property
-    @override
-    def is_per_layer(self) -> bool:
-        return True
+        return [(value / (norm + STABILITY)).clamp(max=1.0) for value, norm in zip(values, norms, strict=True)]
 
     @property
     @override
@@ -255,10 +249,6 @@ class AutomaticClipper(_FlatClipper):
     @override
     def __repr__(self) -> str:
         return f"AutomaticClipper({self.flat_value}, stability={self.stability})"
-
-
-def _factors(limit: float, norm: Tensor) -> Tensor:
-    return (limit / (norm + STABILITY)).clamp(max=1.0)
 
 
 def checked_norm_clipper(value: object) -> NormClipper:

@@ -13,6 +13,7 @@ from torchzero_clip.compat import warn_user
 from torchzero_clip.per_sample.gradients.contributions import Contribution, Dense, Memory, Tied
 from torchzero_clip.per_sample.gradients.products import Products
 from torchzero_clip.per_sample.gradients.rows import RowProducts, SparseRows
+from torchzero_clip.per_sample.gradients.squared_norms import without_autocast
 from torchzero_clip.per_sample.samples.arguments import counts_up
 from torchzero_clip.per_sample.samples.provenance import Provenance
 
@@ -144,7 +145,8 @@ class CapturedGradients:
         """The contribution to each parameter, by its id, and the squared norms."""
         for key, found in self.of.items():
             if key not in self._squares:
-                part, self._squares[key] = merged(found).measured(self.reserve)
+                with without_autocast(found[0].param):  # it would round the norms
+                    part, self._squares[key] = merged(found).measured(self.reserve)
                 found[:] = [part]
         return {key: (found[0], self._squares[key]) for key, found in self.of.items()}
 

@@ -26,6 +26,7 @@ class BareRule(Rule):
         if count is None:
             with without_own_modes():
                 return GENERIC.run(layer, *args, **kwargs)
+        layer.note()
         with _Rows(layer, count):
             return type(layer.module).forward(layer.module, *args, **kwargs)
 

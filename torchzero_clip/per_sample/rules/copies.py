@@ -11,6 +11,7 @@ from typing_extensions import override
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule, Samples
 from torchzero_clip.per_sample.gradients.contributions import Dense
 from torchzero_clip.per_sample.gradients.squared_norms import wide
+from torchzero_clip.per_sample.samples.labels import Place
 
 
 def copy_of(layer: CapturedLayer, param: nn.Parameter, value: Tensor, count: int) -> Tensor:
@@ -20,7 +21,7 @@ def copy_of(layer: CapturedLayer, param: nn.Parameter, value: Tensor, count: int
         return [Dense(param, *wide(grad))]
 
     copies = value.detach().expand(count, *value.shape)
-    return layer.watch(copies, [], contribute, Samples(copies, 0))
+    return layer.watch(copies, [], contribute, Samples(copies, Place(0)))
 
 
 class Bare(nn.Module):

@@ -7,11 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
-from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule, Samples
+from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule, Samples, rows_first
 from torchzero_clip.per_sample.gradients.contributions import Contribution
 from torchzero_clip.per_sample.gradients.rows import SparseRows
 from torchzero_clip.per_sample.gradients.squared_norms import wide
 from torchzero_clip.per_sample.samples.arguments import counts_up
+from torchzero_clip.per_sample.samples.labels import Place
 
 
 class EmbeddingRule(Rule):
@@ -32,10 +33,10 @@ class EmbeddingRule(Rule):
     def run(self, layer: CapturedLayer, input: Tensor) -> Tensor:
         module: Any = layer.module
         found = _positions(layer, input) or layer.samples(input, input.ndim)
-        dim, padding, depth = found.dim, module.padding_idx, found.depth
+        where, padding = found.where, module.padding_idx
 
         def contribute(grad: Tensor, source: Tensor) -> list[Contribution]:
-            index, grad = (x.movedim(dim, 0) if depth == 1 else x.flatten(0, depth - 1) for x in (source, grad))
+            index, grad = rows_first(where, source, grad)
             samples = torch.arange(len(index), device=index.device).repeat_interleave(index[:1].numel())
             return [_rows(layer, len(index), samples, index.reshape(-1), grad.reshape(-1, grad.shape[-1]), padding)]
 
@@ -90,16 +91,17 @@ class EmbeddingBagRule(EmbeddingRule):
 
 def _owners(layer: CapturedLayer, input: Tensor, offsets: Tensor, bags: Tensor) -> Samples:
     """The sample of each bag."""
+    layer.note()
     count, labels = layer.engine.forward.batch_size, layer.labels(input)
     if labels is None or count == 1 or layer.engine.forward.is_argument(offsets):
         layer.check_rows(offsets, 0)
-        return Samples(input, 0)
+        return Samples(input, Place(0))
     along = layer.rows_along(input, 0)
     of_index = torch.arange(count, device=bags.device) if along is None else along
     rows = bags.new_full((len(offsets),), -1).index_copy(0, bags, of_index)
     if not torch.equal(rows[bags], of_index) or bool((rows < 0).any()):
         raise layer.unknown_rows()
-    return Samples(input, 0, rows=1 if torch.equal(rows, torch.arange(count).to(rows)) else rows)
+    return Samples(input, Place(0) if torch.equal(rows, torch.arange(count).to(rows)) else rows)
 
 
 def _positions(layer: CapturedLayer, input: Tensor) -> Samples | None:
@@ -119,7 +121,7 @@ def _positions(layer: CapturedLayer, input: Tensor) -> Samples | None:
     if not shared:
         return None
     layer.note("positions", dim)
-    return Samples(input.expand(count, *input.shape).movedim(0, dim), dim, had_dim=False)
+    return Samples(input.expand(count, *input.shape).movedim(0, dim), Place(dim), had_dim=False)
 
 
 def _relative(index: Tensor) -> bool:

@@ -13,6 +13,7 @@ from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
 from torchzero_clip.per_sample.gradients.contributions import Contribution
 from torchzero_clip.per_sample.gradients.rows import RowProducts, SparseRows
 from torchzero_clip.per_sample.gradients.squared_norms import wide
+from torchzero_clip.per_sample.samples.labels import Place
 
 SETTINGS = ("num_experts", "has_gate", "has_bias", "is_transposed", "has_post_expert_norm", "_apply_gate")
 STACKS = ("gate_up_proj", "up_proj", "down_proj")
@@ -41,11 +42,11 @@ class ExpertsRule(Rule):
         module: Any = layer.module
         tokens, chosen, shares = inspect.signature(type(module).forward).bind(module, *args, **kwargs).args[1:]
         forward, found = layer.engine.forward, layer.samples(tokens, 1)
-        count, top, sample = forward.batch_size, chosen.shape[-1], found.rows
+        count, top, sample = forward.batch_size, chosen.shape[-1], found.where
         if (forward.provenance is None and count != 0) or found.had_dim is not None or found.lost:
             raise layer.unknown_rows()
-        if isinstance(sample, int):
-            sample = torch.arange(len(tokens), device=tokens.device) // sample
+        if isinstance(sample, Place):
+            sample = torch.arange(len(tokens), device=tokens.device) // sample.run
         cells = chosen.reshape(-1) * count + sample.to(tokens.device).repeat_interleave(top)
         order = torch.argsort(cells)
         lengths = torch.bincount(cells // max(count, 1), minlength=module.num_experts).tolist()

@@ -1,7 +1,7 @@
 """The rule for any module: vmap runs it with a view of the parameters for each sample, which takes no memory."""
 
 import warnings
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,6 +24,7 @@ from torchzero_clip.compat import (
     warn_user,
 )
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
+from torchzero_clip.per_sample.gradients.autograd_graph import nodes_of
 from torchzero_clip.per_sample.processes.sharding import memory_of
 from torchzero_clip.per_sample.rules.copies import EMPTY, Bare, copy_of
 from torchzero_clip.per_sample.rules.state import State
@@ -87,6 +88,7 @@ class GenericRule(Rule):
             tensors = _mapped(layer, state, one, copies, list(inputs.values()), count)
             changed = versions != [leaf._version for leaf in given]  # so that it cannot run again
             if not is_known and not changed and decision not in known:
+                _refuse_reentrant(layer, tensors, inputs.values())
                 _compare(layer, state, one.output(tensors), args, kwargs)
                 known.add(decision)
             state.join()
@@ -284,6 +286,15 @@ def run_detached(layer: CapturedLayer, args: tuple[Any, ...], kwargs: dict[str, 
         return functional_call(Bare(layer.module), params, args, kwargs)
     finally:
         layer.engine.inside = False
+
+
+def _refuse_reentrant(layer: CapturedLayer, outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> None:
+    """Raise if the module has a reentrant checkpoint, which runs again with the parameters, not their copies."""
+    if any(node.name() == "CheckpointFunctionBackward" for node in {*nodes_of(outputs)}.difference(nodes_of(inputs))):
+        raise ValueError(
+            f"{layer} runs sample by sample, with a checkpoint in it that repeats its function outside of that: use "
+            "use_reentrant=False"
+        )
 
 
 def _compare(layer: CapturedLayer, state: State, output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule, Sample
 from torchzero_clip.per_sample.gradients.contributions import Contribution, Dense
 from torchzero_clip.per_sample.gradients.squared_norms import wide
 from torchzero_clip.per_sample.rules.generic import run_detached
+from torchzero_clip.per_sample.samples.labels import Place
 
 PerSampleGradients: TypeAlias = Callable[..., Mapping[str, Tensor]]
 
@@ -39,10 +40,11 @@ class RegisteredRule(Rule):
         for i in where:
             if leaves[i].ndim > layer.engine.batch_dim:
                 layer.check_rows(leaves[i], layer.engine.batch_dim)
+        layer.note()
         output = run_detached(layer, args, kwargs)
         if not isinstance(output, Tensor):
             raise TypeError(f"{layer} has a registered rule and must return one tensor, got {type(output).__name__}")
-        samples = Samples(output, min(layer.engine.batch_dim, output.ndim - 1))
+        samples = Samples(output, Place(min(layer.engine.batch_dim, output.ndim - 1)))
         return layer.watch(output, [leaves[i] for i in where], contribute, samples)
 
 

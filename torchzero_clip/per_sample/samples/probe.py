@@ -32,11 +32,11 @@ REENTRANT = "a checkpoint with use_reentrant=True hides them"
 
 
 class Call:
-    """The gradient of a call with rows in ``depth`` dimensions in the first backward, and its ratios in others."""
+    """The gradient of a call in the first backward, and its ratios in others. ``where`` tells what its rows are."""
 
-    def __init__(self, layer: Any, depth: int) -> None:
+    def __init__(self, layer: Any, where: Place | Tensor) -> None:
         self.layer = layer
-        self._depth = depth
+        self._depth = where.ndim if isinstance(where, Tensor) else where.dim + 1
         self.clear()
 
     def clear(self) -> None:
@@ -79,12 +79,12 @@ class LostRows(Call):
         self,
         layer: Any,
         contribute: Callable[..., Iterable[Contribution]],
-        depth: int,
+        where: Place | Tensor,
         *,
         rows: int | None = None,
         shared: bool = False,
     ) -> None:
-        super().__init__(layer, depth)
+        super().__init__(layer, where)
         self.seen: int | None = layer.engine.forward.batch_size
         """The number of samples in the forward; None if it is not known."""
         self.rows = rows
@@ -144,7 +144,7 @@ class KnownRows(Call):
     """A call with labels: ``where`` is the place of the samples, or the sample of each row."""
 
     def __init__(self, layer: Any, where: Place | Tensor, grad: Tensor) -> None:
-        super().__init__(layer, where.ndim if isinstance(where, Tensor) else where.dim + 1)
+        super().__init__(layer, where)
         self._where = where if isinstance(where, Tensor) else torch.arange(grad.shape[where.dim]) // where.run
         self.grad = grad
 

@@ -28,28 +28,27 @@ from torchzero_clip.per_sample.samples.labels import (
 from torchzero_clip.per_sample.samples.memory import Layout, Owners, Runs, end_of, owned, seen, written
 from torchzero_clip.per_sample.samples.operations import KEPT, Part, unmoved
 
+# `StorageWeakRef` of torch takes twice as long
+weak_reference: Any = torch.UntypedStorage._weak_ref  # pyright: ignore
+
 
 class _Memory:
     """The owners of the entries of a memory from ``first`` to ``end``.
 
-    ``found`` is LOST, or the owners, or a function that finds them when they are needed, because this takes time. While
-    the object exists, no other memory gets this address.
+    ``found`` is LOST, or the owners, or a function that finds them when they are needed, because this takes time.
     """
 
-    __slots__ = "end", "first", "found", "held", "labels", "size", "step", "version", "whole"
+    __slots__ = "end", "first", "found", "labels", "size", "step", "version", "whole"
 
     def __init__(self, tensor: Tensor, found: "Owners | Callable[[], Owners | None]", first: int, end: int) -> None:
-        storage: Any = tensor.untyped_storage()
-        self.held = storage._weak_ref()  # keeps the address; `StorageWeakRef` of torch takes twice as long
         self.found, self.first, self.end = found, first, end
         self.size = size = tensor.element_size()
         self.version = version_of(tensor)  # it changes with every change in place
-        self.whole = first == 0 and end * size == storage.nbytes()  # these are all entries of the memory
+        self.whole = (
+            first == 0 and end * size == tensor.untyped_storage().nbytes()
+        )  # these are all entries of the memory
         self.step = found if isinstance(found, int) and self.whole else 0  # of contiguous tensors of all entries
         self.labels: dict[tuple[int, Layout], Labels] = {}  # of irregular tensors in it, once asked
-
-    def __del__(self, release: Callable[[int], None] = torch.UntypedStorage._free_weak_ref) -> None:  # pyright: ignore
-        release(self.held)
 
     @property
     def owners(self) -> Owners | None:
@@ -70,6 +69,7 @@ class Provenance:
         self.count = count
         self.given = given
         self._memories: dict[int, _Memory] = {}
+        self._held: list[Any] = []  # what keeps their addresses, so that no other memory gets one of them
         self._asked: dict[tuple[int, tuple[int, ...]], Labels] = {}  # what layers got in the forward, by shape
         noted: list[tuple[Tensor, Known]] = []
         for x in arguments:
@@ -90,12 +90,17 @@ class Provenance:
             ):
                 self.note(x, LOST)  # as in sliding windows
 
+    def __del__(self, release: Callable[[int], None] = torch.UntypedStorage._free_weak_ref) -> None:  # pyright: ignore
+        for held in self._held:
+            release(held)
+
     def note(self, tensor: Tensor, labels: Labels) -> None:
         """Store the labels of a new tensor, and so those of its memory."""
         key = memory_of(tensor)
         if key in self._memories:
             self.note_change(tensor, labels)
         elif key and labels is not None:
+            self._held.append(weak_reference(tensor.untyped_storage()))
             first: Any = tensor.storage_offset()
             if type(labels) is int and tensor.is_contiguous():
                 self._memories[key] = _Memory(tensor, labels, first, first + tensor.numel())
@@ -128,6 +133,8 @@ class Provenance:
         if not key or (labels is None and key not in self._memories):
             return
         before = self._memories.get(key)
+        if before is None:
+            self._held.append(weak_reference(tensor.untyped_storage()))
         base = tensor if tensor._base is None or tensor._base.is_nested else tensor._base
         first: Any = min(tensor.storage_offset(), base.storage_offset())
         first = first if before is None else min(first, before.first)
