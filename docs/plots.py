@@ -1,5 +1,6 @@
 """Draws the pictures of the documentation: ``python docs/plots.py``."""
 
+import argparse
 import json
 import runpy
 from collections.abc import Sequence
@@ -124,14 +125,14 @@ def draw_per_sample(name: str) -> None:
     figure.savefig(IMAGES / name, dpi=110)
 
 
-def draw_muon_clip(name: str) -> None:
+def draw_muon_clip(name: str, steps: int) -> None:
     """The largest logits of the runs of `examples/muon_clip.py`."""
     path = Path(__file__).parents[1] / "examples" / "muon_clip.py"
     names = runpy.run_path(str(path))
     figure = Figure(figsize=(6, 3.2), layout="constrained")
     axes = figure.subplots()
     for tau, label in ((None, "Muon and AdamW"), (10.0, "with QKClip(10)")):
-        logits, _ = names["train"](tau, 300)
+        logits, _ = names["train"](tau, steps)
         axes.plot(logits, label=label)
     axes.axhline(10, **GREY)
     axes.set_yscale("log")
@@ -142,7 +143,11 @@ def draw_muon_clip(name: str) -> None:
 
 
 def main() -> None:
-    draw_muon_clip("muon_clip.png")
+    parser = argparse.ArgumentParser(description="Draw the pictures of the pages.")
+    parser.add_argument(
+        "--steps", type=int, default=300, help="of the run in muon_clip.png"
+    )
+    draw_muon_clip("muon_clip.png", parser.parse_args().steps)
     draw_per_sample("per_sample.png")
     draw_curve("clip_norm.png", ClipNorm(1), torch.linspace(0, 3, 61), "norm")
     draw_curve("clip_value.png", ClipValue(1), torch.linspace(-3, 3, 121), "element")
