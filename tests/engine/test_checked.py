@@ -431,6 +431,23 @@ def test_a_metric_that_is_state_does_not_change_in_later_steps(fast):
     assert (first["own/count"].item(), optimizer.metrics()["own/count"].item()) == (1.0, 2.0)
 
 
+@pytest.mark.parametrize("fast", [True, False])
+def test_what_was_read_of_state_stays_as_it_was_when_the_state_is_replaced(fast):
+    def previous(measured, updates, step):
+        state, count = step.global_state, len(measured.vector)
+        previous = state["norms"][0]
+        step.metrics["previous"] = previous
+        step.global_state |= {"norms": measured.vector.float(), "first": previous}
+        return previous.expand(count)
+
+    params = [torch.nn.Parameter(torch.zeros(()))]
+    state = of_chain(norms=torch.ones(1), first=zero)
+    optimizer = Modular(params, scaling(previous, init_global_state=state)(), SGD(1.0), fast=fast)
+    train(optimizer, params, [[torch.tensor(3.0)], [torch.tensor(2.0)]])
+    found = [optimizer.metrics()["own/previous"], optimizer.param_groups[0]["own/first"], *params]
+    assert [x.item() for x in found] == [3.0, 3.0, -9.0]
+
+
 def test_settings_of_groups_are_refused_by_the_name_of_the_transform():
     params = parameters(shapes=SHAPES)
     optimizer = Modular(params, ClipNorm(1.0), ClipNorm(2.0, name="second"), SGD(0.1))
