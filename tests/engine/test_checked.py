@@ -543,3 +543,12 @@ def test_factors_of_half_precision_count_as_wider_ones(fast):
     half = scaling(lambda measured, *_: (1 / measured.vector).bfloat16())
     train(Modular(params, half(), SGD(1.0), fast=fast), params, [[torch.tensor([0.0, 4.0])]])
     assert params[0].tolist() == [0.0, -1.0]
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_an_update_may_be_an_expanded_number(fast):
+    params = parameters(shapes=SHAPES)
+    mean = joint(lambda updates, step: [update.mean().expand_as(update) for update in updates])
+    optimizer = Modular(params, mean(), ClipNorm(1.0), fast=fast)
+    train(optimizer, params, [[torch.zeros(2), torch.tensor([[4.0, 0.0], [4.0, 0.0]])]])
+    assert optimizer.metrics()["clip_norm/factor"].item() == 0.625

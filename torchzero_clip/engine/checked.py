@@ -43,7 +43,8 @@ def applied(node: Node, updates: list[Tensor], step: Step) -> list[Tensor]:
         check()
         _check_views(node, step, result)
     check_state(node, step)
-    return list(result)
+    # a later transform may write to what an author returns, and torch writes to no expanded tensor
+    return list(result) if node.is_ours else [new.contiguous() if 0 in new.stride() else new for new in result]
 
 
 def _method(transform: Transform) -> str:
