@@ -431,6 +431,23 @@ def test_a_metric_that_is_state_does_not_change_in_later_steps(fast):
     assert (first["own/count"].item(), optimizer.metrics()["own/count"].item()) == (1.0, 2.0)
 
 
+@pytest.mark.parametrize("fast", [True, False])
+def test_what_was_read_of_state_stays_as_it_was_when_the_state_is_replaced(fast):
+    def previous(measured, updates, step):
+        state, count = step.global_state, len(measured.vector)
+        previous = state["norms"][0]
+        step.metrics["previous"] = previous
+        step.global_state |= {"norms": measured.vector.float(), "first": previous}
+        return previous.expand(count)
+
+    params = [torch.nn.Parameter(torch.zeros(()))]
+    state = of_chain(norms=torch.ones(1), first=zero)
+    optimizer = Modular(params, scaling(previous, init_global_state=state)(), SGD(1.0), fast=fast)
+    train(optimizer, params, [[torch.tensor(3.0)], [torch.tensor(2.0)]])
+    found = [optimizer.metrics()["own/previous"], optimizer.param_groups[0]["own/first"], *params]
+    assert [x.item() for x in found] == [3.0, 3.0, -9.0]
+
+
 def test_settings_of_groups_are_refused_by_the_name_of_the_transform():
     params = parameters(shapes=SHAPES)
     optimizer = Modular(params, ClipNorm(1.0), ClipNorm(2.0, name="second"), SGD(0.1))
@@ -526,3 +543,12 @@ def test_factors_of_half_precision_count_as_wider_ones(fast):
     half = scaling(lambda measured, *_: (1 / measured.vector).bfloat16())
     train(Modular(params, half(), SGD(1.0), fast=fast), params, [[torch.tensor([0.0, 4.0])]])
     assert params[0].tolist() == [0.0, -1.0]
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_an_update_may_be_an_expanded_number(fast):
+    params = parameters(shapes=SHAPES)
+    mean = joint(lambda updates, step: [update.mean().expand_as(update) for update in updates])
+    optimizer = Modular(params, mean(), ClipNorm(1.0), fast=fast)
+    train(optimizer, params, [[torch.zeros(2), torch.tensor([[4.0, 0.0], [4.0, 0.0]])]])
+    assert optimizer.metrics()["clip_norm/factor"].item() == 0.625

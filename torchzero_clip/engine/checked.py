@@ -14,6 +14,7 @@ from torchzero_clip.core.kinds import FinalRule, Gate, Scaling, UpdateRule
 from torchzero_clip.core.nodes import Node
 from torchzero_clip.core.step import Step
 from torchzero_clip.core.transform import Transform, overridden_last, storable
+from torchzero_clip.functional.foreach import is_one_number
 from torchzero_clip.functional.measure import Measured
 from torchzero_clip.hints import explanation
 from torchzero_clip.types import State
@@ -42,7 +43,8 @@ def applied(node: Node, updates: list[Tensor], step: Step) -> list[Tensor]:
         check()
         _check_views(node, step, result)
     check_state(node, step)
-    return list(result)
+    # a later transform may write to what an author returns, and torch writes to no expanded tensor
+    return list(result) if node.is_ours else [new.contiguous() if 0 in new.stride() else new for new in result]
 
 
 def _method(transform: Transform) -> str:
@@ -65,9 +67,12 @@ def factors_of(node: Node, measured: Measured, updates: list[Tensor], step: Step
             "for each slice: return measured.by_setting(step.settings, rule), measured.by_norm(rule), or "
             "measured.joined(factors) of a list like measured.norms"
         )
-    if not node.is_ours:
-        check_state(node, step)
-    return factors if factors.dtype.itemsize >= 4 else factors.double()
+    if node.is_ours:
+        return factors
+    check_state(node, step)
+    # a copy, because factors may be a view of state, which is written next; one number for all slices stays one
+    own = factors.narrow(0, 0, 1) if count and is_one_number(factors) else factors
+    return own.to(factors.dtype if factors.dtype.itemsize >= 4 else torch.float64, copy=True).expand(count)
 
 
 def slice_dims(scaling: Scaling, tensor: Tensor) -> tuple[int, ...]:
@@ -137,7 +142,7 @@ def check_state(node: Node, step: Step) -> None:
                 f"{node.transform!r} has {_described(value)} as metric {key!r}: a metric is a 0-d tensor, such as "
                 "norms.mean()"
             )
-        if id(value) in set(map(id, step.global_state.values())):  # later steps change it
+        if not node.is_ours:  # it may be state, which is written next, and in later steps
             step.metrics[key] = value.clone()
     wrong = _put_right("init_global_state", step.global_state, step.given) if step.global_state else []
     touched = step.stored.touched or []

@@ -48,8 +48,7 @@ def store_state(node: Node, step: Step, chain_state: MutableMapping[str, Any], c
         old = step.given.get(key)
         if isinstance(old, Tensor) and isinstance(value, Tensor) and old.shape == value.shape:
             kept.append(old)
-            # two tensors may have changed places
-            new.append(value.clone() if any(value is own for own in step.given.values()) else value)
+            new.append(value.clone())  # it may be a view of another state: two may have changed places
         else:
             chain_state[f"{node.path}/{key}"] = value
     if kept:
