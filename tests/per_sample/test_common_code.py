@@ -233,6 +233,12 @@ MODELS = {
         {"table": nn.Embedding(8, W)},
     ),
     "upsampled": (lambda m, x: m.last(F.interpolate(m.first(x), scale_factor=2)[..., ::2, ::2]), images, {}),
+    "a frozen batch norm": (
+        lambda m, x: m.last(m.norm(m.first(x).mT).mT),
+        sequences,
+        {"norm": nn.BatchNorm1d(W).requires_grad_(False).eval()},
+    ),
+    "functions of elements": (lambda m, x: m.last(F.softshrink(m.first(x).atan()).sinh()), sequences, {}),
     "cosine": (
         lambda m, x: m.last(F.cosine_similarity(m.first(x)[:, :, None], x[:, None], dim=-1)),
         sequences,

@@ -62,6 +62,7 @@ COPIES = {
     "clone": lambda rng, x: x.clone(),
     "contiguous": lambda rng, x: x.contiguous(),
     "relu": lambda rng, x: x.clamp(min=-1),
+    "the larger": lambda rng, x: torch.fmax(x, x),
     "index": lambda rng, x: x[some(rng, x.shape[0])],
     "index behind": lambda rng, x: x[:, some(rng, x.shape[1])],
     "two indices": lambda rng, x: x[some(rng, 3, x.shape[0]), some(rng, 3, x.shape[1])],

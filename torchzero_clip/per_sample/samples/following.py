@@ -31,6 +31,7 @@ from torchzero_clip.per_sample.samples.operations import (
     ELEMENTS,
     JOINED,
     NEW,
+    POINTWISE,
     Part,
     beside,
     dims_of,
@@ -300,7 +301,7 @@ class _Inside(TorchDispatchMode):
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = _key(func._schema.name.partition("::")[2])
+        name = POINTWISE if torch.Tag.pointwise in func.tags else _key(func._schema.name.partition("::")[2])
         return self._following.call(func, name, args, kwargs or {}, inside=True)
 
 

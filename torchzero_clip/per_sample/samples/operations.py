@@ -18,17 +18,18 @@ def names(text: str) -> frozenset[str]:
     return frozenset(text.replace("_", "").split())
 
 
-ELEMENTS = names("""
-    abs acos add addcdiv addcmul alias and atan2 bernoulli bfloat16 bool bucketize ceil celu clamp clamp_max clamp_min
-    clip clone contiguous copy copysign cos cpu cuda data detach div double dropout elu empty_like eq erf exp expm1 fill
-    float floor floor_divide floordiv full_like ge gelu gt half hardsigmoid hardswish hardtanh index_fill int invert
-    isfinite isinf isnan le leaky_relu lerp log log1p log_sigmoid logical_and logical_not logical_or logsigmoid long
-    lt masked_fill maximum minimum mish mod mul multiply nan_to_num native_dropout ne neg negative ones_like or pow
-    prelu radd rand_like randn_like reciprocal relu relu6 remainder rmul round rpow rsqrt rsub rtruediv selu sigmoid
-    sign silu sin softplus sqrt square sub subtract tanh threshold to to_copy tril triu true_divide truediv type
-    type_as where xlogy zeros_like
+POINTWISE = "pointwise"
+"""Stands for an operation with this tag of torch, which is a function of single elements."""
+ELEMENTS = {POINTWISE} | names("""
+    abs add addcmul alias and bernoulli bfloat16 bool bucketize celu clamp clamp_max clamp_min clip clone contiguous
+    copy cos cpu cuda data detach div double dropout elu empty_like eq exp fill float floor floor_divide floordiv
+    full_like ge gelu gt half hardsigmoid hardswish hardtanh index_fill int invert le leaky_relu lerp log log_sigmoid
+    logical_and logical_not logical_or logsigmoid long lt masked_fill maximum minimum mish mod mul nan_to_num
+    native_dropout ne neg ones_like or pow prelu radd rand_like randn_like reciprocal relu relu6 remainder rmul round
+    rpow rsqrt rsub rtruediv selu sigmoid sign silu sin softplus sqrt square sub tanh threshold to to_copy tril triu
+    truediv type type_as where zeros_like
 """)
-"""Functions of single elements."""
+"""Functions of single elements: those without the tag, those that change tensors in place, and frequent ones."""
 ALONG = names("""
     argsort cummax cummin cumprod cumsum fft_fft fft_ifft fft_irfft fft_rfft glu linalg_cross log_softmax
     logcumsumexp msort softmax sort topk
@@ -65,7 +66,7 @@ BATCHED = tuple(
 )
 """Beginnings of the names of functions that keep the first dimension, and work on each of its entries alone."""
 CHANNELS = names("batch_norm native_batch_norm cudnn_batch_norm")
-"""Functions that keep the second dimension, and work on each of its entries alone."""
+"""Functions that work on each entry of the second dimension alone, in eval mode on each element."""
 NEW = names("new new_empty new_full new_ones new_tensor new_zeros")
 """Functions that take only the dtype and the device from their argument."""
 MIX = names("""
@@ -104,6 +105,9 @@ def dims_of(name: str, ndim: int, args: Sequence[Any], kwargs: Mapping[str, Any]
     if name in LAST:
         shape = args[1] if len(args) > 1 else kwargs.get("normalized_shape", ())
         return {*range(ndim - (len(shape) if isinstance(shape, list | tuple) else 1), ndim)}
+    if name in CHANNELS:
+        training = args[5] if len(args) > 5 else kwargs.get("training", False)
+        return {*range(ndim)} - {1} if training else set()
     if name.startswith(ATTENTION):
         return {ndim - 2, ndim - 1}
     if name in ("pad", "constantpadnd"):
@@ -182,7 +186,8 @@ def _way(name: str, part: Part, shape: Sequence[int], dims: Collection[int]) -> 
     if name in REDUCES and wider:  # else it keeps the dimensions, with size 1
         kept = [dim for dim in range(ndim) if dims and dim not in dims]
         return lambda dim: kept.index(dim) if dim in kept else None
-    if name in REDUCES or name in ALONG or name in LAST or name.startswith(ATTENTION):
+    of_input = name in CHANNELS and not part.place
+    if of_input or name in REDUCES or name in ALONG or name in LAST or name.startswith(ATTENTION):
         return _aligned(part, shape, dims or (range(ndim) if name in REDUCES else ()))
     if name in PRODUCTS and (place := part.place - PRODUCTS[name]) >= 0:  # else it is added
         if place == 1 and (name == "linear" or name in DISTANCES):  # its rows become columns
@@ -197,7 +202,6 @@ def _way(name: str, part: Part, shape: Sequence[int], dims: Collection[int]) -> 
         return lambda dim: dim
     if name == KEPT:
         return lambda dim: dim if shape[: dim + 1] == part.shape[: dim + 1] else None
-    if (name in CHANNELS or name.startswith(BATCHED)) and (not part.place or name.startswith("grid")):
-        only = 1 if name in CHANNELS else 0
-        return lambda dim: dim if dim == only else None
+    if name.startswith(BATCHED) and (not part.place or name.startswith("grid")):
+        return lambda dim: None if dim else dim
     return lambda dim: None
