@@ -95,28 +95,28 @@ def number(name: str, value: object) -> None:
         raise ValueError(f"{name} must be less than 2**63 if it is an int, got a larger int")
 
 
-def _within(expected: str, low: float, high: float = math.inf, excluded: float | None = None) -> Check:
+def _within(expected: str, holds: Callable[[Any], bool]) -> Check:
     def check(name: str, value: Any) -> None:
         number(name, value)
-        if not low <= value <= high or value == excluded:
+        if not holds(value):
             raise ValueError(f"{name} must be {expected}, got {value}")
 
     return check
 
 
-positive = _within("> 0", 0, excluded=0)
+positive = _within("> 0", lambda value: value > 0)
 """A number > 0."""
 
-at_least_one = _within(">= 1", 1)
+at_least_one = _within(">= 1", lambda value: value >= 1)
 """A number >= 1."""
 
-non_negative = _within(">= 0", 0)
+non_negative = _within(">= 0", lambda value: value >= 0)
 """A number >= 0."""
 
-unit_interval = _within("in [0, 1]", 0, 1)
+unit_interval = _within("in [0, 1]", lambda value: 0 <= value <= 1)
 """A number in [0, 1]."""
 
-percent = _within("in [0, 100]", 0, 100)
+percent = _within("in [0, 100]", lambda value: 0 <= value <= 100)
 """A number in [0, 100]."""
 
 
