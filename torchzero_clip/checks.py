@@ -95,29 +95,25 @@ def number(name: str, value: object) -> None:
         raise ValueError(f"{name} must be less than 2**63 if it is an int, got a larger int")
 
 
-def _within(expected: str, holds: Callable[[Any], bool]) -> Check:
-    def check(name: str, value: Any) -> None:
-        number(name, value)
-        if not holds(value):
-            raise ValueError(f"{name} must be {expected}, got {value}")
-
-    return check
+def positive(name: str, value: Any) -> None:
+    """A number > 0."""
+    number(name, value)
+    if not value > 0:
+        raise ValueError(f"{name} must be > 0, got {value}")
 
 
-positive = _within("> 0", lambda value: value > 0)
-"""A number > 0."""
+def at_least_one(name: str, value: Any) -> None:
+    """A number >= 1."""
+    number(name, value)
+    if not value >= 1:
+        raise ValueError(f"{name} must be >= 1, got {value}")
 
-at_least_one = _within(">= 1", lambda value: value >= 1)
-"""A number >= 1."""
 
-non_negative = _within(">= 0", lambda value: value >= 0)
-"""A number >= 0."""
-
-unit_interval = _within("in [0, 1]", lambda value: 0 <= value <= 1)
-"""A number in [0, 1]."""
-
-percent = _within("in [0, 100]", lambda value: 0 <= value <= 100)
-"""A number in [0, 100]."""
+def non_negative(name: str, value: Any) -> None:
+    """A number >= 0."""
+    number(name, value)
+    if not value >= 0:
+        raise ValueError(f"{name} must be >= 0, got {value}")
 
 
 def finite(name: str, value: Any) -> None:
@@ -127,11 +123,25 @@ def finite(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be finite, got {value}")
 
 
+def unit_interval(name: str, value: Any) -> None:
+    """A number in [0, 1]."""
+    number(name, value)
+    if not 0 <= value <= 1:
+        raise ValueError(f"{name} must be in [0, 1], got {value}")
+
+
 def decay_rate(name: str, value: Any) -> None:
     """A number in [0, 1)."""
     unit_interval(name, value)
     if value == 1:
         raise ValueError(f"{name} must be below 1, got {value}")
+
+
+def percent(name: str, value: Any) -> None:
+    """A number in [0, 100]."""
+    number(name, value)
+    if not 0 <= value <= 100:
+        raise ValueError(f"{name} must be in [0, 100], got {value}")
 
 
 def steps(name: str, value: Any, least: int = 1) -> None:
