@@ -1,11 +1,13 @@
 """Who else takes part in a step, as the walk sees it: other parts of the step, or other processes."""
 
+from abc import ABC, abstractmethod
 from collections.abc import MutableMapping
-from typing import Any, Protocol
+from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from typing_extensions import override
 
 from torchzero_clip.core.nodes import Node, Nodes
 from torchzero_clip.core.step import Step
@@ -47,8 +49,8 @@ class Absence:
             step.global_state = {key: _where(someone, value, before.get(key, value)) for key, value in values}
 
 
-class Company:
-    """Other parts of the same step. It collects the numbers behind the metrics, to join them with those of others."""
+class Company(ABC):
+    """Who else takes part in a step. It collects the numbers behind the metrics, to join them with those of others."""
 
     group: ProcessGroup | None = None  # the processes that hold other parameters
     device: torch.device | None = None  # the device from which numbers are sent to them
@@ -65,13 +67,13 @@ class Company:
         self._own[node.path] = own
         return self.exchanged(node, measured, own, step, judged)
 
+    @abstractmethod
     def exchanged(self, node: Node, measured: Measured, own: Tensor, step: Step, judged: Judged) -> Measured:
-        """What a scaling has measured: here, of its own tensors only. ``own`` are `Measured.numbers`."""
-        return measured
+        """What a scaling has measured, joined with the numbers of others. ``own`` are `Measured.numbers`."""
 
+    @abstractmethod
     def acting(self, walk: Walking, node: Node, rows: list[int]) -> list[int]:
         """The rows on which this process applies a transform; none if a stand-in has acted for it."""
-        return rows
 
     def report(self, node: Node, measured: Measured, factors: Tensor) -> None:
         """Collect the numbers of a scaling."""
@@ -84,6 +86,19 @@ class Company:
             self.numbers[node.path] = torch.stack([changed.double(), torch.full_like(changed, count).double()])
         if self.absence is not None:
             self.absence.settle(node, step, chain_state)
+
+
+@final
+class Part(Company):
+    """The step has other parts, and this one measures its own tensors only."""
+
+    @override
+    def exchanged(self, node: Node, measured: Measured, own: Tensor, step: Step, judged: Judged) -> Measured:
+        return measured
+
+    @override
+    def acting(self, walk: Walking, node: Node, rows: list[int]) -> list[int]:
+        return rows
 
 
 def _where(condition: Tensor, value: Any, other: Any) -> Any:

@@ -21,7 +21,7 @@ from torchzero_clip.core.nodes import Nodes
 from torchzero_clip.core.schedules import Schedules
 from torchzero_clip.core.scope import NamedParam, named_params
 from torchzero_clip.core.transform import Transform
-from torchzero_clip.engine.company import Company
+from torchzero_clip.engine.company import Part
 from torchzero_clip.engine.end import Deliver, Subtract
 from torchzero_clip.engine.judged import Judged, Judging
 from torchzero_clip.engine.listener import Listener
@@ -429,7 +429,7 @@ class Modular(Explained, ClassMaker, Optimizer):
         judged = Judged(self._judging, table.grads, executor, listens=self.listener is not None)
         walk = Walk(self.nodes, settings, table, state, executor, judged, end, loss)
         if self.parts is not None:
-            walk.company = Company()
+            walk.company = Part()
         if self._shared.group is not None:
             device = device_of(table.all_params(), self._shared.group)
             Others(self._shared.group, device, has_schedules=self._has_joint_schedules).join(walk)
