@@ -14,6 +14,12 @@ State: TypeAlias = MutableMapping[str, Any]
 Group: TypeAlias = dict[str, Any]
 """A param group of an optimizer."""
 
+Columns: TypeAlias = list[list[Tensor]]
+"""Lists of tensors that have one entry for each parameter."""
+
+Runs: TypeAlias = Sequence[tuple[Setting, slice]]
+"""Each setting, with the range of the parameters that share it."""
+
 Schedule: TypeAlias = Callable[[int], Any]
 """A setting as a function of the number of steps that were taken before."""
 

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from torchzero_clip.core.scope import NamedParam, named_params
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.functional.shards import local
 from torchzero_clip.types import Group
+
+Statistics: TypeAlias = dict[str, tuple[Tensor, torch.dtype]]
+"""Tensors that have to be finite, by what they are, each with the dtype that it is to have."""
 
 
 def fitted(
@@ -61,9 +64,9 @@ def fitted(
     return {**state_dict, "state": placed, "param_groups": merged}, chain_state
 
 
-def _statistics_of_chain(found: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, tuple[Tensor, torch.dtype]]:
+def _statistics_of_chain(found: Mapping[str, Any], own: Mapping[str, Any]) -> Statistics:
     """The tensors in the checked state of a chain, each with the dtype that it is to have."""
-    statistics: dict[str, tuple[Tensor, torch.dtype]] = {}
+    statistics: Statistics = {}
     for key in COUNTERS:
         count(key, found.get(key, 0))
     for key, expected in own.items():
@@ -130,12 +133,7 @@ def saved_groups(state_dict: Any, groups: list[Group]) -> list[Group]:
 
 
 def _check_state(
-    number: Any,
-    saved: Any,
-    nodes: Nodes,
-    named: NamedParam,
-    group: Group,
-    statistics: dict[str, tuple[Tensor, torch.dtype]],
+    number: Any, saved: Any, nodes: Nodes, named: NamedParam, group: Group, statistics: Statistics
 ) -> dict[str, Any]:
     """Return the state that a parameter may have. Raises if the saved one does not fit, and notes its statistics."""
     if not isinstance(saved, Mapping):
@@ -170,7 +168,7 @@ def _may_begin_later(transform: Transform) -> bool:
     return isinstance(transform, FinalRule) or type(transform).possible_state is not Transform.possible_state
 
 
-def _check_finite(statistics: Mapping[str, tuple[Tensor, torch.dtype]]) -> None:
+def _check_finite(statistics: Statistics) -> None:
     """Raise if a statistic is not finite in the dtype that it will have. Waits once for each device."""
     by_device: dict[torch.device, dict[str, Tensor]] = {}
     for what, (value, dtype) in statistics.items():

@@ -98,9 +98,7 @@ class AdaGC(NormStatistics):
     def limit(self, tracked: Tracked, updates: list[Tensor]) -> Tensor:
         """The factor of the warm-up, or that of each tensor."""
         norms, usual = tracked.norms, tracked["usual"]
-        limit = tracked.where_started(
-            tracked.by_setting(lambda setting, usual: setting["ratio"] * usual, usual), torch.inf
-        )
+        limit = tracked.where_started(tracked.by_setting(lambda own, usual: own["ratio"] * usual, usual), torch.inf)
         limited = torch.minimum(norms, limit)
         moved = tracked.by_setting(averaged, usual, limited)
         factors = limited / norms  # 1 where the norm is within its limit

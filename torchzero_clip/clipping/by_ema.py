@@ -125,7 +125,7 @@ class ClipNormByEMA(NormStatistics):
         """Move the averages towards the updates, and compare the updates with them."""
         averages = tracked.column("ema")
         own = [updates[i] for i in tracked.indices]
-        found = tracked.averaged_(averages, own, self.slicing, begins_with_update=self.ema_init == "update")
+        found = tracked.averaged_(averages, own, self.slicing, begin=self.ema_init == "update")
         size = self._grown(averages, found, tracked)
 
         ratio = tracked.norms / tracked.root(tracked.by_setting(lambda own, values: values.clamp(min=own["eps"]), size))
@@ -139,9 +139,8 @@ class ClipNormByEMA(NormStatistics):
         if any(setting["max_ema_growth"] is not None for setting, _ in tracked.shared):
             largest = tracked.where_started(tracked.by_setting(_largest, tracked["prev"]), torch.inf)
             shrink = torch.where(size > largest, tracked.root(largest / size), 1.0)
-            scale_(
-                found, tracked.factors(shrink), tracked.step.tools.scratch_for(averages), name=f"averages {id(self)}"
-            )
+            scratch = tracked.step.tools.scratch_for(averages)
+            scale_(found, tracked.factors(shrink), scratch, name=f"averages {id(self)}")
             size = torch.minimum(size, largest)
         tracked.keep(prev=size)
         return size

@@ -80,12 +80,10 @@ class Tracked:
         is_subset = self._taken is not None and len(measured.indices) > len(self._taken)
         return elements_at(measured.vector, self._taken or []) if is_subset else measured.vector
 
-    def averaged_(
-        self, averages: Sequence[Tensor], updates: Sequence[Tensor], slicing: Slicing, *, begins_with_update: bool
-    ) -> Measured:
-        """Move averages towards usable updates, or start them as these with ``begins_with_update``; measure them."""
+    def averaged_(self, averages: list[Tensor], updates: list[Tensor], slicing: Slicing, *, begin: bool) -> Measured:
+        """Move averages towards usable updates, and measure them. With ``begin``, they start as their first update."""
         tools, usable, started = self.step.tools, self.per_tensor(self.usable), self.per_tensor(self.started)
-        known = tools.average_(averages, updates, self.shared, usable, started, begins_with_update=begins_with_update)
+        known = tools.average_(averages, updates, self.shared, usable, started, begin=begin)
         return tools.measure(averages, slicing, known)
 
     def __getitem__(self, key: str) -> Tensor:

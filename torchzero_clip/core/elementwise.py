@@ -190,14 +190,7 @@ class Elementwise(TensorwiseTransform):
         return tensors
 
     def counted(
-        self,
-        x: Tensor,
-        result: Tensor,
-        state: Sequence[Tensor],
-        setting: Setting,
-        at: Elements,
-        *,
-        by_formula: bool = False,
+        self, x: Tensor, result: Tensor, state: Sequence[Tensor], setting: Setting, at: Elements, *, by_formula: bool
     ) -> Tensor:
         """Call `change`, or the formula if ``by_formula`` is True and the class has one.
 

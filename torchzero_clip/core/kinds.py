@@ -14,7 +14,7 @@ from torchzero_clip.core.transform import Transform
 from torchzero_clip.functional.measure import Measured, Slicing
 from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.hints import explained
-from torchzero_clip.types import Dim, Ord, Schedule, Setting, Target
+from torchzero_clip.types import Columns, Dim, Ord, Schedule, Setting, Target
 
 
 class NeverApplied(Transform):
@@ -121,7 +121,7 @@ class Shifting(Transform):
         # updates are plain real tensors of one dtype on one device, not to be modified
 
 
-Kernel: TypeAlias = Callable[[list[Tensor], list[Tensor], list[list[Tensor]], Setting, Any], None]
+Kernel: TypeAlias = Callable[[list[Tensor], list[Tensor], Columns, Setting, Any], None]
 """Divides updates by a scale, and changes some parameters, or parts of them, and state as the rest of a chain would.
 
 It gets parameters, updates, state, a setting and the scale. State has tensors of the shapes of the parameters, a list

@@ -84,9 +84,7 @@ class Nodes:
         self.targets = {node.transform.target for node in nodes}
         self.joining = {node.path for node in nodes if _joins_tensors(node.transform)}
         """The paths of transforms whose result for a tensor may depend on others."""
-        self.joint = {
-            node.path for node in nodes if any(f"{path}/".startswith(f"{node.path}/") for path in self.joining)
-        }
+        self.joint = {n.path for n in nodes if any(f"{path}/".startswith(f"{n.path}/") for path in self.joining)}
         """The paths in ``joining``, and those of composites around such a transform."""
         self.of_final_rules = tuple(f"{node.path}/" for node in nodes if isinstance(node.transform, FinalRule))
         """The prefixes of the state of final rules, which do not convert state of another dtype than the parameter."""

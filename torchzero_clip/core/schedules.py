@@ -81,9 +81,7 @@ class Schedules:
             own = _in_use(self._defaults, group, group[SCHEDULE_STEP])
             self.of_groups.append((group["params"], own))
         if own is None:
-            raise ValueError(
-                "a param group was added by hand, and settings are functions of the step: use add_param_group"
-            )
+            raise ValueError("a param group was added by hand, and settings depend on the step: use add_param_group")
         return own
 
     def _find(self, group: Group) -> dict[str, Schedule] | None:

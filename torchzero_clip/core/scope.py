@@ -43,9 +43,7 @@ class Condition:
     groups: tuple[str, ...]
 
     def __str__(self) -> str:
-        given = [
-            repr(where) if isinstance(where, str) else getattr(where, "__name__", repr(where)) for where in self.where
-        ]
+        given = [repr(item) if isinstance(item, str) else getattr(item, "__name__", repr(item)) for item in self.where]
         given += [f"groups={self.groups!r}"] if self.groups else []
         return f".{'only' if self.keep else 'without'}({', '.join(given)})"
 

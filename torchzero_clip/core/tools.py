@@ -10,7 +10,7 @@ from torchzero_clip.functional import foreach
 from torchzero_clip.functional.measure import Measured, Slicing, Way, measure
 from torchzero_clip.functional.processes import device_of, gathered
 from torchzero_clip.functional.scratch import Scratch
-from torchzero_clip.types import Setting
+from torchzero_clip.types import Runs
 
 
 class Tools:
@@ -64,23 +64,16 @@ class Tools:
         return None
 
     def average_(
-        self,
-        averages: Sequence[Tensor],
-        updates: Sequence[Tensor],
-        settings: Sequence[tuple[Setting, slice]],
-        usable: Tensor,
-        started: Tensor,
-        *,
-        begins_with_update: bool,
+        self, averages: list[Tensor], updates: list[Tensor], runs: Runs, usable: Tensor, started: Tensor, *, begin: bool
     ) -> tuple[Tensor, Tensor] | None:
         """Move the averages that are usable towards updates by ``1 - beta``, each by its setting, in place.
 
         Return their joint L2 norm and the norm of each if moving them has measured them; else None.
         """
-        # averages that have not moved before start at their update with ``begins_with_update``, else at 0
-        if begins_with_update:
+        # averages that have not moved before start at their update with ``begin``, else at 0
+        if begin:
             foreach.lerp_rows_(usable & started.logical_not(), averages, updates, 1.0)
-        for setting, own in settings:
+        for setting, own in runs:
             chosen = usable.narrow(0, own.start, own.stop - own.start)
             foreach.lerp_rows_(chosen, averages[own], updates[own], 1 - setting["beta"])
         return None

@@ -24,7 +24,7 @@ def applied(node: Node, updates: list[Tensor], step: Step) -> list[Tensor]:
     """The result of a transform for updates, to which it may write unless it is an update rule."""
     transform = node.transform
     read, written = (updates, ()) if isinstance(transform, UpdateRule) else ((), updates)
-    check = _watched(node, step, read, written=written) if step.is_first else None
+    check = _watched(node, step, {"its updates": read}, written) if step.is_first else None
     try:
         result: Any = transform.apply_tensors(list(updates), step)  # an author may change the list
     except Exception as error:
@@ -53,7 +53,8 @@ def _method(transform: Transform) -> str:
 
 def factors_of(node: Node, measured: Measured, updates: list[Tensor], step: Step) -> Tensor:
     """The factors that a scaling returns. Its state and its metrics are checked too."""
-    check = _watched(node, step, updates, {"the norms": [measured.vector, measured.total]}) if step.is_first else None
+    read = {"its updates": updates, "the norms": [measured.vector, measured.total]}
+    check = _watched(node, step, read) if step.is_first else None
     try:
         factors: Any = cast(Scaling, node.transform).factors(measured, updates, step)
     except Exception as error:
@@ -124,7 +125,7 @@ def _asked(method: Callable[[Tensor, Step], Any], node: Node, norm: Tensor, step
     """Call a method of a gate, and return its result."""
     if not cast(Gate, node.transform).needs_loss:
         step.loss = None
-    check = _watched(node, step, (), {"the norm": [norm]}) if step.is_first else None
+    check = _watched(node, step, {"the norm": [norm]}) if step.is_first else None
     try:
         found = method(norm, step)
     except Exception as error:
@@ -197,17 +198,13 @@ def _versions(values: Iterable[Any]) -> list[int | None]:
 
 
 def _watched(
-    node: Node,
-    step: Step,
-    updates: Sequence[Tensor],
-    others: Mapping[str, list[Tensor]] | None = None,
-    written: Sequence[Tensor] = (),
+    node: Node, step: Step, read: Mapping[str, Sequence[Tensor]], written: Sequence[Tensor] = ()
 ) -> Callable[[], None]:
     """Note what a transform may not change. Return a function that raises if it was changed."""
     transform = node.transform
     may_write = set(map(id, written))  # before another optimizer, updates may be the gradients themselves
     grads = [grad for grad in step.grads if id(grad) not in may_write]
-    watched = {"its updates": updates, "the parameters": step.params, "the gradients": grads, **(others or {})}
+    watched = {**read, "the parameters": step.params, "the gradients": grads}
     versions = {what: _versions(tensors) for what, tensors in watched.items()}
     attributes = dict(vars(transform))
 

@@ -38,10 +38,8 @@ class Absence:
         """Let the transform exchange its numbers with the other processes, and change copies of the state."""
         step.tools = Tools()
         step.tools.process_group, step.tools.is_stand_in = self._group, True
-        step.global_state = {
-            key: value.to(self._device, copy=True) if isinstance(value, Tensor) else value
-            for key, value in step.global_state.items()
-        }
+        given = step.global_state.items()
+        step.global_state = {k: v.to(self._device, copy=True) if isinstance(v, Tensor) else v for k, v in given}
 
     def settle(self, node: Node, step: Step, chain_state: MutableMapping[str, Any]) -> None:
         """Keep the state as it was if no process has a tensor for the transform."""

@@ -1,6 +1,6 @@
 """What the gradients were before the first transform."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from torchzero_clip.core.nodes import Node, Nodes
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.engine.checked import slice_dims
 from torchzero_clip.engine.executor import Measurer
-from torchzero_clip.functional.measure import L2, Measured, Slicing, measure
+from torchzero_clip.functional.measure import L2, DimsOf, Measured, Slicing, measure
 from torchzero_clip.functional.norms import combine
 from torchzero_clip.functional.shards import elements_at, memories
 
@@ -41,7 +41,7 @@ class Judging:
 class How(NamedTuple):
     """How a scaling is measured."""
 
-    dims_of: Callable[[Tensor], tuple[int, ...]] | None
+    dims_of: DimsOf | None
     """Returns the dimensions of a slice; None if they follow from the arguments, because `measure` is then faster."""
     each: bool
     """True if statistics need the norm of each tensor; False if they need none, or the joint norm."""

@@ -1,6 +1,6 @@
 """The updates of one step, and the memory that they are in."""
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,9 +13,7 @@ from torchzero_clip.functional import foreach
 class Updates:
     """The update of each parameter: its gradient (negated to maximize) until a transform has returned another."""
 
-    def __init__(
-        self, table: Table, chain_state: Mapping[str, Any], *, maximize: bool, over_grads: bool = False
-    ) -> None:
+    def __init__(self, table: Table, chain_state: dict[str, Any], *, maximize: bool, over_grads: bool = False) -> None:
         self._table, self._grads = table, table.grads
         self._chain_state, self._maximize = chain_state, maximize
         self._over_grads = over_grads  # updates are always written over the gradients

@@ -46,9 +46,7 @@ class FastWay:
         Return None, before any change, if there is no plan or it does not fit. Raise if a setting is out of range.
         """
         plan, self.plan = self.plan, None  # an error drops the plan
-        found = (
-            None if plan is None or options != plan.options else plan.gathered(groups, kept, self._workspace.vectors)
-        )
+        found = plan.gathered(groups, kept, self._workspace.vectors) if plan and options == plan.options else None
         if plan is None or found is None or not plan.is_settled(groups):
             return None
         self.plan, self._workspace.layout = plan, plan.layout

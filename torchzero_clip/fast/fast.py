@@ -31,7 +31,7 @@ from torchzero_clip.functional.measure import Measured, scale_
 from torchzero_clip.functional.norms import each_norm, may_look, mesh_norm, whole_norm, whole_norm_beside, whole_norms
 from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.functional.shards import is_partial, locals_of
-from torchzero_clip.types import Setting, State
+from torchzero_clip.types import Columns, Runs, Setting, State
 
 
 class Averaging(Measurer):
@@ -41,25 +41,18 @@ class Averaging(Measurer):
 
     @override
     def average_(
-        self,
-        averages: Sequence[Tensor],
-        updates: Sequence[Tensor],
-        settings: Sequence[tuple[Setting, slice]],
-        usable: Tensor,
-        started: Tensor,
-        *,
-        begins_with_update: bool,
+        self, averages: list[Tensor], updates: list[Tensor], runs: Runs, usable: Tensor, started: Tensor, *, begin: bool
     ) -> tuple[Tensor, Tensor] | None:
-        each = [setting for setting, own in settings for _ in range(own.start, own.stop)]
+        each = [setting for setting, own in runs for _ in range(own.start, own.stop)]
         if not averages[0].is_cpu and _fit_pieces(updates, [averages]):
-            op = Pointwise(Average(begins_with_update), each, [list(averages)], Flags(usable, started))
+            op = Pointwise(Average(begin), each, [averages], Flags(usable, started))
             run_pieces([op], updates, each, self._scratch, writes=False)
             return None
         may_move = max(map(Tensor.numel, averages)) > SHORT and may_look(usable)
-        all_move = may_move and bool((usable & started if begins_with_update else usable).all())
+        all_move = may_move and bool((usable & started if begin else usable).all())
         if all_move and foreach.fit_kernels([averages, updates]):
             return whole_norm_beside(averages, self._scratch, Moves(updates, [1 - own["beta"] for own in each]))
-        return super().average_(averages, updates, settings, usable, started, begins_with_update=begins_with_update)
+        return super().average_(averages, updates, runs, usable, started, begin=begin)
 
 
 @final
@@ -297,13 +290,7 @@ class Fast(Averaging, Executor):
         self.run(kernel, rows, step.params, state, step.settings, step.by_setting())
 
     def run(
-        self,
-        kernel: Kernel,
-        rows: list[int],
-        params: list[Tensor],
-        state: list[list[Tensor]],
-        settings: list[Setting],
-        runs: list[tuple[Setting, slice]],
+        self, kernel: Kernel, rows: list[int], params: list[Tensor], state: Columns, settings: list[Setting], runs: Runs
     ) -> None:
         """Carry out what waits and the rest of the chain in one pass over memory."""
         ops = self._claimed(rows)
@@ -313,9 +300,9 @@ class Fast(Averaging, Executor):
             return
         factors = next((op.factor for op in ops if isinstance(op, Scale)), None)
         updates = self.memory.current(rows, writable=factors is not None, over_grads=over_grads)
-        if self._layout is None:
-            params, updates, *state = map(locals_of, (params, updates, *state))
-        run_kernel(kernel, params, updates, state, runs, factors, self._scratch, str(rows[0]))
+        columns = [params, updates, *state]
+        columns = columns if self._layout is not None else list(map(locals_of, columns))
+        run_kernel(kernel, columns, runs, factors, self._scratch, str(rows[0]))
 
     def _claimed(self, rows: list[int]) -> list[Op]:
         """Return the operations on these rows if a kernel can take them. Otherwise carry them out, and return none."""
@@ -333,9 +320,7 @@ class Fast(Averaging, Executor):
         calls = [_call_for(fused, row) for row in zip(step.params, updates, *state, strict=True)]
         return None if None in calls else partial(self._run_each, fused, calls, [step.params, updates, *state], step)
 
-    def _run_each(
-        self, fused: Fused, calls: Sequence[Kernel | None], columns: Sequence[list[Tensor]], step: Step
-    ) -> None:
+    def _run_each(self, fused: Fused, calls: Sequence[Kernel | None], columns: list[list[Tensor]], step: Step) -> None:
         columns = [*map(locals_of, columns), *map(step.column, fused.counters)]
         for setting, own in step.by_setting():
             for call in (fused.kernel, fused.loop):

@@ -13,7 +13,7 @@ from torchzero_clip.fast.layout import Layout
 from torchzero_clip.functional import foreach, rows
 from torchzero_clip.functional.clip import inverse
 from torchzero_clip.functional.scratch import Scratch
-from torchzero_clip.types import Setting
+from torchzero_clip.types import Columns, Runs, Setting
 
 LONG = 65536
 """Longer tensors are passed to a kernel one by one, with their factors; shorter ones are multiplied together before."""
@@ -39,20 +39,14 @@ class Delivered(NamedTuple):
 
 
 def run_kernel(
-    kernel: Kernel,
-    params: list[Tensor],
-    updates: list[Tensor],
-    state: list[list[Tensor]],
-    settings: Sequence[tuple[Setting, slice]],
-    factors: Tensor | float | None,
-    scratch: Scratch,
-    name: str,
+    kernel: Kernel, columns: Columns, runs: Runs, factors: Tensor | float | None, scratch: Scratch, name: str
 ) -> None:
     """Multiply updates by their factors, in place, and take the step; ``name`` is as in `rows.multiply_short_`.
 
-    ``factors`` are a vector with one for each update; or one for all, as a 0-d tensor or, except in float64, as a
-    number; or None for 1.
+    ``columns`` are parameters, updates and state. ``factors`` are a vector with one for each update; or one for all, as
+    a 0-d tensor or, except in float64, as a number; or None for 1.
     """
+    params, updates, *state = columns
     alone: dict[int, Tensor] = {}
     scale = None
     if factors is not None and not isinstance(factors, Tensor):
@@ -70,21 +64,19 @@ def run_kernel(
             scale = inverse(factors)
         else:
             alone = _multiply_short_(updates, factors, scratch)
-    if len(settings) == 1 and not alone:
-        kernel(params, updates, state, settings[0][0], scale)
+    if len(runs) == 1 and not alone:
+        kernel(params, updates, state, runs[0][0], scale)
         return
-    for setting, own in settings:
+    for setting, own in runs:
         places = range(own.start, own.stop)
         together = [i for i in places if i not in alone] if alone else own
-        _call(kernel, together, (params, updates, *state), setting, scale)
+        _call(kernel, together, columns, setting, scale)
         for i in places if alone else ():
             if i in alone:
-                _call(kernel, [i], (params, updates, *state), setting, alone[i])
+                _call(kernel, [i], columns, setting, alone[i])
 
 
-def _call(
-    kernel: Kernel, rows: slice | list[int], columns: Sequence[list[Tensor]], setting: Setting, scale: Tensor | None
-) -> None:
+def _call(kernel: Kernel, rows: slice | list[int], columns: Columns, setting: Setting, scale: Tensor | None) -> None:
     lists = [column[rows] if isinstance(rows, slice) else [column[i] for i in rows] for column in columns]
     if lists[0]:
         kernel(lists[0], lists[1], lists[2:], setting, scale)

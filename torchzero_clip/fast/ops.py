@@ -109,6 +109,10 @@ class Pointwise:
         is_judged = self.transform.keeps_statistics or not self.transform.keys
         return Elements(finite=self.follows_finite and is_judged, scratch=self.scratch)
 
+    def run(self, x: Tensor, result: Tensor, state: Sequence[Tensor], row: int, at: Elements) -> None:
+        """Change elements, and note how many changed."""
+        self.counts.append(self.transform.counted(x, result, state, self.settings[row], at, by_formula=False))
+
     def finish(self) -> None:
         """Report how many elements changed."""
         if self.done is not None:
@@ -123,14 +127,14 @@ class Average(Elementwise):
 
     keeps_statistics = True
 
-    def __init__(self, begins_with_update: bool) -> None:
+    def __init__(self, begin: bool) -> None:
         super().__init__({})
-        self.begins_with_update = begins_with_update
+        self.begin = begin
 
     @override
     def change(self, x: Tensor, result: Tensor, state: Sequence[Tensor], setting: Setting, at: Elements) -> Tensor:
         (average,) = state
-        if self.begins_with_update:
+        if self.begin:
             at.begin_(average, x)
         at.lerp_(average, x, 1 - setting["beta"])
         return average.view(-1).narrow(0, 0, 1)  # a placeholder: averages have no share of changed elements

@@ -205,7 +205,7 @@ def _run(stage: Pointwise, piece: _Piece, source: Tensor, columns: list[list[Ten
     at = stage.elements()
     if not are_known:
         at = Elements(usable, started, scratch=stage.scratch, spread=partial(_of_elements, piece=piece))
-    stage.counts.append(stage.transform.counted(x, x, state, stage.settings[piece.rows[0]], at))
+    stage.run(x, x, state, piece.rows[0], at)
     for (_, views), column in zip(joined, columns, strict=True):
         foreach.copy_plain_(column, views)
 
@@ -214,12 +214,10 @@ def _change(stage: Pointwise, source: Tensor, result: Tensor, state: list[Tensor
     """Change elements of one tensor."""
     at = stage.elements() if stage.known[row] else stage.flags.elements(row, source.device, stage.scratch)
     state = [*state, *(vector.select(0, row).to(source.dtype) for vector in stage.flags.numbers)]
-    stage.counts.append(stage.transform.counted(source, result, state, stage.settings[row], at))
+    stage.run(source, result, state, row, at)
 
 
-def _spread(
-    vectors: Sequence[Tensor], piece: _Piece, memory: Sequence[tuple[Tensor, list[Tensor]]]
-) -> Sequence[Tensor]:
+def _spread(vectors: Sequence[Tensor], piece: _Piece, memory: Sequence[tuple[Tensor, list[Tensor]]]) -> list[Tensor]:
     """The numbers of each element, from vectors with one for each parameter."""
     if not piece.flat.is_cpu:
         return [_of_elements(vector, piece) for vector in vectors]
@@ -236,9 +234,7 @@ def _of_elements(vector: Tensor, piece: _Piece) -> Tensor:
     return own if piece.owner is None else own.index_select(0, piece.owner).unsqueeze(1)
 
 
-def _planned(
-    updates: Sequence[Tensor], groups: Sequence[slice], depth: int, most: int, scratch: Scratch
-) -> list[_Piece]:
+def _planned(updates: Sequence[Tensor], groups: list[slice], depth: int, most: int, scratch: Scratch) -> list[_Piece]:
     """Pieces of memory. Short neighbours with equal settings share a piece, and long tensors are cut."""
     first = updates[0]
     alone, row = (ON_CPU, 1) if first.is_cpu else (ALONE, ROW)
@@ -277,10 +273,8 @@ def _piece(run: _Rows, memory: list[Tensor], shapes: list[torch.Size], rounded: 
         return _Piece(rows, flats[:1], flats[0], part, None, [], [], own)
     starts = [0, *accumulate(sizes)]
     counts_of = [shape.numel() for shape in shapes]
-    shaped = [
-        [flat.narrow(0, a, n).view(shape) for a, n, shape in zip(starts, counts_of, shapes, strict=False)]
-        for flat in flats
-    ]
+    places = list(zip(starts, counts_of, shapes, strict=False))
+    shaped = [[flat.narrow(0, a, n).view(shape) for a, n, shape in places] for flat in flats]
     ends = [(a + n, b - a - n) for a, b, n in zip(starts, starts[1:], counts_of, strict=False) if b <= total]
     pads = [flat.narrow(0, a, rest) for flat in flats[: len(memory)] for a, rest in ends if rest]
     owner = None
@@ -289,6 +283,5 @@ def _piece(run: _Rows, memory: list[Tensor], shapes: list[torch.Size], rounded: 
         places = torch.arange(len(counts), device=counts.device)
         owner = torch.repeat_interleave(places, counts, output_size=total // ROW)  # a size, so that it does not wait
     state = list(zip(flats[1 : len(memory)], shaped[1 : len(memory)], strict=True))
-    return _Piece(
-        rows, shaped[0], flats[0], part, owner, pads, state, None if rounded is None else (flats[-1], shaped[-1])
-    )
+    own = None if rounded is None else (flats[-1], shaped[-1])
+    return _Piece(rows, shaped[0], flats[0], part, owner, pads, state, own)

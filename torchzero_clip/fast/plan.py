@@ -169,7 +169,7 @@ class _ByRule:
             params, grads = columns["params"], columns["grads"]
             state = [columns[key] for key in self._state]
             if step.plan.in_place:
-                run_kernel(self._kernel, params, grads, state, self._runs, factor, scratch, "")
+                run_kernel(self._kernel, [params, grads, *state], self._runs, factor, scratch, "")
             elif factor is None:
                 step.executor.run(self._kernel, step.table.rows, params, state, self._settings, self._runs)
             else:

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,9 +70,7 @@ def labels(kind: str, named: Iterable[tuple[str | None, Tensor]]) -> dict[Tensor
     return found
 
 
-def bad_gradients(
-    norms: Mapping[str, float], meshes: Iterable[ProcessGroup], group: ProcessGroup | None
-) -> BadGradients:
+def bad_gradients(norms: dict[str, float], meshes: Iterable[ProcessGroup], group: ProcessGroup | None) -> BadGradients:
     """The bad gradients of all processes, from the norms of own ones by label. All processes have to call this."""
     # a mesh holds parts of the same parameters, the group holds other parameters
     own = dict(norms)

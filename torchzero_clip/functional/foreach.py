@@ -18,7 +18,7 @@ from torch.optim.sgd import sgd
 from torchzero_clip.compat import FakeTensor, any_distributed
 from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.functional.shards import distributed_like, local, locals_of
-from torchzero_clip.types import Setting
+from torchzero_clip.types import Columns, Setting
 
 PLAIN = {Tensor, nn.Parameter, FakeTensor}
 """Types of tensors without a structure beyond their memory. Fake tensors stand for such ones."""
@@ -69,7 +69,7 @@ def fit_kernels(columns: Sequence[Sequence[Tensor]]) -> bool:
 
 
 def adamw_(
-    params: list[Tensor], updates: list[Tensor], state: list[list[Tensor]], setting: Setting, scale: Any, *, fused: bool
+    params: list[Tensor], updates: list[Tensor], state: Columns, setting: Setting, scale: Any, *, fused: bool
 ) -> None:
     """Take a step of AdamW by torch's fused kernel, which divides updates by ``scale`` in place, or by its loop.
 
@@ -92,7 +92,7 @@ def adamw_(
 def sgd_(
     params: list[Tensor],
     updates: list[Tensor],
-    state: list[list[Tensor]],
+    state: Columns,
     setting: Setting,
     scale: Any,
     *,

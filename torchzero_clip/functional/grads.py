@@ -126,9 +126,8 @@ def clip_grad_norm_(
         judged = given if error_if_nonfinite else None
         measured = measure_over_processes(tensors, slicing, process_group, judged)
         if error_if_nonfinite and not measured.total.isfinite():
-            bad = names_of_bad(
-                "parameter", named_tensors("params", params), [param for param, _ in pairs], tensors, process_group
-            )
+            named, owners = named_tensors("params", params), [param for param, _ in pairs]
+            bad = names_of_bad("parameter", named, owners, tensors, process_group)
             raise RuntimeError(
                 f"the norm of the gradients is {measured.total}: not finite, so none was changed. Gradients with inf "
                 f"or NaN: {bad}. Pass error_if_nonfinite=False to clip all the same"

@@ -4,7 +4,7 @@ import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -49,6 +49,7 @@ from torchzero_clip.functional.slices import Slices, plan, sliced_norms
 from torchzero_clip.types import Dim, Ord
 
 S = TypeVar("S")
+DimsOf: TypeAlias = Callable[[Tensor], tuple[int, ...]]  # the dimensions that a slice of a tensor spans
 WIDTHS = {"norm": 1, "mad": 2, "sum": 2, "std": 4, "var": 4}
 """How many `Measured.numbers` each kind of metric has."""
 NOTHING = -1.0
@@ -217,9 +218,8 @@ class Measured:
             return rule(self.vector.narrow(0, 0, 1), shared[0][0]).expand(len(self.vector))
         counts = self.counts
         chunks = self.vector.split([sum(counts[part]) for _, part in shared])
-        return torch.cat(
-            [rule(chunk, setting) for chunk, (setting, _) in zip(chunks, shared, strict=True)] or [self.vector]
-        )
+        found = [rule(chunk, setting) for chunk, (setting, _) in zip(chunks, shared, strict=True)]
+        return torch.cat(found or [self.vector])
 
 
 def by_setting(settings: Sequence[S]) -> list[tuple[S, slice]]:
@@ -232,9 +232,7 @@ def by_setting(settings: Sequence[S]) -> list[tuple[S, slice]]:
     return [(settings[a], slice(a, b)) for a, b in zip(starts, ends, strict=True)]
 
 
-def cut(
-    tensors: Sequence[Tensor], slicing: Slicing, dims_of: Callable[[Tensor], tuple[int, ...]] | None = None
-) -> tuple[list[int], list[Part]]:
+def cut(tensors: Sequence[Tensor], slicing: Slicing, dims_of: DimsOf | None = None) -> tuple[list[int], list[Part]]:
     """The indices of the tensors that have slices, and their parts."""
     # a slice without elements has no norm, and a variance needs two elements
     smallest = max(slicing.min_size, slicing.metric.min_size, 1)
@@ -277,12 +275,7 @@ READABLE = Way()
 
 
 def measure(
-    tensors: Sequence[Tensor],
-    slicing: Slicing,
-    dims_of: Callable[[Tensor], tuple[int, ...]] | None = None,
-    way: Way = READABLE,
-    *,
-    each: bool = False,
+    tensors: Sequence[Tensor], slicing: Slicing, dims_of: DimsOf | None = None, way: Way = READABLE, each: bool = False
 ) -> Measured:
     """Measure every slice; ``dims_of`` returns the dimensions of one, if they are not those of ``slicing``."""
     # each: `Measured.tensor_norms` are computed also where slices are joined
@@ -380,13 +373,7 @@ def _measure_plain(tensors: Sequence[Tensor], metric: Metric, joint: bool, each:
     return Measured(metric, indices, vector, total, targets, joint, norms)
 
 
-def _sliced(
-    tensors: Sequence[Tensor],
-    slicing: Slicing,
-    dims_of: Callable[[Tensor], tuple[int, ...]],
-    scratch: Scratch,
-    name: str,
-) -> Slices | None:
+def _sliced(tensors: Sequence[Tensor], slicing: Slicing, dims_of: DimsOf, scratch: Scratch, name: str) -> Slices | None:
     """How tensors are cut; None unless they are plain, real and wide, on CPU, and each has slices."""
     if not (may_look(tensors[0]) and foreach.are_plain(tensors) and foreach.is_real_and_wide(tensors[0].dtype)):
         return None

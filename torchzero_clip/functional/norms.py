@@ -129,9 +129,7 @@ def joint_norm_of_meshes(parts: Sequence[Part], p: float, *, beside: bool = Fals
     indices_of: dict[tuple[ProcessGroup, ...], list[int]] = {}
     for i, part in enumerate(parts):
         indices_of.setdefault(part.groups, []).append(i)
-    rows = [
-        Part(pack([local[i] for i in indices]), (0,), len(indices), groups) for groups, indices in indices_of.items()
-    ]
+    rows = [Part(pack([local[i] for i in own]), (0,), len(own), groups) for groups, own in indices_of.items()]
     if p == 0:
         return combine(pack(slice_sums(rows)), p), None
     count = len(rows)
@@ -461,9 +459,8 @@ def _joined_moments(parts: Sequence[Part], known: Moments) -> tuple[int, Tensor,
 
 
 def _deviations(parts: Sequence[Part], means: Sequence[Tensor]) -> list[Part]:
-    return [
-        part._replace(tensor=part.tensor.to(_wide(part.tensor)) - mean) for part, mean in zip(parts, means, strict=True)
-    ]
+    pairs = zip(parts, means, strict=True)
+    return [part._replace(tensor=part.tensor.to(_wide(part.tensor)) - mean) for part, mean in pairs]
 
 
 def _deviation(spread: Tensor, mean: Tensor, count: Tensor | int) -> Tensor:

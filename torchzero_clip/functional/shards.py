@@ -46,10 +46,8 @@ def distributed_like(part: Tensor, like: Tensor) -> Tensor:
     """The inverse of `local`: a distributed tensor around ``part``, laid out as ``like``."""
     if not is_distributed(like):
         return part
-    mesh, placements = like.device_mesh, like.placements
-    return dtensors().DTensor.from_local(
-        part, mesh, placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
+    laid_out = {"shape": like.shape, "stride": like.stride(), "run_check": False}
+    return dtensors().DTensor.from_local(part, like.device_mesh, like.placements, **laid_out)
 
 
 def aligned(grad: Tensor, param: Tensor) -> Tensor:

@@ -37,10 +37,8 @@ class Slices(NamedTuple):
 
     def scale_(self, tensors: Sequence[Tensor], factors: Tensor) -> None:
         """Multiply each slice by its factor, in place. Tensors without a factor other than 1 are not touched."""
-        counts = torch.zeros(len(tensors), dtype=torch.float32, device="cpu").index_add_(
-            0, self.owner, (factors != 1).float()
-        )
-        changed = (counts > 0).tolist()
+        changes = (factors != 1).float()
+        changed = (changes.new_zeros(len(tensors)).index_add_(0, self.owner, changes) > 0).tolist()
         numbers = unflatten(factors.to(tensors[0].dtype), self.templates)
         foreach.multiply_plain_(list(compress(tensors, changed)), list(compress(numbers, changed)))
 
@@ -52,9 +50,8 @@ class Slices(NamedTuple):
 def plan(tensors: Sequence[Tensor], dims: Sequence[tuple[int, ...]], scratch: Scratch) -> Slices:
     """Plan how to measure contiguous tensors of one dtype on CPU, all with elements, and each with slices."""
     like = tensors[0]
-    shapes = [
-        [1 if d in own else n for d, n in enumerate(tensor.shape)] for tensor, own in zip(tensors, dims, strict=True)
-    ]
+    pairs = zip(tensors, dims, strict=True)
+    shapes = [[1 if d in own else n for d, n in enumerate(tensor.shape)] for tensor, own in pairs]
     counts = list(map(math.prod, shapes))
     alike: dict[int, list[int]] = {}
     others: list[int] = []

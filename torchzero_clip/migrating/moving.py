@@ -193,9 +193,7 @@ def _check_dtypes(state: State, named: NamedParam) -> None:
             )
 
 
-def _state_from(
-    saved: Mapping[str, Any], nodes: Nodes, name: str, named: NamedParam, group: Mapping[str, Any]
-) -> dict[str, Any]:
+def _state_from(saved: Mapping[str, Any], nodes: Nodes, name: str, named: NamedParam, group: Group) -> dict[str, Any]:
     """The state of one parameter, with the chain's keys."""
     node = nodes.by_path[name]
     transform, setting = node.transform, node.settings(group)

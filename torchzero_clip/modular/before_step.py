@@ -162,11 +162,8 @@ class BeforeStep:
                 self._depth += 1
                 return None
             self._end()  # the step before raised an error and was called without the wrapper
-        if (
-            not self._is_wrapped
-            and self._front._policy.may_skip
-            and not type(optimizer).__module__.startswith("torch.optim")
-        ):
+        is_torchs = type(optimizer).__module__.startswith("torch.optim")
+        if not self._is_wrapped and self._front._policy.may_skip and not is_torchs:
             raise RuntimeError(
                 f"this step of {type(optimizer).__name__} was stored before before_step was called, so transforms "
                 "cannot refuse it: call before_step first, for example before accelerator.prepare"
@@ -336,9 +333,7 @@ def before_step(
     listed = list(flatten(transforms))
     check_host(found, listed)
     if handle_of(found) is not None:
-        raise RuntimeError(
-            "this optimizer has transforms before its steps already: call remove() of their handle first"
-        )
+        raise RuntimeError("this optimizer has transforms before its steps already: call remove() of their handle")
     if module is not None:
         instance("module", module, nn.Module)
     front = Front(

@@ -46,7 +46,7 @@ from torchzero_clip.modular.missing import Missing
 from torchzero_clip.modular.origin import Origin
 from torchzero_clip.modular.param_groups import accepted, all_or_none, as_groups, check_disjoint, split
 from torchzero_clip.private_losses import refuse_loss
-from torchzero_clip.types import Setting
+from torchzero_clip.types import Group, Setting
 
 T = TypeVar("T")
 
@@ -411,9 +411,7 @@ class Modular(Explained, ClassMaker, Optimizer):
             self._origin.look(self.param_groups)
         super().zero_grad(set_to_none)
 
-    def _walk(
-        self, groups: list[dict[str, Any]], fast_way: FastWay, settings: dict[str, list[Setting]], loss: Loss
-    ) -> Walk:
+    def _walk(self, groups: list[Group], fast_way: FastWay, settings: dict[str, list[Setting]], loss: Loss) -> Walk:
         """Start a walk with the parameters that have a gradient. Raise before any change if a parameter is unusable."""
         table, state = Table.of(groups, self.state), self._chain_state.values
         is_fast = self._may_be_fast()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from torchzero_clip.core.scope import named_params
 from torchzero_clip.recorder.numbers import joined_norms
+from torchzero_clip.types import Group
 
 By: TypeAlias = Literal["parameter", "module", "group"]
 
@@ -39,13 +40,11 @@ class Layout:
         return tuple(map(str, self.parts))
 
     @classmethod
-    def of(
-        cls, param_groups: Sequence[dict[str, Any]], model: nn.Module | None, known: MutableMapping[Tensor, Name]
-    ) -> "Layout":
+    def of(cls, groups: Sequence[Group], model: nn.Module | None, known: MutableMapping[Tensor, Name]) -> "Layout":
         """The layout of an optimizer. Parameters keep the names in ``known``, which gets those of new parameters."""
         in_model = {} if model is None else {id(param): name for name, param in model.named_parameters()}
-        labels = _labels(param_groups)
-        listed = [(param, g, i) for g, group in enumerate(param_groups) for i, param in enumerate(named_params(group))]
+        labels = _labels(groups)
+        listed = [(param, g, i) for g, group in enumerate(groups) for i, param in enumerate(named_params(group))]
         taken = {str(known[named.param]) for named, *_ in listed if named.param in known}
         names: list[Name] = []
         used = set[Name]()
@@ -59,7 +58,7 @@ class Layout:
                 taken.add(str(name))
             used.add(name)
             names.append(name)
-        given = [group.get("name") for group in param_groups]
+        given = [group.get("name") for group in groups]
         has_names = all(isinstance(name, str) and name for name in given) and len(set(given)) == len(given)
         frozen = frozenset(place for place, (named, *_) in enumerate(listed) if not named.param.requires_grad)
         return cls(tuple(names), tuple(labels[g] for _, g, _ in listed), has_names, frozen)

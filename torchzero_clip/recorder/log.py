@@ -59,9 +59,7 @@ class Log:
         """The id of this run. If it has written nothing yet, the id of the run that it resumes."""
         return self.parent if self._header is None else self.run
 
-    def write(
-        self, kept: Callable[[int], Record], count: int, losses: Mapping[int, float], *, is_end: bool = False
-    ) -> None:
+    def write(self, kept: Callable[[int], Record], count: int, losses: Mapping[int, float], *, is_end: bool) -> None:
         """Append the last ``count`` steps, late losses, and layers of spikes; the others are as in `Output.flush`."""
         if not self.is_new:
             self.is_new = True

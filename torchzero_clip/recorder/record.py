@@ -160,9 +160,7 @@ class Readable(ABC):
         """
         if scope != "joint":
             advice = f"call recorder.suggest_max_norm(scope={scope!r}) in the process that trains"
-            raise ValueError(
-                f"scope must be 'joint' for a Record, which may lack norms of parameters. Instead, {advice}"
-            )
+            raise ValueError(f"scope must be 'joint' for a Record, which may lack norms of parameters: {advice}")
         return suggested({"joint": self._whole().norms_of_gradients()}, share_clipped, "joint")
 
 
