@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from torchzero_clip.compat import without_autocast
 from torchzero_clip.functional.shards import laid_out_as, replicated
 
 
@@ -22,7 +23,8 @@ def orthogonalized(matrix: Tensor, coefficients: tuple[float, float, float], ste
     x = torch.ldexp(x, -exponent)
     smallest = torch.ldexp(torch.full_like(x.select(0, 0).select(0, 0), eps), -exponent)
     x = x / torch.maximum(x.norm(), smallest)
-    for _ in range(steps):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    with without_autocast(x):
+        for _ in range(steps):
+            gram = x @ x.T
+            x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return laid_out_as(x.T if tall else x, matrix)
