@@ -75,6 +75,12 @@ def cpu_by_default() -> AbstractContextManager[Any]:
     return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
 
 
+def without_autocast(tensor: Tensor) -> AbstractContextManager[object]:
+    """Disable autocast on the device of a tensor, within a block."""
+    kind = tensor.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+
+
 _LAYOUT = attrgetter("dtype", "device", "layout", "shape")
 
 

@@ -20,6 +20,7 @@ from torchzero_clip import (
     ClipRMS,
     GradientStabilizer,
     Modular,
+    Muon,
     SkipStep,
     SoftSpectralClip,
     SpikeAwareClip,
@@ -159,6 +160,15 @@ def test_soft_spectral_clip_of_very_large_and_of_no_values(dtype):
         (result,) = transformed([(scale * torch.eye(8)).to(dtype)], SoftSpectralClip(1.0))
         expected = scale / math.sqrt(1 + scale**2)
         torch.testing.assert_close(result, (expected * torch.eye(8)).to(dtype), rtol=1e-2, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("make", [lambda: SoftSpectralClip(1.0), Muon])
+def test_products_of_matrices_are_not_rounded_by_autocast(make, dtype):
+    gradient = torch.randn((8, 6), generator=torch.Generator().manual_seed(0))
+    expected = transformed([gradient], make())
+    with torch.autocast("cpu", dtype):
+        assert torch.equal(*transformed([gradient], make()), *expected)
 
 
 def test_rms_of_tensors_of_any_size():

@@ -6,6 +6,7 @@ from typing_extensions import override
 
 from torchzero_clip.checks import positive
 from torchzero_clip.checks import steps as check_steps
+from torchzero_clip.compat import without_autocast
 from torchzero_clip.core.transform import TensorwiseTransform
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.norms import norm
@@ -79,7 +80,8 @@ class SoftSpectralClip(TensorwiseTransform):
             foreach.copy_([tensor], [tensor.to(dtype) * factor])
             return tensor
         whole = replicated(tensor)
-        result = _soft(whole.to(dtype).flatten(1), limit, self.steps).to(whole.dtype).view_as(whole)
+        with without_autocast(whole):  # it would multiply matrices in half precision
+            result = _soft(whole.to(dtype).flatten(1), limit, self.steps).to(whole.dtype).view_as(whole)
         return laid_out_as(torch.where(whole.isfinite().all(), result, whole), tensor)
 
 

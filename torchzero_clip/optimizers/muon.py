@@ -9,7 +9,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from torchzero_clip.checks import boolean, count, non_negative, number, one_of, positive
-from torchzero_clip.compat import warn_user
+from torchzero_clip.compat import warn_user, without_autocast
 from torchzero_clip.core.kinds import Scaling, UpdateRule
 from torchzero_clip.core.step import Step
 from torchzero_clip.core.transform import Transform
@@ -159,7 +159,8 @@ def _orthogonalized(matrix: Tensor, coefficients: tuple[float, float, float], st
     x = torch.ldexp(x, -exponent)
     smallest = torch.ldexp(torch.full_like(x.select(0, 0).select(0, 0), eps), -exponent)
     x = x / torch.maximum(x.norm(), smallest)
-    for _ in range(steps):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    with without_autocast(x):
+        for _ in range(steps):
+            gram = x @ x.T
+            x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return laid_out_as(x.T if tall else x, matrix)

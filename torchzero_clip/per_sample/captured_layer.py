@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from torchzero_clip.compat import get_interpreter_stack, never_compiled
+from torchzero_clip.compat import get_interpreter_stack, never_compiled, without_autocast
 from torchzero_clip.per_sample.gradients.autograd_graph import leaves_of
 from torchzero_clip.per_sample.gradients.contributions import Contribution, Dense
 from torchzero_clip.per_sample.gradients.rows import regrouped
-from torchzero_clip.per_sample.gradients.squared_norms import wide, without_autocast
+from torchzero_clip.per_sample.gradients.squared_norms import wide
 from torchzero_clip.per_sample.processes.sharding import memory_of, slots, stands_for
 from torchzero_clip.per_sample.rules.whole import whole_line, written
 from torchzero_clip.per_sample.samples.broadcast_row import BroadcastRow, is_row, row_of

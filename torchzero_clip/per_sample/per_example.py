@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from torchzero_clip.checks import boolean, non_negative
+from torchzero_clip.compat import without_autocast
 from torchzero_clip.functional.foreach import wide_dtype
 from torchzero_clip.functional.norms import beyond_float32, p_norms
 from torchzero_clip.functional.shards import Part
-from torchzero_clip.per_sample.gradients.squared_norms import without_autocast
 
 
 @torch.no_grad()

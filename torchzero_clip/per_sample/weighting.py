@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from torchzero_clip.checks import instance
+from torchzero_clip.compat import without_autocast
 from torchzero_clip.per_sample.engine import Engine
 from torchzero_clip.per_sample.gradients.contributions import Contribution
-from torchzero_clip.per_sample.gradients.squared_norms import without_autocast
 from torchzero_clip.per_sample.hooks import accumulate
 from torchzero_clip.per_sample.mixing import outside_gradients
 from torchzero_clip.per_sample.norm_clippers import NormClipper

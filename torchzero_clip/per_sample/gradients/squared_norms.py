@@ -1,7 +1,6 @@
 """Squared norms of the rows of a tensor, and the dtype of their computation."""
 
 import math
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -21,12 +20,6 @@ def wide(*tensors: Tensor) -> list[Tensor]:
     for tensor in tensors[1:]:
         dtype = torch.promote_types(dtype, tensor.dtype)
     return [tensor.to(dtype) for tensor in tensors]
-
-
-def without_autocast(tensor: Tensor) -> AbstractContextManager[object]:
-    """Disable autocast on the device of a tensor, within a block."""
-    kind = tensor.device.type
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
 def squared_norms(rows: Tensor) -> Tensor:

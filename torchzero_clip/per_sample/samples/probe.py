@@ -13,10 +13,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from torchzero_clip.compat import without_autocast
 from torchzero_clip.per_sample.gradients.autograd_graph import nodes_of
 from torchzero_clip.per_sample.gradients.contributions import PIECE, Contribution
 from torchzero_clip.per_sample.gradients.rows import regrouped
-from torchzero_clip.per_sample.gradients.squared_norms import without_autocast
 from torchzero_clip.per_sample.samples.labels import Place
 
 LARGEST = 64  # float32 has room for gradients of up to 2**63
