@@ -128,11 +128,8 @@ def _fit(saved: Sequence[Member], own: Sequence[Member]) -> bool:
     if [a.likeness for a in saved] != [b.likeness for b in own]:
         return False
     changed = [(a, b) for a, b in zip(saved, own, strict=True) if a.given != b.given]
-    went_elsewhere = any(
-        name and any(other.given == name for other in others)
-        for a, b in changed
-        for name, others in ((a.given, own), (b.given, saved))
-    )
+    ours, theirs = ({member.given for member in members} - {""} for members in (own, saved))
+    went_elsewhere = any(a.given in ours or b.given in theirs for a, b in changed)
     return len({a.likeness for a, _ in changed}) == len(changed) and not went_elsewhere
 
 

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 from torch import Tensor
 
@@ -29,22 +28,13 @@ class Judging:
         first = next((node for node in nodes if not node.outer and not isinstance(node.transform, Gate)), None)
         self.joint_clip = first.path if first is not None and _clips_all_gradients(first.transform) else None
         """The path of the first transform, if it needs just the joint norm that gates may have measured."""
-        self.how = {n.path: self._how(n.transform) for n in nodes if isinstance(n.transform, Scaling)}
-        """How each scaling is measured, by its path."""
-
-    def _how(self, transform: Scaling) -> "How":
-        dims_of = None if type(transform).slice_dims is Scaling.slice_dims else partial(slice_dims, transform)
-        is_joint = transform.slicing.dim == "global" and transform.slicing.metric == L2
-        return How(dims_of, self.is_asked and not (self.asks_jointly and is_joint))
-
-
-class How(NamedTuple):
-    """How a scaling is measured."""
-
-    dims_of: DimsOf | None
-    """Returns the dimensions of a slice; None if they follow from the arguments, because `measure` is then faster."""
-    each: bool
-    """True if statistics need the norm of each tensor; False if they need none, or the joint norm."""
+        scalings = [(node.path, node.transform) for node in nodes if isinstance(node.transform, Scaling)]
+        own = [(path, t) for path, t in scalings if type(t).slice_dims is not Scaling.slice_dims]
+        self.dims_of: dict[str, DimsOf] = {path: partial(slice_dims, t) for path, t in own}
+        """The dimensions of slices of scalings, by path, if they do not follow from the arguments."""
+        joint = {path for path, t in scalings if t.slicing.dim == "global" and t.slicing.metric == L2}
+        self.needs_each = {p for p, _ in scalings if self.is_asked and not (self.asks_jointly and p in joint)}
+        """The paths of scalings that have to measure each tensor, because statistics need more than the joint norm."""
 
 
 @dataclass
@@ -131,12 +121,12 @@ class Judged:
             total = known.squeeze(0)  # gates have measured the gradients jointly
             return Measured(L2, list(range(count)), total.expand(count), total, memories(updates), joint=True)
         beside = self.listens and self.before is None
-        how, slicing = self.judging.how[node.path], node.transform.slicing  # pyright: ignore
+        each, slicing = node.path in self.judging.needs_each, node.transform.slicing  # pyright: ignore
         way = self.measurer.way(updates, name=node.path, beside=beside)
-        measured = measure(updates, slicing, how.dims_of, way, each=how.each)
+        measured = measure(updates, slicing, self.judging.dims_of.get(node.path), way, each)
         if self.judging.is_asked and self.norms is None:
             # these are gradients: see `before_change`
-            is_joint = not how.each and len(measured.vector) > 0
+            is_joint = not each and len(measured.vector) > 0
             self.norms = measured.vector.narrow(0, 0, 1) if is_joint else measured.tensor_norms
             self.measure()
         if beside:  # the same pass gave the listener its norms, unless they are of another metric

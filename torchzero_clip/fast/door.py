@@ -8,8 +8,8 @@ from torch import Tensor
 
 from torchzero_clip.engine.walk import Walk
 from torchzero_clip.fast.fast import Fast
+from torchzero_clip.fast.layout import Workspace
 from torchzero_clip.fast.plan import Options, Plan, Planned
-from torchzero_clip.fast.workspace import Workspace
 from torchzero_clip.types import Group, State
 
 

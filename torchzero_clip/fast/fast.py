@@ -20,11 +20,11 @@ from torchzero_clip.core.transform import overridden_last
 from torchzero_clip.engine.executor import DeliveredScale, Executor, Host, Measurer
 from torchzero_clip.engine.updates import Updates
 from torchzero_clip.fast.kernels import Delivered, Ended, run_kernel
+from torchzero_clip.fast.layout import Workspace
 from torchzero_clip.fast.ops import Average, Op, Pointwise, Queues, Scale, Shift
 from torchzero_clip.fast.pieces import run_pieces
 from torchzero_clip.fast.trial import try_out
 from torchzero_clip.fast.vectors import VectorStates
-from torchzero_clip.fast.workspace import Workspace
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.blocks import SHORT, Moves
 from torchzero_clip.functional.measure import Measured, scale_

@@ -1,4 +1,4 @@
-"""Decides whether the tensors of a step have a layout with which the fast way needs no further checks."""
+"""What the fast steps of an optimizer reuse, such as the layout of tensors with which they need no further checks."""
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from operator import attrgetter
@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from torchzero_clip.compat import SameLayout, same_layout
+from torchzero_clip.engine.table import Table
 from torchzero_clip.fast.vectors import Vectors
 from torchzero_clip.functional import foreach
+from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.types import State
 
 _FACTS = attrgetter("dtype", "is_cpu", "shape")
@@ -82,3 +84,32 @@ def _are_like(facts: list[Any], tensors: Sequence[Any]) -> bool:
 
 def _repeated(tensors: Sequence[Tensor]) -> bool:
     return len(set(map(id, tensors))) < len(tensors)
+
+
+class Workspace:
+    """Memory for intermediate results, numbers of state as vectors, and the layout of the last step.
+
+    It is never saved or copied with an optimizer, because a new one serves as well.
+    """
+
+    def __init__(self) -> None:
+        self.scratch = Scratch()
+        self.vectors = Vectors()
+        self.layout: Layout | None = None
+        self.tried: set[tuple[int, torch.dtype]] = set()
+        """The ids of elementwise transforms that were tried out, see `fast.trial`."""
+
+    def beside(self) -> "Workspace":
+        """A workspace with the same scratch memory, for other parameters that take their steps in turns with these."""
+        other = Workspace()
+        other.scratch, other.tried = self.scratch, self.tried
+        return other
+
+    def columns(self, table: Table) -> dict[str, list[Tensor]] | None:
+        """Parameters, gradients and state by key, if they have a layout, which becomes that of this step; else None."""
+        found = columns_of(table.params, table.grads, table.states) if table.params else None
+        if found is None or (self.layout and self.layout.fits(found, self.vectors)):
+            return found
+        layout = Layout.of(found, self.vectors)
+        self.layout = layout or self.layout
+        return found if layout else None

@@ -48,10 +48,10 @@ from torchzero_clip.engine.updates import Updates
 from torchzero_clip.engine.walk import Walk
 from torchzero_clip.fast.fast import Averaging, Fast
 from torchzero_clip.fast.kernels import Delivered, Ended, run_kernel
+from torchzero_clip.fast.layout import Workspace
 from torchzero_clip.fast.ops import Scale
 from torchzero_clip.fast.pieces import run_pieces
 from torchzero_clip.fast.vectors import Vectors, VectorStates
-from torchzero_clip.fast.workspace import Workspace
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.measure import L2, Measured, Slicing, by_setting, effect, scale_
 from torchzero_clip.functional.norms import whole_norm, whole_norms

@@ -87,12 +87,8 @@ def direct_norms(tensors: Sequence[Tensor]) -> list[float]:
     short = [tensor for tensor in tensors if tensor.numel() <= BLOCK]
     known = iter(torch.stack(foreach.norms(short, 2.0, short[0].dtype)).tolist() if short else [])
     # an operation on tensors takes longer than 64 numbers do here
-    return [
-        next(known)
-        if tensor.numel() <= BLOCK
-        else math.hypot(*(x for r in _rows_of(tensor) for x in _NORMS(r).tolist()))
-        for tensor in tensors
-    ]
+    long = (math.hypot(*(x for r in _rows_of(t) for x in _NORMS(r).tolist())) for t in tensors if t.numel() > BLOCK)
+    return [next(known if tensor.numel() <= BLOCK else long) for tensor in tensors]
 
 
 def direct_joint_norm(tensors: Sequence[Tensor]) -> Tensor:
@@ -169,9 +165,7 @@ def _planned(tensors: Sequence[Tensor], scratch: Scratch) -> _Plan:
     cuts = spans(rows, ROWS)
     most = max((sum(rows[own]) for own in cuts), default=0)
     memory = scratch.memory("blocks", most * ROW, tensors[0]).zero_()
-    chunks: list[_Chunk] = []
-    for own in cuts:
-        chunks.append(_Chunk(own, *in_rows(memory, [tensors[i] for i in short[own]], ROW)))
+    chunks = [_Chunk(own, *in_rows(memory, [tensors[i] for i in short[own]], ROW)) for own in cuts]
     blocks = [*rows, *(-(-sizes[i] // BLOCK) for i in long)]
     places, counts = (torch.tensor(column, device=memory.device) for column in ([*short, *long], blocks))
     owner = torch.repeat_interleave(places, counts)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from torchzero_clip.functional.norms import p_norms
 from torchzero_clip.functional.processes import check_group
 from torchzero_clip.functional.shards import aligned, mesh_groups, present_elsewhere, wholes
 from torchzero_clip.types import Tensors
+
+NamedTensors: TypeAlias = list[tuple[str | None, Tensor]]
 
 
 def listed(name: str, tensors: Tensors) -> list[Any]:
@@ -36,10 +38,10 @@ def tensors_of(name: str, tensors: Tensors) -> list[Tensor]:
     return items if PLAIN.issuperset(map(type, items)) else [tensor for _, tensor in named_tensors(name, items)]
 
 
-def named_tensors(name: str, tensors: Tensors) -> list[tuple[str | None, Tensor]]:
+def named_tensors(name: str, tensors: Tensors) -> NamedTensors:
     """A tensor, an iterable of tensors, or of pairs of a name and a tensor, as a list of such pairs."""
     items = listed(name, tensors)
-    found: list[tuple[str | None, Tensor]] = []
+    found: NamedTensors = []
     for i, item in enumerate(items):
         is_named = isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str)
         own, tensor = item if is_named else (None, item)
@@ -143,11 +145,7 @@ def as_reported(total: Tensor, grads: list[Tensor], process_group: ProcessGroup 
 
 
 def names_of_bad(
-    kind: str,
-    named: Sequence[tuple[str | None, Tensor]],
-    owners: Sequence[Tensor],
-    values: Sequence[Tensor],
-    process_group: ProcessGroup | None,
+    kind: str, named: NamedTensors, owners: list[Tensor], values: list[Tensor], process_group: ProcessGroup | None
 ) -> str:
     """Those ``owners`` whose ``values`` have inf or NaN on some process, as text. All processes have to call this."""
     names = labels(kind, named)

@@ -115,9 +115,7 @@ def wholes(tensors: Sequence[Tensor]) -> list[Part]:
 def part(tensor: Tensor, dims: Sequence[int]) -> Part:
     """The local part of ``tensor``, cut into slices along ``dims``; a scalar counts as a vector of one element."""
     shape = tuple(tensor.shape) or (1,)
-    size = 1
-    for d in dims:
-        size *= shape[d]
+    size = math.prod([shape[d] for d in dims])
     groups: list[ProcessGroup] = []
     spread: list[ProcessGroup] = []
     if is_distributed(tensor):

@@ -21,9 +21,8 @@ from torchzero_clip.recorder.data import step_number
 from torchzero_clip.recorder.files import Place, check
 from torchzero_clip.recorder.hooks import Hooks
 from torchzero_clip.recorder.layout import By
-from torchzero_clip.recorder.live import Live
-from torchzero_clip.recorder.log import FirstProcess, Log
-from torchzero_clip.recorder.output import Output
+from torchzero_clip.recorder.live import Live, Send
+from torchzero_clip.recorder.output import FirstProcess, Log, Output
 from torchzero_clip.recorder.reading import read_record
 from torchzero_clip.recorder.record import Readable, Record
 from torchzero_clip.recorder.run import Run, take_over
@@ -220,7 +219,7 @@ class Recorder(Readable):
         """
         self._run.flush(warn=warn)
 
-    def log_to(self, log: Callable[[int, dict[str, float]], object]) -> None:
+    def log_to(self, log: Send) -> None:
         """Send a step and a dict of numbers to a function whenever steps are written, if ``log=`` was not given."""
         if self._run.output.live is None:
             self._run.output.live = Live(log, None)
@@ -293,7 +292,7 @@ def begun(
     optimizer: Any,
     model: nn.Module,
     *,
-    log: Callable[[int, dict[str, float]], object],
+    log: Send,
     saved: Path | Mapping[str, Any] | None,
     step: int,
 ) -> Recorder:
