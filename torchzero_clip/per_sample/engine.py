@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 from torchzero_clip.checks import boolean, instance, one_of
-from torchzero_clip.compat import at_end_of_backward, current_graph_task_id, without_autocast
+from torchzero_clip.compat import at_end_of_backward, current_graph_task_id
 from torchzero_clip.per_sample.attachment import Attachment
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule, trainable
 from torchzero_clip.per_sample.gradients.autograd_graph import leaves_of

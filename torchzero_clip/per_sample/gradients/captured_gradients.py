@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from torchzero_clip.checks import instance
-from torchzero_clip.compat import warn_user
+from torchzero_clip.compat import warn_user, without_autocast
 from torchzero_clip.per_sample.gradients.contributions import Contribution, Dense, Memory, Tied
 from torchzero_clip.per_sample.gradients.products import Products
 from torchzero_clip.per_sample.gradients.rows import RowProducts, SparseRows
-from torchzero_clip.per_sample.gradients.squared_norms import without_autocast
 from torchzero_clip.per_sample.samples.arguments import counts_up
 from torchzero_clip.per_sample.samples.provenance import Provenance
 
