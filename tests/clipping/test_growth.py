@@ -106,6 +106,11 @@ def test_squares_beyond_float64_do_not_lift_the_limit():
     assert abs(results[-1][0][0]) < 2
 
 
+def test_squares_that_are_too_small_for_float64_pass():
+    results, _ = outputs(ClipNormGrowth(ord="var"), [[[1e-170, -1e-170]]] * 3)
+    assert results[-1][0] == [1e-170, -1e-170]
+
+
 def test_groups_have_limits_of_their_own_and_some_none():
     params = [nn.Parameter(torch.zeros(1)) for _ in range(3)]
     groups = [{"params": params[0]}, {"params": params[1], "mul": None}, {"params": params[2], "mul": 3.0}]

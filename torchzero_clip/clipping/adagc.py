@@ -99,12 +99,10 @@ class AdaGC(NormStatistics):
         """The factor of the warm-up, or that of each tensor."""
         norms, usual = tracked.norms, tracked["usual"]
         limit = tracked.where_started(tracked.by_setting(lambda own, usual: own["ratio"] * usual, usual), torch.inf)
-        limited = torch.minimum(norms, limit)
+        limited, factors = tracked.limited(norms, limit)
         moved = tracked.by_setting(averaged, usual, limited)
-        factors = limited / norms  # 1 where the norm is within its limit
         if not tracked.is_usual:
             moved = torch.where(tracked.started, moved, norms)
-            factors = torch.where(norms > limit, factors, 1.0)  # the quotient may be 0 / 0 or inf / inf
             tracked.restrict(norms > 0)
 
         warm_steps = tracked.step.global_state["warm_steps"]

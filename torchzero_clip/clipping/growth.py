@@ -261,11 +261,11 @@ class ClipNormGrowth(NormStatistics):
         """The factors that bring each norm to the largest that is allowed."""
         size, prev = tracked.metric(tracked.norms), tracked["prev"]
         allowed = tracked.where_started(tracked.by_setting(_allowed, prev), torch.inf)
-        limited = torch.minimum(size, allowed)
+        limited, ratio = tracked.limited(size, allowed)
         slowest = tracked.by_setting(lambda setting, prev: prev / (setting["max_decay"] or torch.inf), prev)
         slowest = tracked.where_started(slowest, 0.0)
         tracked.keep(prev=torch.where(size < slowest, slowest, limited))
-        return torch.where(size > allowed, tracked.root(allowed / size), 1.0)
+        return tracked.root(ratio)
 
 
 def _limits(setting: Setting) -> bool:

@@ -73,6 +73,14 @@ class Tracked:
         """The values of statistics that have started, and ``other`` for those that have not."""
         return values if self.is_usual else torch.where(self.started, values, other)
 
+    def limited(self, norms: Tensor, limit: Tensor) -> tuple[Tensor, Tensor]:
+        """Norms of at most their limits, and the ratio to the norms before: 1 for a norm within its limit."""
+        limited = torch.minimum(norms, limit)
+        ratio = limited / norms
+        if not self.is_usual or self.degree > 1:  # the quotient may be 0 / 0 or inf / inf
+            ratio = torch.where(norms > limit, ratio, 1.0)
+        return limited, ratio
+
     def of(self, measured: Measured) -> Tensor:
         """The norms of the tensors with a statistic, from what `measure` returned."""
         if self.joint:
