@@ -107,6 +107,7 @@ def test_groups_keep_their_own_numbers():
             {"dropped": "clip_value"},
             r"dropped must name transforms of the saved chain, got 'clip_value'; they are clip_n",
         ),
+        ({"new": 3}, r"new must name transforms of this chain, got 3; they are clip_value, adam, lr"),
         ({"new": ["clip_value"]}, r"belongs to another chain"),
     ],
 )

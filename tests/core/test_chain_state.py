@@ -161,3 +161,12 @@ def test_saved_groups_that_disagree_are_refused(key, value):
     with pytest.raises(ValueError, match=rf"groups of the checkpoint disagree about '{key}', .*set it to one value"):
         optimizer.load_state_dict(saved)
     assert shown(optimizer) == before
+
+
+def test_saved_groups_that_agree_about_a_nan_are_refused_for_the_nan():
+    optimizer, _ = after_three_steps()
+    saved = copy.deepcopy(optimizer.state_dict())
+    for group in saved["param_groups"]:
+        group["skip_step/mean"].fill_(math.nan)
+    with pytest.raises(ValueError, match="'skip_step/mean' of the chain is not finite"):
+        optimizer.load_state_dict(saved)

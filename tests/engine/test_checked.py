@@ -251,6 +251,10 @@ MISTAKES = {
         elementwise(lambda x, result, state, setting, at: x > 1),
         "instead of the number of elements that changed, a 0-d tensor: return at.count(...)",
     ),
+    "factors of numpy": (
+        scaling(lambda measured, *_: measured.vector.numpy()),
+        ".factors returned ndarray instead of 2 numbers",
+    ),
     "a list of factors": (scaling(lambda measured, *_: measured.norms), ".factors returned list instead of 2 numbers"),
     "no factors": (
         scaling(lambda *_: None),

@@ -767,14 +767,17 @@ def test_a_deleted_optimizer_is_freed_at_once():
     handle.remove()
 
 
-def test_schedulers_of_torch_find_their_step():
+@pytest.mark.parametrize("is_first", [False, True])
+def test_schedulers_of_torch_find_their_step(is_first):
     weight = one()
     optimizer = sgd([weight])
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5) if is_first else None
+    before_step(optimizer, ClipNorm(1, dim="global")).remove()
     before_step(optimizer, ClipNorm(1, dim="global"))
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    scheduler = scheduler or torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     for expected in ([-0.6, -0.8], [-0.9, -1.2]):
         stepped(optimizer, weight, 3.0, 4.0)
-        scheduler.step()
+        scheduler.step()  # it would warn if its wrapper of step were lost
         assert weight.tolist() == pytest.approx(expected)
 
 

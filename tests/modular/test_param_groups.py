@@ -2,6 +2,7 @@
 
 import copy
 import sys
+import weakref
 
 import pytest
 import torch
@@ -167,3 +168,22 @@ def test_rules_between_many_groups_are_checked_once_they_are_there():
     with pytest.raises(ValueError, match="max_norm"):
         optimizer.add_param_group({"params": [second, third], "max_norm": 0.5})
     assert [group["params"] for group in optimizer.param_groups] == [[first]]
+
+
+def test_the_parameters_of_a_removed_group_are_freed():
+    first, second = (nn.Parameter(torch.zeros(2)) for _ in range(2))
+    optimizer = Modular([first], ClipNorm(1.0), SGD(0.1))
+    optimizer.add_param_group({"params": [second]})
+    found = weakref.ref(second)
+    del optimizer.param_groups[1], second
+    assert found() is None
+
+
+def test_functions_of_a_group_that_is_added_later_leave_the_others_alone():
+    first, second = (nn.Parameter(torch.zeros(2)) for _ in range(2))
+    optimizer = Modular([first], ClipNorm(1.0), SGD(0.1))
+    optimizer.add_param_group({"params": [second], "max_norm": lambda step: 2.0 + step})
+    del optimizer.param_groups[1]
+    optimizer.add_param_group({"params": [second], "max_norm": 5.0})
+    train(optimizer, [first, second], [[torch.ones(2)] * 2] * 2)
+    assert [group["max_norm"] for group in optimizer.param_groups] == [1.0, 5.0]

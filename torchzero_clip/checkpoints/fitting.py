@@ -221,4 +221,7 @@ def _changed_chain_message(number: Any, missing: list[str], extra: list[str], no
         parts.append(f"extra: {', '.join(map(repr, extra))}")
     if any("/" not in str(key) for key in extra):
         parts.append("keys without the name of a transform come from another optimizer: see from_torch_optim")
+    left = [node.path for node in nodes if any(str(key).startswith(f"{node.path}/") for key in extra)]
+    if left:  # scopes are not part of the description of a chain, and may depend on groups that have changed
+        parts.append(f"the parameter is not in the scope of {', '.join(left)}: select it, or delete this state")
     return "; ".join(parts) + ". Load it into the chain that wrote it"

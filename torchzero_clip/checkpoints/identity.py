@@ -114,8 +114,8 @@ def matched(
     return list(zip(old_ones, own_ones, strict=True))
 
 
-def _names(argument: str, names: Iterable[str], members: Sequence[Member], where: str) -> set[str]:
-    listed = [names] if isinstance(names, str) else list(names)
+def _names(argument: str, names: Any, members: Sequence[Member], where: str) -> set[str]:
+    listed: list[Any] = list(names) if isinstance(names, Iterable) and not isinstance(names, str) else [names]
     known = [member.name for member in members]
     for name in listed:
         if name not in known:

@@ -37,7 +37,9 @@ class Schedules:
 
     def add(self, group: Group, own: dict[str, Schedule]) -> None:
         """Store the functions of a group that was added to the optimizer."""
-        self.of_groups.append((group["params"], own))
+        # without functions there are no entries, which would keep the parameters of a removed group alive
+        if own or self._defaults or self.of_groups:
+            self.of_groups.append((group["params"], own))
 
     def __contains__(self, key: str) -> bool:
         return any(key in own for _, own in self.of_groups)

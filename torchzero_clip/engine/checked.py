@@ -62,7 +62,7 @@ def factors_of(node: Node, measured: Measured, updates: list[Tensor], step: Step
     if check is not None:
         check()
     count = len(measured.vector)
-    if getattr(factors, "shape", None) != (count,) or not factors.is_floating_point():
+    if not isinstance(factors, Tensor) or factors.shape != (count,) or not factors.is_floating_point():
         raise RuntimeError(
             f"{node.transform!r}.factors returned {_described(factors)} instead of {count} numbers to multiply by, one "
             "for each slice: return measured.by_setting(step.settings, rule), measured.by_norm(rule), or "

@@ -136,6 +136,8 @@ class BeforeStep:
             return
         if vars(optimizer).get("step") is self._wrapper:  # a wrapper that was put around it later stays
             del optimizer.step
+            if (given := self._wrapper.__wrapped__) is not type(optimizer).step:  # such as the wrapper of a scheduler
+                optimizer.step = given
         for group in optimizer.param_groups:
             group.pop(KEY, None)
 

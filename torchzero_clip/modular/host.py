@@ -91,7 +91,7 @@ def takes_factor(optimizer: Any, hook: int, count: int) -> bool:
     return True
 
 
-def end_surely(optimizer: Optimizer, begin: Callable[[], object], finish: Callable[[], object]) -> Callable[..., Any]:
+def end_surely(optimizer: Optimizer, begin: Callable[[], object], finish: Callable[[], object]) -> Any:
     """Wrap ``step`` of one optimizer, so that a step ends even if it raises, for which torch calls no hook.
 
     ``begin`` and ``finish`` are called before and after it. A `RefusedStep` returns what the closure has returned.
