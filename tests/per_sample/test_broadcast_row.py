@@ -73,12 +73,12 @@ RIGHT = {
     "joined": lambda x, row: torch.stack([x, row.expand_as(x)], 1).amax(1),
     "an attention": lambda x, row: F.scaled_dot_product_attention(x[:, None], row[None], row[None])[:, 0],
     "set": lambda x, row: set_to(x, row),
+    "changed": lambda x, row: x + row.clone().mul_(2) * row,
+    "put into zeros": lambda x, row: x * set_to(torch.zeros_like(row), row).square(),
     "complex": lambda x, row: x + torch.fft.fft(row, dim=1).real,
 }
 WRONG = {
-    "einsum": lambda x, row: x * torch.einsum("btd,otd->td", x, row),
-    "mul": lambda x, row: x + row.clone().mul_(2) * row,
-    "__setitem__": lambda x, row: x * set_to(torch.zeros_like(row), row).square(),
+    "of all samples": lambda x, row: x * torch.einsum("btd,otd->td", x, row),
 }
 
 
@@ -101,7 +101,7 @@ def test_other_uses_of_one_row_for_all_samples_are_refused_by_name(use, frozen):
     clipper = clip(model)
     output = model(x)
     assert_close(output, expected)
-    with pytest.raises(RuntimeError, match=rf"'layer' \(Linear\) returned one row.*'{use}'.*expand"):
+    with pytest.raises(RuntimeError, match=r"'layer' \(Linear\) returned one row.*einsum.*expand"):
         clipper.backward(losses_of(output))
     assert all(param.grad is None for param in model.parameters())
 

@@ -14,7 +14,6 @@ TESTED = "transformers 5.23"
 _IN = "transformers.models."
 TABLE: Mapping[str, str] = {
     "peft.tuners.loha.layer.LoHaLayer": "it uses its parameters in a torch.autograd.Function",
-    f"{_IN}t5.modeling_t5.T5Attention": "its table of distances between positions is shared by all samples",
     f"{_IN}swin.modeling_swin.SwinLayer": "it joins the samples and the windows in one dimension",
     f"{_IN}deberta.modeling_deberta.DebertaEncoder": "it uses the weight of an embedding outside of its call",
     f"{_IN}deberta_v2.modeling_deberta_v2.DebertaV2Encoder": "it uses the weight of an embedding outside of its call",

@@ -8,7 +8,7 @@ whose shape it expects. A function that joins it with a tensor of the batch, as 
 import functools
 import inspect
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -139,12 +139,14 @@ def _with_copies(func: Any, args: Any, kwargs: Any, leaves: list[Any], rebuilt: 
     if func is F.embedding:
         args, kwargs = without_padding(args, kwargs)
         leaves, rebuilt = flattened(args, kwargs)
-    tensors = {i: x for i, x in enumerate(leaves) if isinstance(x, Tensor) and not isinstance(x, BroadcastRow)}
-    others = {} if name in OF_DTYPE else tensors
+    tensors = {i: x for i, x in enumerate(leaves) if isinstance(x, Tensor)}
+    others = {i: x for i, x in tensors.items() if not isinstance(x, BroadcastRow) and name not in OF_DTYPE}
     places = _places(layer, others, count)
-    if any(place is LOST for place in places.values()) or (changes and 0 not in places):
+    if any(place is LOST for place in places.values()) or (changes and 0 not in tensors):
         return NotImplemented
     call = _Call(func, leaves, rebuilt, places, changes)
+    if places and changes and 0 not in places:
+        return NotImplemented
     if places:
         output = call.of_batch_or_not(name)
         if output is NotImplemented:
@@ -152,6 +154,8 @@ def _with_copies(func: Any, args: Any, kwargs: Any, leaves: list[Any], rebuilt: 
             if sized.keys() - places.keys():  # such as a random mask
                 output = _Call(func, leaves, rebuilt, {**sized, **places}, changes).of_batch_or_not(name)
         return output
+    if changes:
+        return _changed(call, args[0], first, lambda: func(*args, **kwargs))
     output = func(*args, **kwargs)
     if not any(x.requires_grad for x in tensors_in(output)) or output is first:
         return output
@@ -164,14 +168,30 @@ def _with_copies(func: Any, args: Any, kwargs: Any, leaves: list[Any], rebuilt: 
     return call.of_each(output)
 
 
+def _changed(call: "_Call", target: Any, first: BroadcastRow, change: Callable[[], Any]) -> Any:
+    """Change a tensor of no sample in place with rows, so that it becomes a row. Return the output."""
+    if not isinstance(target, BroadcastRow):
+        call.places = {0: 0}
+        call.copies.append(target.expand(len(first._each), *target.shape))
+    each, output = torch.vmap(call)(*call.copies), change()
+    target.__class__ = BroadcastRow
+    target._each, target._layer, target._version_then = each, first._layer, target._version
+    return output
+
+
 def _places(layer: Any, tensors: dict[int, Tensor], count: int) -> dict[int, Any]:
     """The places of samples in tensors, or the sample of each entry. All samples share other tensors."""
     dim, places = layer.engine.batch_dim, {i: layer.labels(x) for i, x in tensors.items()}
-    beside = any(place is not None and place is not LOST for place in places.values())
+    beside = [i for i, place in places.items() if place is not None and place is not LOST]
+    first = places[beside[0]] if beside else None
+    several = isinstance(first, Tensor) or (first is not None and first.run > 1)
     for i, x in tensors.items():
-        if places[i] is None and _has_size(layer, x, count):
-            layer.refuse_made_of_params(x)
-            places[i] = None if layer.is_constant(x, of_batch=beside) else Place(dim)
+        if places[i] is None and x.ndim > dim:
+            if several and len(x) == len(tensors[beside[0]]) and not layer.is_constant(x):
+                places[i] = first  # such as zeros for all rows
+            elif _has_size(layer, x, count):
+                layer.refuse_made_of_params(x)
+                places[i] = None if layer.is_constant(x, of_batch=bool(beside)) else Place(dim)
     return {i: place for i, place in places.items() if place is not None}
 
 

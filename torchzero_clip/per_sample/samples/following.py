@@ -42,9 +42,8 @@ from torchzero_clip.per_sample.samples.operations import (
 from torchzero_clip.per_sample.samples.provenance import Provenance, version_of
 
 VIEWS = names("""
-    broadcasttensors chunk detach diagonal dsplit expand expandas hsplit moveaxis movedim narrow permute resolveconj
-    select split splitwithsizes swapaxes swapdims t tensorsplit transpose unbind unsafechunk unsafesplit view
-    viewascomplex viewasreal vsplit
+    broadcasttensors chunk detach diagonal expand expandas movedim narrow permute select split splitwithsizes t
+    tensorsplit transpose unbind unsafesplit view viewascomplex viewasreal
 """)
 """Functions whose outputs lie in the memory of their argument, by their names without underscores."""
 SAME = names("""
@@ -52,13 +51,11 @@ SAME = names("""
 """)
 """Functions that keep the order of entries, if they copy them at all."""
 MOVES = SAME | names("""
-    broadcastto constantpadnd diag diagembed flip fliplr flipud gather getitem index indexselect maskedselect
-    packpaddedsequence pad padpackedsequence repeat repeatinterleave roll rot90 take takealongdim tile
+    broadcastto constantpadnd diag diagembed flip gather getitem index indexselect maskedselect packpaddedsequence pad
+    padpackedsequence repeat repeatinterleave roll rot90 take takealongdim
 """)
 """Functions that move entries of their first argument."""
-JOINS = names("""
-    cat columnstack concat concatenate dstack hstack padsequence rowstack stack vstack
-""")
+JOINS = names("cat concat concatenate padsequence stack")
 """Functions that move the entries of all arguments."""
 PLACES = {"indexcopy", "indexput", "maskedscatter", "scatter", "setitem"}
 """Functions that put the entries of their last argument into their first one, in place of others."""
