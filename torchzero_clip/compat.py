@@ -116,14 +116,11 @@ def _in_python(tensors: Sequence[Tensor]) -> SameLayout:
     return fits
 
 
-def flatten(tensors: Sequence[Tensor]) -> Tensor:
-    """The elements of all tensors, one after the other: a new vector. torch has no public name for it."""
-    return torch._C._nn.flatten_dense_tensors(tensors)  # pyright: ignore
+flatten: Callable[[Sequence[Tensor]], Tensor] = torch._C._nn.flatten_dense_tensors  # pyright: ignore
+"""The elements of all tensors, one after the other: a new vector. torch has no public name for it."""
 
-
-def unflatten(vector: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """The inverse of `flatten`: views of the vector in the shapes of other tensors."""
-    return torch._C._nn.unflatten_dense_tensors(vector, like)  # pyright: ignore
+unflatten: Callable[[Tensor, Sequence[Tensor]], list[Tensor]] = torch._C._nn.unflatten_dense_tensors  # pyright: ignore
+"""The inverse of `flatten`: views of the vector in the shapes of other tensors."""
 
 
 _STEP: Any = Optimizer.profile_hook_step(Optimizer.step)  # what torch wraps around `step` of each class

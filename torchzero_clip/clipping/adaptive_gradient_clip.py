@@ -84,8 +84,6 @@ class AdaptiveGradientClip(Scaling):
     @override
     def factors(self, measured: Measured, updates: list[Tensor], step: Step) -> Tensor:
         """The factors that bring every unit to its limit."""
-        if not measured.indices:
-            return torch.ones_like(measured.vector)
         weights = measured_like(measured, [step.params[i] for i in measured.indices])
         limits = replace(measured, vector=weights).by_setting(
             step.settings, lambda norms, own: own["clip_factor"] * norms.clamp(min=own["eps"])

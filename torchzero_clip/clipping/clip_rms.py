@@ -58,8 +58,6 @@ class ClipRMS(Scaling):
     @override
     def factors(self, measured: Measured, updates: list[Tensor], step: Step) -> Tensor:
         """The factors that bring every tensor to at most ``max_rms``."""
-        if not measured.indices:
-            return torch.ones_like(measured.vector)
         device = measured.vector.device
 
         def made() -> Tensor:

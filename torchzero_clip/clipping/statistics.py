@@ -223,7 +223,7 @@ class NormStatistics(Scaling):
     @override
     def factors(self, measured: Measured, updates: list[Tensor], step: Step) -> Tensor:
         """The factor of each tensor."""
-        if not measured.indices or not any(self.takes_part(setting) for setting, _ in step.by_setting()):
+        if not any(self.takes_part(setting) for setting, _ in step.by_setting()):
             return torch.ones_like(measured.vector)
         tracked = Tracked(measured, step, self.joint, self.takes_part)
         return tracked.factors(self.limit(tracked, updates)) if tracked.indices else torch.ones_like(measured.vector)

@@ -53,6 +53,8 @@ def _method(transform: Transform) -> str:
 
 def factors_of(node: Node, measured: Measured, updates: list[Tensor], step: Step) -> Tensor:
     """The factors that a scaling returns. Its state and its metrics are checked too."""
+    if not measured.indices:  # all tensors are left alone
+        return torch.ones_like(measured.vector)
     read = {"its updates": updates, "the norms": [measured.vector, measured.total]}
     check = _watched(node, step, read) if step.is_first else None
     try:

@@ -265,11 +265,9 @@ def whole_norms(tensors: Sequence[Tensor], scratch: Scratch | None) -> Tensor:
     """The L2 norm of each of some plain real tensors of one dtype on one device: a float64 vector."""
     # as by p_norms up to rounding: on CPU short tensors are measured together, on CUDA all in one call
     first = tensors[0]
-    if not may_look(first):
-        if first.dtype == torch.float64:
-            return pack(p_norms(wholes(tensors), 2.0))
+    if not may_look(first) and first.dtype != torch.float64:
         return torch.stack(foreach.norms(tensors, 2.0, torch.float64))
-    if not foreach.is_real_and_wide(first.dtype):
+    if not may_look(first) or not foreach.is_real_and_wide(first.dtype):
         return pack(p_norms(wholes(tensors), 2.0))
     if scratch is None:
         return _mended(torch.tensor(blocks.direct_norms(tensors), dtype=torch.float64, device=first.device), tensors)
@@ -342,9 +340,7 @@ def p_norms(parts: Sequence[Part], p: float) -> list[Tensor]:
     """The p-norm of every slice, float64: one tensor per part. Complex numbers count by their magnitude."""
     if any(part.tensor.is_complex() for part in parts):
         parts = [p._replace(tensor=p.tensor.to(_wide(p.tensor)).abs()) if p.tensor.is_complex() else p for p in parts]
-    norms = _local_norms(parts, p)
-    if any(part.groups for part in parts):
-        norms = _merged(parts, norms, p)
+    norms = _merged(parts, _local_norms(parts, p), p)
     if p == 0 or math.isinf(p) or not parts:
         return norms
     if not may_look(*(part.tensor for part in parts)):

@@ -102,9 +102,6 @@ class _Group(MutableMapping[str, Any]):
     def __delitem__(self, key: str) -> None:
         del self._group[self._stored(key)]
 
-    def __contains__(self, key: object) -> bool:
-        return isinstance(key, str) and self._stored(key) in self._group
-
     def __iter__(self) -> Iterator[str]:
         return iter(self._group)
 
