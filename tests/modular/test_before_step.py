@@ -829,14 +829,14 @@ def test_a_recorder_sees_the_norms_before_the_transforms_and_what_they_did(order
     handle = before_step(optimizer, SkipStep(100.0), ClipNorm(1, dim="global"))
     recorder = recorder or Recorder(optimizer, ratios_every=1)
     weight.data.fill_(1.0)
-    for grad in ((3.0, 4.0), (300.0, 400.0), (0.3, 0.4)):
+    for grad in ((0.0, 0.0), (3.0, 4.0), (300.0, 400.0), (0.3, 0.4)):
         stepped(optimizer, weight, *grad)
     record = recorder.record()
-    assert record.norm.tolist() == pytest.approx([5.0, 500.0, 0.5])
+    assert record.norm.tolist() == pytest.approx([0.0, 5.0, 500.0, 0.5])
     assert not record.norm.requires_grad
-    assert list(record.reasons) == ["", "skip_step", ""]
-    assert record.share_clipped.tolist()[0] == 1.0
-    assert record.ratios[0].relative.tolist() == pytest.approx([1.0 / 2**0.5])
+    assert list(record.reasons) == ["", "", "skip_step", ""]
+    assert record.share_clipped.tolist()[1] == 1.0
+    assert record.ratios[1].relative.tolist() == pytest.approx([1.0 / 2**0.5])
     recorder.close()
     handle.remove()
 

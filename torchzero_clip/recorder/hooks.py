@@ -64,7 +64,8 @@ class Hooks(Attached):
         self.reported.clear()
         numbers = {"loss": loss, "found_inf": getattr(optimizer, "found_inf", None)}
         self._run.save_params(params)
-        self._run.finish = partial(self._finish, optimizer, partial(self._run.write, groups, params, norms, numbers))
+        write = partial(self._run.write, groups, params, norms, numbers, is_first=self._run.step == 0)
+        self._run.finish = partial(self._finish, optimizer, write)
 
     @never_compiled
     def after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -94,11 +94,21 @@ class Run(Listener):
         self._before = foreach.clone(params) if wanted else None
 
     def write(
-        self, groups: Groups, params: Sequence[Tensor], norms: Tensor | None, numbers: dict[str, Any], note: Note
+        self,
+        groups: Groups,
+        params: Sequence[Tensor],
+        norms: Tensor | None,
+        numbers: dict[str, Any],
+        note: Note,
+        *,
+        is_first: bool = False,
     ) -> None:
-        """Write one step: the norms of the gradients of ``params``, if they were measured, and numbers by name."""
+        """Write one step: the norms of the gradients of ``params``, if they were measured, and numbers by name.
+
+        ``is_first``: it may be the template of a checkpoint, although the groups have no rate.
+        """
         before, self._before = self._before, None
-        if norms is not None and may_be_template(groups, is_first=not self._taken) and not bool(norms.any()):
+        if norms is not None and may_be_template(groups, is_first=is_first) and not bool(norms.any()):
             return
         tape = self._tape_for(groups, norms)
         places = _places(groups, params) if norms is not None and len(params) != len(tape.layout.names) else None
