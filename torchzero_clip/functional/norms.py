@@ -339,7 +339,9 @@ def p_norms(parts: Sequence[Part], p: float) -> list[Tensor]:
     """The p-norm of every slice, float64: one tensor per part. Complex numbers count by their magnitude."""
     if any(part.tensor.is_complex() for part in parts):
         parts = [p._replace(tensor=p.tensor.to(_wide(p.tensor)).abs()) if p.tensor.is_complex() else p for p in parts]
-    norms = _merged(parts, _local_norms(parts, p), p)
+    norms = _local_norms(parts, p)
+    if any(part.groups for part in parts):
+        norms = _merged(parts, norms, p)
     if p == 0 or math.isinf(p) or not parts:
         return norms
     if not may_look(*(part.tensor for part in parts)):
