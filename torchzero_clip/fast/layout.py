@@ -12,7 +12,6 @@ from torchzero_clip.engine.table import Table
 from torchzero_clip.fast.vectors import Vectors
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.scratch import Scratch
-from torchzero_clip.types import State
 
 _FACTS = attrgetter("dtype", "is_cpu", "shape")
 
@@ -63,17 +62,6 @@ class Layout:
         return all(key in self._like for key in keys)
 
 
-def columns_of(params: list[Tensor], grads: list[Tensor], states: Sequence[State]) -> dict[str, list[Tensor]] | None:
-    """Parameters, gradients and state by key; None if parameters have different state."""
-    if len(set(map(len, states))) > 1:
-        return None
-    try:
-        own = [key for key in states[0] if "/" in key]  # bare keys belong to other packages
-        return {"params": params, "grads": grads, **{key: [state[key] for state in states] for key in own}}
-    except KeyError:
-        return None
-
-
 def _are_like(facts: list[Any], tensors: Sequence[Any]) -> bool:
     is_plain = foreach.PLAIN.issuperset(map(type, tensors)) and list(map(_FACTS, tensors)) == facts
     one_device = is_plain and (tensors[0].is_cpu or len({tensor.device for tensor in tensors}) == 1)
@@ -107,8 +95,16 @@ class Workspace:
 
     def columns(self, table: Table) -> dict[str, list[Tensor]] | None:
         """Parameters, gradients and state by key, if they have a layout, which becomes that of this step; else None."""
-        found = columns_of(table.params, table.grads, table.states) if table.params else None
-        if found is None or (self.layout and self.layout.fits(found, self.vectors)):
+        states = table.states
+        if not states or len(set(map(len, states))) > 1:  # parameters have different state
+            return None
+        try:
+            own = [key for key in states[0] if "/" in key]  # bare keys belong to other packages
+            columns = {key: [state[key] for state in states] for key in own}
+        except KeyError:
+            return None
+        found: dict[str, list[Tensor]] = {"params": table.params, "grads": table.grads, **columns}
+        if self.layout and self.layout.fits(found, self.vectors):
             return found
         layout = Layout.of(found, self.vectors)
         self.layout = layout or self.layout
