@@ -233,11 +233,6 @@ MODELS = {
         {"table": nn.Embedding(8, W)},
     ),
     "upsampled": (lambda m, x: m.last(F.interpolate(m.first(x), scale_factor=2)[..., ::2, ::2]), images, {}),
-    "samples in another order behind a frozen encoder": (
-        lambda m, x: m.last(m.first(e := m.encoder(x)).tanh() + m.first(e.flip(0)).flip(0)),
-        sequences,
-        {"encoder": frozen(nn.TransformerEncoderLayer(W, 1, W, 0.0, batch_first=True)).eval()},
-    ),
     "a frozen batch norm": (
         lambda m, x: m.last(m.norm(m.first(x).mT).mT),
         sequences,

@@ -170,6 +170,7 @@ UNKNOWN = {
     ),
     "padding before the first sample": moved(lambda x: F.pad(x, (0, 0, 0, 0, 1, -1))),
     "one sample scattered": moved(lambda x: torch.zeros_like(x).select_scatter(x[0], 0, 2)),
+    "a sample scattered into zeros": moved(lambda x: x.new_zeros(x.shape).select_scatter(x[2], 0, 2)),
     "samples scattered": moved(lambda x: torch.zeros_like(x).slice_scatter(x[:1], 0, 2, 3)),
     "a reduction along samples": lambda: (
         Net(lambda m, x: m.lin(x.transpose(0, 1)[None].expand(3, -1, -1, -1).logsumexp(2)).sum(1), lin=lin()),

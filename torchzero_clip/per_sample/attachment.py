@@ -28,6 +28,8 @@ from torchzero_clip.per_sample.rules.registry import (
 )
 from torchzero_clip.per_sample.rules.whole import Whole, chosen_whole
 
+FAST_PATHS = nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention
+
 
 class Attachment:
     """The captured layers of a model: see `Engine`. Raises a ValueError if per-sample gradients would be wrong."""
@@ -98,6 +100,7 @@ class Attachment:
         self._held, self._rules = _held(model), dict(RULES)
         self._ids = [(id(x), trains) for x, trains in self._held]
         self.modules = list(model.modules())
+        self.with_fast_path = [module for module in self.modules if isinstance(module, FAST_PATHS)]
         self._batch_norms = [(name, module) for name, module in model.named_modules() if isinstance(module, BatchNorm)]
         self.owners = Counter(id(param) for layer in layers for param in layer.params.values())
         """How many layers have each parameter, by its id."""

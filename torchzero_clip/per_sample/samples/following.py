@@ -186,8 +186,9 @@ class Following(OwnMode):
             return [self._placed(call, outputs[0])]
         if name in MOVES:
             return [self._looked_up(call, x) for x in outputs]
-        if name == "where" and len(call.tensors) == 1:
-            return [LOST] * len(outputs)  # the places of a condition, as `nonzero` finds them
+        # written beside what belongs to no sample, as by `select_scatter`; the places of a condition, as by `nonzero`
+        if name.endswith("scatter") or (name == "where" and len(call.tensors) == 1):
+            return [LOST] * len(outputs)
         if name in NEW:
             return [None]
         parts = call.parts

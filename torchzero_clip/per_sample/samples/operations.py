@@ -69,11 +69,6 @@ CHANNELS = names("batch_norm native_batch_norm cudnn_batch_norm")
 """Functions that work on each entry of the second dimension alone, in eval mode on each element."""
 NEW = names("new new_empty new_full new_ones new_tensor new_zeros")
 """Functions that take only the dtype and the device from their argument."""
-MIX = names("""
-    argwhere bincount block_diag cartesian_prod combinations diagonal_scatter kron nonzero segment_reduce select_scatter
-    slice_scatter trace unique unique_consecutive unique2 vander
-""")
-"""Functions after which the samples are not known."""
 ATTENTION = "scaleddotproduct"
 ASIDE = "beside"
 """Stands for a function that works along other dimensions, aligned as in broadcasting."""
@@ -96,7 +91,7 @@ class Part(NamedTuple):
 @functools.cache
 def is_listed(name: str) -> bool:
     """True if `unmoved` knows a function."""
-    lists = ELEMENTS, ALONG, REDUCES, PRODUCTS, ROWS, LAST, CHANNELS, NEW, MIX
+    lists = ELEMENTS, ALONG, REDUCES, PRODUCTS, ROWS, LAST, CHANNELS, NEW
     return any(name in x for x in lists) or name.startswith((*BATCHED, ATTENTION))
 
 
