@@ -233,6 +233,20 @@ MODELS = {
         {"table": nn.Embedding(8, W)},
     ),
     "upsampled": (lambda m, x: m.last(F.interpolate(m.first(x), scale_factor=2)[..., ::2, ::2]), images, {}),
+    "another order behind a frozen encoder": (
+        lambda m, x: m.last(m.first(e := m.encoder(x)).tanh() + m.first(e.flip(0)).flip(0)),
+        sequences,
+        {"encoder": nn.TransformerEncoderLayer(W, 1, W, 0.0, batch_first=True).requires_grad_(False).eval()},
+    ),
+    "another order behind frozen attention, positions first": (
+        lambda m, x: (
+            m.last(m.first(e := m.attend(*[x.transpose(0, 1)] * 3)[0]) + m.first(e.flip(1)).flip(1))
+            .transpose(0, 1)
+            .contiguous()
+        ),
+        sequences,
+        {"attend": nn.MultiheadAttention(W, 1).requires_grad_(False).eval()},
+    ),
     "a frozen batch norm": (
         lambda m, x: m.last(m.norm(m.first(x).mT).mT),
         sequences,

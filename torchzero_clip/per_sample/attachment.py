@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from torchzero_clip.compat import current_graph_task_id, fully_sharded, is_distributed
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, described, trainable
+from torchzero_clip.per_sample.fast_path import Unseen, unseen
 from torchzero_clip.per_sample.hooks import Hook
 from torchzero_clip.per_sample.processes.processes import Processes
 from torchzero_clip.per_sample.processes.sharding import group_of_shards, reshard, slots, stands_for
@@ -28,8 +29,6 @@ from torchzero_clip.per_sample.rules.registry import (
 )
 from torchzero_clip.per_sample.rules.whole import Whole, chosen_whole
 
-FAST_PATHS = nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention
-
 
 class Attachment:
     """The captured layers of a model: see `Engine`. Raises a ValueError if per-sample gradients would be wrong."""
@@ -39,7 +38,7 @@ class Attachment:
         self._engine = engine
         self._given_whole = whole
         self._force_generic = force_generic
-        self._captured: list[tuple[nn.Module, CapturedLayer]] = []
+        self._captured: list[CapturedLayer | Unseen] = []
         self._handles: list[RemovableHandle] = []
         self._unwatched: list[tuple[str, dict[str, Any], str]] = []
         self._attach()
@@ -94,20 +93,19 @@ class Attachment:
         self._remove()
         self.whole = whole
         """The modules that are run whole, by name, with the reason."""
-        self._captured, self.params = [(layer.module, layer) for layer in layers], trainable(model)
+        self._captured, self.params = [*layers, *unseen(self._engine, model)], trainable(model)
         """The trainable parameters, by name."""
         self.captures_model = any(layer.module is model for layer in layers)
         self._held, self._rules = _held(model), dict(RULES)
         self._ids = [(id(x), trains) for x, trains in self._held]
         self.modules = list(model.modules())
-        self.with_fast_path = [module for module in self.modules if isinstance(module, FAST_PATHS)]
         self._batch_norms = [(name, module) for name, module in model.named_modules() if isinstance(module, BatchNorm)]
         self.owners = Counter(id(param) for layer in layers for param in layer.params.values())
         """How many layers have each parameter, by its id."""
         for name, param in self.params.items():
             self._handles.append(param.register_hook(Hook(partial(self._engine.refuse_outside, name))))
-        for layer in layers:
-            layer.module.__dict__["forward"] = layer
+        for captured in self._captured:
+            captured.module.__dict__["forward"] = captured
         # what `fully_shard` shows in place of the parameters exists from the first forward on
         self._unwatched = list(slots(self.model, self.params))
         for module in fully_sharded(self.model):
@@ -128,9 +126,9 @@ class Attachment:
     def _remove(self) -> None:
         for handle in self._handles:
             handle.remove()
-        for module, layer in self._captured:
-            if module.__dict__.get("forward") is layer:
-                del module.__dict__["forward"]
+        for captured in self._captured:
+            if captured.module.__dict__.get("forward") is captured:
+                del captured.module.__dict__["forward"]
         self._handles, self._captured = [], []
 
     def _found_layers(self, whole: Mapping[str, str]) -> Iterator[CapturedLayer]:
@@ -191,7 +189,7 @@ def _refuse(name: str, module: nn.Module, reason: str | None) -> None:
 def _is_replaced(layer: CapturedLayer) -> bool:
     """True if the instance has another forward than its class. Copies of models have that of their class."""
     own = layer.module.__dict__.get("forward")
-    if isinstance(own, CapturedLayer) and own.engine is layer.engine:
+    if isinstance(own, CapturedLayer | Unseen) and own.engine is layer.engine:
         return False
     return own is not None and getattr(own, "__func__", None) is not type(layer.module).forward
 

@@ -114,7 +114,7 @@ class CapturedLayer:
     @override
     def __reduce__(self) -> tuple[Any, ...]:
         # copies of an attached model are ordinary models
-        return _class_forward, (self.module,)
+        return class_forward, (self.module,)
 
     @override
     def __str__(self) -> str:
@@ -354,7 +354,8 @@ def rows_first(where: Place | Tensor, *tensors: Tensor) -> list[Tensor]:
     return [x.flatten(0, where.ndim - 1) for x in tensors]
 
 
-def _class_forward(module: nn.Module) -> Callable[..., Any]:
+def class_forward(module: nn.Module) -> Callable[..., Any]:
+    """The forward of the class of a module, bound to the module."""
     return MethodType(type(module).forward, module)
 
 

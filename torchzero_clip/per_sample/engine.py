@@ -192,9 +192,6 @@ class Engine:
                 "the module itself got parameters that train, after its forward had been called: call it once more"
             )
         self.phase = Phase.FORWARD
-        # a module of torch may take a faster way with other outputs, which a function mode would prevent
-        if any(not (module.training or trainable(module)) for module in self.attachment.with_fast_path):
-            self.forward.provenance = None
         if (provenance := self.forward.provenance) is not None:
             for x in packed:
                 provenance.note_packed(x)

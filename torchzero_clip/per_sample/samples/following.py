@@ -86,6 +86,11 @@ class OwnMode(TorchFunctionMode):
     """A mode of the clipper. It costs a few microseconds for each function that is called, even if it ignores it."""
 
 
+def is_followed() -> bool:
+    """True if a mode of the clipper sees the functions that run now."""
+    return isinstance(_get_current_function_mode(), OwnMode)
+
+
 @contextmanager
 def without_own_modes() -> Generator[None]:
     """A block without the innermost modes of the clipper. Those outside of a mode of the user stay."""

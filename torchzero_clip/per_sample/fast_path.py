@@ -1,0 +1,66 @@
+"""Frozen modules of torch that, in eval mode, may take a faster way, with zeros for padding."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from typing_extensions import override
+
+from torchzero_clip.compat import get_interpreter_stack, never_compiled
+from torchzero_clip.per_sample.captured_layer import class_forward
+from torchzero_clip.per_sample.samples.arguments import tensors_in
+from torchzero_clip.per_sample.samples.following import is_followed, without_own_modes
+from torchzero_clip.per_sample.samples.labels import LOST, Place, place_of, step_at
+from torchzero_clip.per_sample.samples.provenance import Provenance
+
+FAST_PATHS = nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention
+
+
+class Unseen:
+    """The forward of such a module, which is not followed: torch takes the faster way only outside of modes.
+
+    Its first output has samples where the module expects them, if they are there in all arguments. Others are lost.
+    """
+
+    def __init__(self, engine: Any, module: nn.Module) -> None:
+        self.engine, self.module = engine, module
+
+    @never_compiled
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module, provenance = self.module, self.engine.forward.provenance
+        if module.training or provenance is None or get_interpreter_stack() or not is_followed():
+            return type(module).forward(module, *args, **kwargs)
+        inputs = tensors_in((args, kwargs))
+        with without_own_modes():
+            output = type(module).forward(module, *args, **kwargs)
+        if any(provenance.of(x) is not None for x in inputs):
+            place = self._place(provenance, inputs)
+            for i, x in enumerate(tensors_in(output)):
+                is_batch = place is not None and i == 0 and x.ndim == 3 and x.shape[place.dim] == provenance.count
+                provenance.note(x, step_at(place, tuple(x.shape)) if place is not None and is_batch else LOST)
+        return output
+
+    def _place(self, provenance: Provenance, inputs: list[Tensor]) -> Place | None:
+        """Where the samples are in inputs of three dimensions; None if some are elsewhere, or in another order."""
+        batch_first = next(m.batch_first for m in self.module.modules() if isinstance(m, nn.MultiheadAttention))
+        dim = 0 if batch_first else 1
+        for x in inputs:
+            labels, own = provenance.of(x), Place(dim if x.ndim == 3 else 0)  # masks of padding have two dimensions
+            if labels is not None and (
+                not isinstance(labels, int) or place_of(labels, tuple(x.shape), provenance.count) != own
+            ):
+                return None
+        return Place(dim)
+
+    @override
+    def __reduce__(self) -> tuple[Any, ...]:
+        return class_forward, (self.module,)  # copies of an attached model are ordinary models
+
+
+def unseen(engine: Any, model: nn.Module) -> Iterator[Unseen]:
+    """The forwards of the frozen modules of a model that may take a faster way."""
+    for module in model.modules():
+        own = module.__dict__.get("forward")
+        is_free = own is None or (isinstance(own, Unseen) and own.engine is engine)
+        if isinstance(module, FAST_PATHS) and is_free and not any(param.requires_grad for param in module.parameters()):
+            yield Unseen(engine, module)
