@@ -411,6 +411,14 @@ def test_samples_that_mix_behind_lost_rows_are_found_by_the_check():
         clipper.backward(losses_of(model(x)))
 
 
+def test_losses_in_another_order_beside_lost_rows_are_refused():
+    model = Net(lambda m, x: m.known(x) + summed(m.lost((rows := moved(x))[0]), rows[1], B), known=lin(), lost=lin())
+    clipper = clip(model, verify="never")
+    losses = losses_of(model(data()))
+    with pytest.raises(RuntimeError, match=r"mixes or reorders samples, in 'known' \(Linear\) or later"):
+        clipper.backward(losses.flip(0))
+
+
 def test_another_number_of_losses_is_refused():
     model, x = plain(), data()
     with clip(model) as clipper, pytest.raises(ValueError, match="saw 5 samples, the batch has 4"):
