@@ -1,6 +1,6 @@
-/* Steps of AdamW with a limit, each in as few passes over memory as it needs, and without any check.
+/* Steps of AdamW alone and behind limits, without checks and in as few passes over memory as possible.
 
-   They show how fast a step could be. `floor.py` compiles and calls them. `step` counts the steps taken before. */
+   `floor.py` compiles and calls them, to show how fast a step could be. `step` is the number of steps taken before. */
 
 #include <math.h>
 
@@ -13,25 +13,27 @@ typedef struct {
     float lr, beta1, beta2, weight_decay, eps;
 } Settings;
 
-/* Read an element as `g`, change it with the statements in `...`, and update its parameter with what is in `g`. */
-#define EACH_ELEMENT(tensor, ...)                                                                   \
-    {                                                                                               \
-        float *restrict param = (tensor)->param, *restrict grad = (tensor)->grad;                   \
-        float *restrict mean = (tensor)->mean, *restrict square = (tensor)->square;                 \
-        float *restrict state = (tensor)->state;                                                    \
-        (void)state;                                                                                \
-        for (long i = 0; i < (tensor)->size; i++) {                                                 \
-            float g = grad[i];                                                                      \
-            __VA_ARGS__;                                                                            \
-            mean[i] += (g - mean[i]) * (1 - of.beta1);                                              \
-            square[i] = square[i] * of.beta2 + g * g * (1 - of.beta2);                              \
-            param[i] = param[i] * kept - rate * mean[i] / (sqrtf(square[i]) * inverse + of.eps);    \
-        }                                                                                           \
+/* Read the gradient of each element as `g`, run the statements in `...`, and update the parameter with `g`. */
+#define EACH_ELEMENT(tensor, ...)                                                                  \
+    {                                                                                              \
+        float *restrict param = (tensor)->param, *restrict grad = (tensor)->grad;                  \
+        float *restrict mean = (tensor)->mean, *restrict square = (tensor)->square;                \
+        float *restrict state = (tensor)->state;                                                   \
+        (void)state;                                                                               \
+        for (long i = 0; i < (tensor)->size; i++) {                                                \
+            float g = grad[i];                                                                     \
+            __VA_ARGS__;                                                                           \
+            mean[i] += (g - mean[i]) * (1 - settings.beta1);                                       \
+            square[i] = square[i] * settings.beta2 + g * g * (1 - settings.beta2);                 \
+            float root = sqrtf(square[i]) * inverse + settings.eps;                                \
+            param[i] = param[i] * decay - rate * mean[i] / root;                                   \
+        }                                                                                          \
     }
 
-#define ADAMW                                                                                       \
-    const float rate = of.lr / (1 - powf(of.beta1, step + 1)), kept = 1 - of.lr * of.weight_decay;  \
-    const float inverse = 1 / sqrtf(1 - powf(of.beta2, step + 1));
+#define ADAMW                                                                                      \
+    const float rate = settings.lr / (1 - powf(settings.beta1, step + 1));                         \
+    const float decay = 1 - settings.lr * settings.weight_decay;                                   \
+    const float inverse = 1 / sqrtf(1 - powf(settings.beta2, step + 1));
 
 static inline float smaller(float a, float b) { return a < b ? a : b; }
 static inline float larger(float a, float b) { return a > b ? a : b; }
@@ -50,14 +52,14 @@ static double sum_of_squares(const float *values, long size)
     return total;
 }
 
-void adamw(const Tensor *tensors, long count, long step, Settings of)
+void adamw(const Tensor *tensors, long count, long step, Settings settings)
 {
     ADAMW
     for (const Tensor *t = tensors; t < tensors + count; t++)
         EACH_ELEMENT(t, )
 }
 
-void clip_norm_global(const Tensor *tensors, long count, long step, Settings of)
+void clip_norm_global(const Tensor *tensors, long count, long step, Settings settings)
 {
     ADAMW
     double total = 0;
@@ -68,7 +70,7 @@ void clip_norm_global(const Tensor *tensors, long count, long step, Settings of)
         EACH_ELEMENT(t, g *= factor)
 }
 
-void clip_norm(const Tensor *tensors, long count, long step, Settings of)
+void clip_norm(const Tensor *tensors, long count, long step, Settings settings)
 {
     ADAMW
     for (const Tensor *t = tensors; t < tensors + count; t++) {
@@ -77,14 +79,14 @@ void clip_norm(const Tensor *tensors, long count, long step, Settings of)
     }
 }
 
-void clip_value(const Tensor *tensors, long count, long step, Settings of)
+void clip_value(const Tensor *tensors, long count, long step, Settings settings)
 {
     ADAMW
     for (const Tensor *t = tensors; t < tensors + count; t++)
         EACH_ELEMENT(t, g = larger(-1e-3f, smaller(1e-3f, g)))
 }
 
-void clip_norm_by_ema(const Tensor *tensors, long count, long step, Settings of)
+void clip_norm_by_ema(const Tensor *tensors, long count, long step, Settings settings)
 {
     ADAMW
     for (const Tensor *t = tensors; t < tensors + count; t++) {
@@ -105,19 +107,27 @@ void clip_norm_by_ema(const Tensor *tensors, long count, long step, Settings of)
     }
 }
 
-void clip_value_by_ema(const Tensor *tensors, long count, long step, Settings of)
+void clip_value_by_ema(const Tensor *tensors, long count, long step, Settings settings)
 {
     ADAMW
     for (const Tensor *t = tensors; t < tensors + count; t++)
-        EACH_ELEMENT(t, float limit = state[i] + (fabsf(g) - state[i]) * 0.01f; state[i] = limit;
+        EACH_ELEMENT(t,
+                     float limit = state[i] + (fabsf(g) - state[i]) * 0.01f;
+                     state[i] = limit;
                      g = larger(-limit, smaller(limit, g)))
 }
 
-void clip_value_growth(const Tensor *tensors, long count, long step, Settings of)
+void clip_value_growth(const Tensor *tensors, long count, long step, Settings settings)
 {
     ADAMW
     for (const Tensor *t = tensors; t < tensors + count; t++)
-        EACH_ELEMENT(t, float size = fabsf(g); float before = step ? state[i] : size;
-                     float floor = larger(before, 1e-4f); float allowed = smaller(size, step ? floor * 1.5f : size);
-                     state[i] = step && size < floor / 2 ? before / 2 : allowed; g = copysignf(allowed, g))
+        if (!step)
+            EACH_ELEMENT(t, state[i] = fabsf(g))
+        else
+            EACH_ELEMENT(t,
+                         float size = fabsf(g);
+                         float floor = larger(state[i], 1e-4f);
+                         float allowed = smaller(size, floor * 1.5f);
+                         state[i] = size < floor / 2 ? state[i] / 2 : allowed;
+                         g = copysignf(allowed, g))
 }

@@ -1,4 +1,4 @@
-"""Steps in C, each in as few passes as it needs and without any check: how fast a step could be. They need ``cc``."""
+"""Steps in C without checks, which show how fast a step could be. They need ``cc``."""
 
 import ctypes
 import subprocess
@@ -15,7 +15,7 @@ from benchmarks.timing import Case, Params, Timed
 from torchzero_clip import AdamW, ClipNorm, ClipNormByEMA, ClipValue, ClipValueByEMA, ClipValueGrowth, Transform
 
 SOURCE = Path(__file__).with_name("floor.c")
-# sums may be taken in any order, so that they use vectors
+# the compiler may reorder sums, so that it can vectorize them
 OPTIONS = ("-O3", "-march=native", "-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", "-fno-math-errno")
 CHAINS: dict[str, list[Callable[[], Transform]]] = {
     "adamw": [],
@@ -26,7 +26,7 @@ CHAINS: dict[str, list[Callable[[], Transform]]] = {
     "clip_value_by_ema": [ClipValueByEMA],
     "clip_value_growth": [ClipValueGrowth],
 }
-"""What stands before `AdamW` in the chain of each function."""
+"""The transforms before `AdamW` in the chain that each function computes."""
 
 
 class _Tensor(ctypes.Structure):

@@ -7,6 +7,7 @@ shared machine drift.
 
     python -m benchmarks.step --threads 1                    # whole steps
     python -m benchmarks.step --what memory --set small      # or transforms, functions, before (before_step), compiled
+    python -m benchmarks.step --floor                        # beside the same steps in C, without checks
     python -m benchmarks.step --peers --plot step_time.png   # by the number of parameters and of tensors
 """
 
@@ -49,7 +50,7 @@ def parsed() -> argparse.Namespace:
     if args.peers and args.what not in ("steps", "memory"):
         parser.error("--peers needs --what steps or --what memory, because peers are measured as whole steps")
     if args.floor and (args.what != "steps" or args.plot or args.device != "cpu"):
-        parser.error("--floor is for tables of --what steps on CPU")
+        parser.error("--floor needs --what steps on CPU, without --plot")
     if args.plot and args.what != "steps":
         parser.error("--plot needs --what steps")
     if args.warm and (args.plot or args.what == "memory"):

@@ -145,7 +145,10 @@ def draw_muon_clip(name: str, steps: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Draw the pictures of the pages.")
     parser.add_argument(
-        "--steps", type=int, default=300, help="of the run in muon_clip.png"
+        "--steps",
+        type=int,
+        default=300,
+        help="steps of the training run in muon_clip.png",
     )
     draw_muon_clip("muon_clip.png", parser.parse_args().steps)
     draw_per_sample("per_sample.png")

@@ -1,4 +1,4 @@
-"""The steps in C that the benchmarks time are those of the chains."""
+"""The C steps that the benchmarks time compute what the chains compute."""
 
 import shutil
 
@@ -14,12 +14,12 @@ from torchzero_clip import AdamW, Modular
 @pytest.mark.parametrize("name", CHAINS)
 def test_a_step_in_c_is_that_of_the_chain(name):
     params, plain = ([nn.Parameter(torch.ones(shape)) for shape in [(40, 30), (7,)]] for _ in range(2))
-    optimizer, in_turn = Modular(plain, *(made() for made in CHAINS[name]), AdamW()), in_c(name)(params)
+    optimizer, c_step = Modular(plain, *(made() for made in CHAINS[name]), AdamW()), in_c(name)(params)
     for k in range(5):
         for param, other in zip(params, plain, strict=True):
             param.grad = torch.randn(param.shape) * 0.1 * 2.0**k
             other.grad = param.grad.clone()
-        in_turn.before()
-        in_turn.step()
+        c_step.before()
+        c_step.step()
         optimizer.step()
         torch.testing.assert_close(params, plain, rtol=1e-5, atol=1e-6)

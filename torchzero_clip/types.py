@@ -15,7 +15,7 @@ Group: TypeAlias = dict[str, Any]
 """A param group of an optimizer."""
 
 Columns: TypeAlias = list[list[Tensor]]
-"""Lists of tensors that have one entry for each parameter."""
+"""Several lists of tensors, each with one entry for each parameter."""
 
 Runs: TypeAlias = Sequence[tuple[Setting, slice]]
 """Each setting, with the range of the parameters that share it."""

@@ -106,7 +106,7 @@ def test_squares_beyond_float64_do_not_lift_the_limit():
     assert abs(results[-1][0][0]) < 2
 
 
-def test_squares_that_are_too_small_for_float64_pass():
+def test_updates_whose_squares_underflow_pass_unchanged():
     results, _ = outputs(ClipNormGrowth(ord="var"), [[[1e-170, -1e-170]]] * 3)
     assert results[-1][0] == [1e-170, -1e-170]
 

@@ -110,7 +110,9 @@ def test_state_of_a_transform_that_is_out_of_scope_does_not_load():
     saved = Modular(module, Adam())
     with_gradients(module)
     saved.step()
-    message = r"extra: 'adam/step', 'adam/exp_avg', 'adam/exp_avg_sq'; the parameter is not in the scope of adam: sele"
+    message = (
+        r"extra: 'adam/step', 'adam/exp_avg', 'adam/exp_avg_sq'; if the parameter is not in the scope of adam, sele"
+    )
     with pytest.raises(ValueError, match=message):
         Modular(module, Adam().only("head")).load_state_dict(saved.state_dict())
     optimizer = Modular(module, ClipNormGrowth().only("head"), Adam())

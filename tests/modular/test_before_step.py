@@ -277,7 +277,7 @@ def test_refusals_of_optimizers():
     with pytest.raises(TypeError, match="no argument 'lr'; there are: optimizer, transforms"):
         before_step(optimizer, ClipNorm(1), lr=2)
     handle = before_step(optimizer, ClipNorm(1))
-    with pytest.raises(RuntimeError, match="has transforms before its steps already"):
+    with pytest.raises(RuntimeError, match="already has transforms before its steps"):
         before_step(optimizer, ClipNorm(1))
     handle.remove()
     other = before_step(optimizer, ClipNorm(2))

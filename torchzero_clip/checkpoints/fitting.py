@@ -21,7 +21,7 @@ from torchzero_clip.functional.shards import local
 from torchzero_clip.types import Group
 
 Statistics: TypeAlias = dict[str, tuple[Tensor, torch.dtype]]
-"""Tensors that have to be finite, by what they are, each with the dtype that it is to have."""
+"""Tensors that must be finite, by their description in errors, each with the dtype that it gets."""
 
 
 def fitted(
@@ -221,7 +221,9 @@ def _changed_chain_message(number: Any, missing: list[str], extra: list[str], no
         parts.append(f"extra: {', '.join(map(repr, extra))}")
     if any("/" not in str(key) for key in extra):
         parts.append("keys without the name of a transform come from another optimizer: see from_torch_optim")
-    left = [node.path for node in nodes if any(str(key).startswith(f"{node.path}/") for key in extra)]
-    if left:  # scopes are not part of the description of a chain, and may depend on groups that have changed
-        parts.append(f"the parameter is not in the scope of {', '.join(left)}: select it, or delete this state")
+    # a checkpoint does not store scopes, so a parameter may have state of a transform that no longer selects it
+    selective = (node.path for node in nodes if node.scope.limited)
+    left = [path for path in selective if any(str(key).startswith(f"{path}/") for key in extra)]
+    if left:
+        parts.append(f"if the parameter is not in the scope of {', '.join(left)}, select it, or delete this state")
     return "; ".join(parts) + ". Load it into the chain that wrote it"

@@ -125,7 +125,7 @@ class ClipNormByEMA(NormStatistics):
         """Move the averages towards the updates, and compare the updates with them."""
         averages = tracked.column("ema")
         own = [updates[i] for i in tracked.indices]
-        found = tracked.averaged_(averages, own, self.slicing, begin=self.ema_init == "update")
+        found = tracked.averaged_(averages, own, self.slicing, from_update=self.ema_init == "update")
         size = self._grown(averages, found, tracked)
 
         ratio = tracked.norms / tracked.root(tracked.by_setting(lambda own, values: values.clamp(min=own["eps"]), size))
@@ -160,7 +160,7 @@ class NormalizeByEMA(ClipNormByEMA):
         eps: The smallest norm to scale to, in units of the metric, >= 0, and the inverse of the largest factor; a
             setting.
         tensorwise: As in `ClipNormByEMA`.
-        max_ema_growth: As in `ClipNormByEMA`.
+        max_ema_growth: As in `ClipNormByEMA`; a setting.
         ema_init: Start the average at "zeros", which makes the first steps small, or at the first "update".
         target: What it acts on, see `Transform`.
         name: The name in the chain and in checkpoints; the class name in snake case if None.

@@ -73,12 +73,12 @@ class Tracked:
         """The values of statistics that have started, and ``other`` for those that have not."""
         return values if self.is_usual else torch.where(self.started, values, other)
 
-    def limited(self, norms: Tensor, limit: Tensor) -> tuple[Tensor, Tensor]:
-        """Norms of at most their limits, and the ratio to the norms before: 1 for a norm within its limit."""
-        limited = torch.minimum(norms, limit)
-        ratio = limited / norms
-        if not self.is_usual or self.degree > 1:  # the quotient may be 0 / 0 or inf / inf
-            ratio = torch.where(norms > limit, ratio, 1.0)
+    def limited(self, sizes: Tensor, limit: Tensor) -> tuple[Tensor, Tensor]:
+        """Norms or metrics, cut to their limits, and the ratio to those before: 1 for one within its limit."""
+        limited = torch.minimum(sizes, limit)
+        ratio = limited / sizes
+        if not self.is_usual or self.degree > 1:  # 0 / 0 or inf / inf, also of squares of usual norms
+            ratio = torch.where(sizes > limit, ratio, 1.0)
         return limited, ratio
 
     def of(self, measured: Measured) -> Tensor:
@@ -88,10 +88,12 @@ class Tracked:
         is_subset = self._taken is not None and len(measured.indices) > len(self._taken)
         return elements_at(measured.vector, self._taken or []) if is_subset else measured.vector
 
-    def averaged_(self, averages: list[Tensor], updates: list[Tensor], slicing: Slicing, *, begin: bool) -> Measured:
-        """Move averages towards usable updates, and measure them. With ``begin``, they start as their first update."""
+    def averaged_(
+        self, averages: list[Tensor], updates: list[Tensor], slicing: Slicing, *, from_update: bool
+    ) -> Measured:
+        """Move averages towards usable updates, and measure them. With ``from_update``, they start at their first."""
         tools, usable, started = self.step.tools, self.per_tensor(self.usable), self.per_tensor(self.started)
-        known = tools.average_(averages, updates, self.shared, usable, started, begin=begin)
+        known = tools.average_(averages, updates, self.shared, usable, started, from_update=from_update)
         return tools.measure(averages, slicing, known)
 
     def __getitem__(self, key: str) -> Tensor:

@@ -2,15 +2,17 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Self, TypeAlias
+from typing import Any, NoReturn, Self, TypeAlias
 
+from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from torchzero_clip.checks import instance
-from torchzero_clip.core.kinds import FinalRule, Gate, NeverApplied
+from torchzero_clip.core.kinds import FinalRule, Gate
 from torchzero_clip.core.nodes import Node, Nodes
 from torchzero_clip.core.schedules import at
+from torchzero_clip.core.step import Step
 from torchzero_clip.core.transform import T, Transform, altered, is_ours, override_groups
 from torchzero_clip.types import Setting, Target
 
@@ -60,7 +62,7 @@ class Composite(Transform):
         return Nodes(found)
 
 
-class Chain(NeverApplied, Composite):
+class Chain(Composite):
     """Applies transforms one after the other, as one transform.
 
     A plain chain inside another (or inside `Modular`) is the same as its transforms written there. A chain with another
@@ -121,6 +123,11 @@ class Chain(NeverApplied, Composite):
                 node.transform.check({own: at(value, 0)})
                 added[f"/{node.path}"].append({"params": params, own: value})
         return rebuilt(self, lambda transform, path: {"overrides": [*transform.overrides, *added.get(path, ())]})
+
+    @override
+    def apply_tensors(self, updates: list[Tensor], step: Step) -> NoReturn:
+        """Raise, because the optimizer applies the transforms one by one."""
+        raise RuntimeError(f"{self!r} only lists transforms: apply it in Modular")
 
     def __repr__(self) -> str:
         target = [] if self.target == "update" else [f"target={self.target!r}"]

@@ -82,7 +82,7 @@ def saved_chain_state(saved_groups: Sequence[Mapping[str, Any]], keys: Iterable[
 
 def _same(first: Any, second: Any) -> bool:
     if isinstance(first, Tensor) and isinstance(second, Tensor):
-        # by elements, because a NaN differs from itself
+        # `torch.equal` says that a NaN differs from itself
         return first.shape == second.shape and bool(
             torch.isclose(first.cpu(), second.cpu(), 0, 0, equal_nan=True).all()
         )

@@ -122,7 +122,9 @@ class Elements:
             high: As ``low``.
             result: Where the result goes, or ``x`` itself.
         """
-        limits: Any = [n if isinstance(n, Tensor) else foreach.usable_limit(n, x.dtype) for n in (low, high)]
+        limits: Any = [
+            bound if isinstance(bound, Tensor) else foreach.usable_limit(bound, x.dtype) for bound in (low, high)
+        ]
         if self.mask is not None:
             self.write(torch.clamp(x, *limits), x, result)
         else:

@@ -32,7 +32,7 @@ class NeverApplied(Transform):
     @override
     def apply_tensors(self, updates: list[Tensor], step: Step) -> NoReturn:
         """Raise, because the optimizer does not call this method."""
-        raise RuntimeError(f"{self!r} returns no updates: apply it in a chain of Modular")
+        raise RuntimeError(f"{self!r} cannot be applied alone: pass it to Modular(params, ...)")
 
 
 class Scaling(NeverApplied):
@@ -105,6 +105,8 @@ class Scaling(NeverApplied):
     def factors(self, measured: Measured, updates: list[Tensor], step: Step) -> Tensor:
         """Return one factor per slice that was measured: a vector, made by `Measured.by_setting` or `Measured.joined`.
 
+        It is not called if all tensors are left alone.
+
         Args:
             measured: The norms of the slices.
             updates: The updates, not to be modified.
@@ -122,10 +124,10 @@ class Shifting(Transform):
 
 
 Kernel: TypeAlias = Callable[[list[Tensor], list[Tensor], Columns, Setting, Any], None]
-"""Divides updates by a scale, and changes some parameters, or parts of them, and state as the rest of a chain would.
+"""Takes the rest of a chain's step in place: divides updates by a scale, and then changes parameters and state.
 
-It gets parameters, updates, state, a setting and the scale. State has tensors of the shapes of the parameters, a list
-for each key, and after them lists of 0-d tensors. The scale is a 0-d float32 tensor, or None for 1.
+It gets parameters or parts of them, updates, state, a setting and the scale. State is a list of tensors shaped like the
+parameters for each key, and after them lists of 0-d tensors. The scale is a 0-d float32 tensor, or None for 1.
 """
 
 

@@ -37,7 +37,7 @@ class Schedules:
 
     def add(self, group: Group, own: dict[str, Schedule]) -> None:
         """Store the functions of a group that was added to the optimizer."""
-        # without functions there are no entries, which would keep the parameters of a removed group alive
+        # an entry keeps the parameters of a removed group alive, so a chain without schedules has none
         if own or self._defaults or self.of_groups:
             self.of_groups.append((group["params"], own))
 

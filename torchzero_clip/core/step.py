@@ -59,7 +59,7 @@ class Step:
 
     def __post_init__(self) -> None:
         self._shared: tuple[list[Setting], list[tuple[Setting, slice]]] | None = None
-        # ``states`` as the optimizer reads and stores them
+        # one object: ``states`` for authors, ``stored`` for the optimizer, which reads and writes it
         self.states = self.stored = self.states if isinstance(self.states, States) else States.of(self.states)
         self.is_first = False
         """True if a parameter takes its first step."""

@@ -64,14 +64,21 @@ class Tools:
         return None
 
     def average_(
-        self, averages: list[Tensor], updates: list[Tensor], runs: Runs, usable: Tensor, started: Tensor, *, begin: bool
+        self,
+        averages: list[Tensor],
+        updates: list[Tensor],
+        runs: Runs,
+        usable: Tensor,
+        started: Tensor,
+        *,
+        from_update: bool,
     ) -> tuple[Tensor, Tensor] | None:
         """Move the averages that are usable towards updates by ``1 - beta``, each by its setting, in place.
 
         Return their joint L2 norm and the norm of each if moving them has measured them; else None.
         """
-        # averages that have not moved before start at their update with ``begin``, else at 0
-        if begin:
+        # an average starts at its first update with ``from_update``, else at 0
+        if from_update:
             foreach.lerp_rows_(usable & started.logical_not(), averages, updates, 1.0)
         for setting, own in runs:
             chosen = usable.narrow(0, own.start, own.stop - own.start)

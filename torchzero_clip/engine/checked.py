@@ -43,7 +43,7 @@ def applied(node: Node, updates: list[Tensor], step: Step) -> list[Tensor]:
         check()
         _check_views(node, step, result)
     check_state(node, step)
-    # a later transform may write to what an author returns, and torch writes to no expanded tensor
+    # later transforms may write to the result of an author, and torch cannot write to an expanded tensor
     return list(result) if node.is_ours else [new.contiguous() if 0 in new.stride() else new for new in result]
 
 
@@ -73,7 +73,7 @@ def factors_of(node: Node, measured: Measured, updates: list[Tensor], step: Step
     if node.is_ours:
         return factors
     check_state(node, step)
-    # a copy, because factors may be a view of state, which is written next; one number for all slices stays one
+    # a copy, because factors may be a view of state, which is stored next; an expanded number stays expanded
     own = factors.narrow(0, 0, 1) if count and is_one_number(factors) else factors
     return own.to(factors.dtype if factors.dtype.itemsize >= 4 else torch.float64, copy=True).expand(count)
 
@@ -145,7 +145,7 @@ def check_state(node: Node, step: Step) -> None:
                 f"{node.transform!r} has {_described(value)} as metric {key!r}: a metric is a 0-d tensor, such as "
                 "norms.mean()"
             )
-        if not node.is_ours:  # it may be state, which is written next, and in later steps
+        if not node.is_ours:  # it may be a view of state, which this and later steps overwrite
             step.metrics[key] = value.clone()
     wrong = _put_right("init_global_state", step.global_state, step.given) if step.global_state else []
     touched = step.stored.touched or []

@@ -29,11 +29,12 @@ class Judging:
         self.joint_clip = first.path if first is not None and _clips_all_gradients(first.transform) else None
         """The path of the first transform, if it needs just the joint norm that gates may have measured."""
         scalings = [(node.path, node.transform) for node in nodes if isinstance(node.transform, Scaling)]
-        own = [(path, t) for path, t in scalings if type(t).slice_dims is not Scaling.slice_dims]
-        self.dims_of: dict[str, DimsOf] = {path: partial(slice_dims, t) for path, t in own}
-        """The dimensions of slices of scalings, by path, if they do not follow from the arguments."""
-        joint = {path for path, t in scalings if t.slicing.dim == "global" and t.slicing.metric == L2}
-        self.needs_each = {p for p, _ in scalings if self.is_asked and not (self.asks_jointly and p in joint)}
+        own = [(path, scaling) for path, scaling in scalings if type(scaling).slice_dims is not Scaling.slice_dims]
+        self.dims_of: dict[str, DimsOf] = {path: partial(slice_dims, scaling) for path, scaling in own}
+        """What returns the dimensions of a slice, by path. Only of classes with their own, because it takes longer."""
+        joint = {path for path, scaling in scalings if scaling.slicing == Slicing(L2, "global")}
+        known = joint if self.asks_jointly else set[str]()
+        self.needs_each = {path for path, _ in scalings if path not in known} if self.is_asked else set[str]()
         """The paths of scalings that have to measure each tensor, because statistics need more than the joint norm."""
 
 

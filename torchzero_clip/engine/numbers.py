@@ -26,8 +26,7 @@ def vector_of(numbers: Mapping[str, Tensor], nodes: Nodes, device: torch.device)
 def joint_metrics(nodes: Nodes, rows: Tensor) -> dict[str, Tensor]:
     """The metrics by their names, from the `vector_of` of each walk or process."""
     transforms = measuring(nodes)
-    kinds = [transform.slicing.metric.kind if isinstance(transform, Scaling) else None for _, transform in transforms]
-    columns = rows.split([SHARE if kind is None else EFFECT + WIDTHS[kind] for kind in kinds], dim=1)
+    columns = rows.split([_width(transform) for _, transform in transforms], dim=1)
     found: dict[str, Tensor] = {}
     for (node, transform), own in zip(transforms, columns, strict=True):
         found |= node.qualified(_metrics_of(transform, own))
@@ -38,6 +37,10 @@ def measuring(nodes: Nodes) -> list[tuple[Node, _Measuring]]:
     """The transforms whose metrics cover all parts or processes."""
     every = ((node, node.transform) for node in nodes)
     return [(node, transform) for node, transform in every if isinstance(transform, Scaling | Elementwise)]
+
+
+def _width(transform: _Measuring) -> int:
+    return EFFECT + WIDTHS[transform.slicing.metric.kind] if isinstance(transform, Scaling) else SHARE
 
 
 def _nothing(transform: _Measuring, device: torch.device) -> Tensor:

@@ -43,7 +43,7 @@ class Readable(Executor):
             self.memory.mark(rows)
             return
         # the measured tensors may be the gradients themselves: multiply the copies
-        scale_(measured.within(self.memory.own(rows, over_grads)), factors)
+        scale_(measured.with_targets(self.memory.own(rows, over_grads)), factors)
 
     @override
     def take(self, host: Host, node: Node, rows: list[int]) -> bool:

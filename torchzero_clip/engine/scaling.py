@@ -48,7 +48,7 @@ def store_state(node: Node, step: Step, chain_state: MutableMapping[str, Any], c
         old = step.given.get(key)
         if isinstance(old, Tensor) and isinstance(value, Tensor) and old.shape == value.shape:
             kept.append(old)
-            new.append(value.clone())  # it may be a view of another state: two may have changed places
+            new.append(value.clone())  # it may be a view of other state, as after a swap
         else:
             chain_state[f"{node.path}/{key}"] = value
     if kept:

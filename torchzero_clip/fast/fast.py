@@ -41,18 +41,25 @@ class Averaging(Measurer):
 
     @override
     def average_(
-        self, averages: list[Tensor], updates: list[Tensor], runs: Runs, usable: Tensor, started: Tensor, *, begin: bool
+        self,
+        averages: list[Tensor],
+        updates: list[Tensor],
+        runs: Runs,
+        usable: Tensor,
+        started: Tensor,
+        *,
+        from_update: bool,
     ) -> tuple[Tensor, Tensor] | None:
         each = [setting for setting, own in runs for _ in range(own.start, own.stop)]
         if not averages[0].is_cpu and _fit_pieces(updates, [averages]):
-            op = Pointwise(Average(begin), each, [averages], Flags(usable, started))
+            op = Pointwise(Average(from_update), each, [averages], Flags(usable, started))
             run_pieces([op], updates, each, self._scratch, writes=False)
             return None
         may_move = max(map(Tensor.numel, averages)) > SHORT and may_look(usable)
-        all_move = may_move and bool((usable & started if begin else usable).all())
+        all_move = may_move and bool((usable & started if from_update else usable).all())
         if all_move and foreach.fit_kernels([averages, updates]):
             return whole_norm_beside(averages, self._scratch, Moves(updates, [1 - own["beta"] for own in each]))
-        return super().average_(averages, updates, runs, usable, started, begin=begin)
+        return super().average_(averages, updates, runs, usable, started, from_update=from_update)
 
 
 @final
@@ -138,7 +145,7 @@ class Fast(Averaging, Executor):
         """Carry out one operation alone."""
         if isinstance(op, Scale):
             if not op.does_nothing:
-                waiting = op.measured.within(self.memory.own(rows, op.over_grads))
+                waiting = op.measured.with_targets(self.memory.own(rows, op.over_grads))
                 scale_(waiting, op.factors, self._scratch, known=op.extent, name=str(rows[0]))
             return
         updates = self.memory.own(rows, False)

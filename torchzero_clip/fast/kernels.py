@@ -43,8 +43,8 @@ def run_kernel(
 ) -> None:
     """Multiply updates by their factors, in place, and take the step; ``name`` is as in `rows.multiply_short_`.
 
-    ``columns`` are parameters, updates and state. ``factors`` are a vector with one for each update; or one for all, as
-    a 0-d tensor or, except in float64, as a number; or None for 1.
+    ``columns`` are parameters, updates, and a list for each key of state. ``factors`` are a vector with one for each
+    update; or one for all, as a 0-d tensor or, except in float64, as a number; or None for 1.
     """
     params, updates, *state = columns
     alone: dict[int, Tensor] = {}

@@ -1,4 +1,4 @@
-"""What the fast steps of an optimizer reuse, such as the layout of tensors with which they need no further checks."""
+"""What the fast steps of an optimizer reuse: memory, and the layout of their tensors, which saves checks."""
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from operator import attrgetter

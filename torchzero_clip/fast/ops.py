@@ -1,4 +1,4 @@
-"""Operations that wait, a scaling, a shift or an elementwise transform, and the queues in which they wait."""
+"""Operations that wait (scalings, shifts, elementwise transforms), and their queues: several run in one pass."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -127,14 +127,14 @@ class Average(Elementwise):
 
     keeps_statistics = True
 
-    def __init__(self, begin: bool) -> None:
+    def __init__(self, from_update: bool) -> None:
         super().__init__({})
-        self.begin = begin
+        self.from_update = from_update
 
     @override
     def change(self, x: Tensor, result: Tensor, state: Sequence[Tensor], setting: Setting, at: Elements) -> Tensor:
         (average,) = state
-        if self.begin:
+        if self.from_update:
             at.begin_(average, x)
         at.lerp_(average, x, 1 - setting["beta"])
         return average.view(-1).narrow(0, 0, 1)  # a placeholder: averages have no share of changed elements

@@ -273,8 +273,8 @@ def _piece(run: _Rows, memory: list[Tensor], shapes: list[torch.Size], rounded: 
         return _Piece(rows, flats[:1], flats[0], part, None, [], [], own)
     starts = [0, *accumulate(sizes)]
     counts_of = [shape.numel() for shape in shapes]
-    places = list(zip(starts, counts_of, shapes, strict=False))
-    shaped = [[flat.narrow(0, a, n).view(shape) for a, n, shape in places] for flat in flats]
+    spans = list(zip(starts, counts_of, shapes, strict=False))
+    shaped = [[flat.narrow(0, a, n).view(shape) for a, n, shape in spans] for flat in flats]
     ends = [(a + n, b - a - n) for a, b, n in zip(starts, starts[1:], counts_of, strict=False) if b <= total]
     pads = [flat.narrow(0, a, rest) for flat in flats[: len(memory)] for a, rest in ends if rest]
     owner = None

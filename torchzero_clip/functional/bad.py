@@ -82,8 +82,11 @@ def bad_gradients(norms: dict[str, float], meshes: Iterable[ProcessGroup], group
         own = worst
     parts = [own] if group is None else _from_all(own, group)
     times = Counter(name for part in parts for name in part)
-    ranked = [(rank, name, norm) for rank, part in enumerate(parts) for name, norm in part.items()]
-    pairs = [(n if times[n] == 1 else f"{n} (rank {rank} of process_group)", norm) for rank, n, norm in ranked]
+    pairs = [
+        (name if times[name] == 1 else f"{name} (rank {rank} of process_group)", norm)
+        for rank, part in enumerate(parts)
+        for name, norm in part.items()
+    ]
     found = [name for name, norm in pairs if not math.isfinite(norm)]
     # rounded, so that the order does not depend on how tensors are sharded or measured
     finite = sorted(((name, float(f"{x:.6g}")) for name, x in pairs if math.isfinite(x)), key=lambda pair: -pair[1])

@@ -87,8 +87,11 @@ def direct_norms(tensors: Sequence[Tensor]) -> list[float]:
     short = [tensor for tensor in tensors if tensor.numel() <= BLOCK]
     known = iter(torch.stack(foreach.norms(short, 2.0, short[0].dtype)).tolist() if short else [])
     # an operation on tensors takes longer than 64 numbers do here
-    long = (math.hypot(*(x for r in _rows_of(t) for x in _NORMS(r).tolist())) for t in tensors if t.numel() > BLOCK)
-    return [next(known if tensor.numel() <= BLOCK else long) for tensor in tensors]
+    return [next(known) if tensor.numel() <= BLOCK else _direct_norm(tensor) for tensor in tensors]
+
+
+def _direct_norm(tensor: Tensor) -> float:
+    return math.hypot(*(norm for rows in _rows_of(tensor) for norm in _NORMS(rows).tolist()))
 
 
 def direct_joint_norm(tensors: Sequence[Tensor]) -> Tensor:

@@ -275,7 +275,7 @@ def subtract(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor
 
 
 multiply_plain_: Callable[[Sequence[Tensor], Sequence[Tensor] | Tensor], None] = _foreach._foreach_mul_
-"""Multiply plain tensors by a tensor each, or by a 0-d one for all, in place."""
+"""Multiply each plain tensor by its own tensor, or all by one 0-d tensor, in place."""
 
 subtract_plain_: Callable[[Sequence[Tensor], Sequence[Tensor]], None] = _foreach._foreach_sub_
 """Subtract a 0-d tensor from each of some plain tensors, in place."""

@@ -102,22 +102,27 @@ def own_gradients(params: Sequence[Tensor]) -> list[Tensor]:
 
 
 @contextmanager
-def opened(tensors: list[Tensor], suffice: Callable[[Tensor], bool], *, write: bool = True) -> Generator[list[Tensor]]:
-    """Yield dense tensors in place of sparse ones, and write their values back to the sparse ones."""
-    pairs = [(own, None) if own.layout == torch.strided else _opened(own, suffice) for own in tensors]
+def opened(
+    tensors: list[Tensor], values_suffice: Callable[[Tensor], bool], *, write: bool = True
+) -> Generator[list[Tensor]]:
+    """Yield dense tensors in place of sparse ones, and write their values back to the sparse ones.
+
+    ``values_suffice`` returns True if the stored values of a sparse tensor are enough.
+    """
+    pairs = [(own, None) if own.layout == torch.strided else _opened(own, values_suffice) for own in tensors]
     yield [dense for dense, _ in pairs]
     for _, close in pairs:
         if close is not None and write:
             close()
 
 
-def _opened(tensor: Tensor, suffice: Callable[[Tensor], bool]) -> tuple[Tensor, Callable[[], object]]:
+def _opened(tensor: Tensor, values_suffice: Callable[[Tensor], bool]) -> tuple[Tensor, Callable[[], object]]:
     """A sparse tensor as a dense one, and a function that writes the new values to the sparse one."""
     if tensor.layout != torch.sparse_coo:
         raise TypeError(f"gradients must be dense, or sparse in the COO layout, got one of layout {tensor.layout}")
     summed = tensor.coalesce()
     values = summed.values()
-    if suffice(values):
+    if values_suffice(values):
         return values, lambda: summed is tensor or tensor.copy_(summed)
     dense = tensor.to_dense()  # with the zeros that are not stored
     return dense, lambda: tensor.copy_(dense.to_sparse(tensor.sparse_dim()))

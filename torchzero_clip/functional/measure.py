@@ -155,8 +155,8 @@ class Measured:
         """True if other processes hold other slices."""
         return self._parts is not None and any(p.spread for p in self._parts)
 
-    def within(self, tensors: Sequence[Tensor]) -> "Measured":
-        """The same with other memory to be scaled: that of tensors of the same shapes, of which some are left alone."""
+    def with_targets(self, tensors: Sequence[Tensor]) -> "Measured":
+        """The same norms, to scale other tensors of the same shapes. Those without slices stay as they are."""
         return replace(self, targets=memories([tensors[i] for i in self.indices]))
 
     def numbers(self, count: int) -> Tensor:

@@ -64,7 +64,7 @@ def norm(tensor: Tensor, ord: Ord = 2, dim: int | Sequence[int] | None = None, k
     # a pending sum is carried out first, because a norm is not linear
     own = part_of(summed(tensor), sorted(named))
     (norms,) = slice_metrics([own], metric)
-    if not own.size:
+    if not own.size:  # the norm of no elements
         norms = torch.zeros_like(norms)
     if not keepdim or not tensor.ndim:  # a scalar was measured as a vector
         norms = norms.squeeze(own.dims)
@@ -447,7 +447,7 @@ def norm_along(x: Tensor, p: float, d: int) -> Tensor:
 
 
 def _joined_moments(parts: Sequence[Part], known: Moments) -> tuple[int, Tensor, Tensor]:
-    """The numbers of `joint_moments` from the moments of slices."""
+    """The count, the mean, and the norm of the deviations of all slices together, from the moments of each."""
     sizes = [p.size for p in parts]
     count = sum(p.size * p.slice_count for p in parts)
     mean = pack(foreach.times(known.means, sizes)).sum() / count

@@ -38,7 +38,8 @@ class Slices(NamedTuple):
     def scale_(self, tensors: Sequence[Tensor], factors: Tensor) -> None:
         """Multiply each slice by its factor, in place. Tensors without a factor other than 1 are not touched."""
         changes = (factors != 1).float()
-        changed = (changes.new_zeros(len(tensors)).index_add_(0, self.owner, changes) > 0).tolist()
+        counts = changes.new_zeros(len(tensors)).index_add_(0, self.owner, changes)
+        changed = (counts > 0).tolist()
         numbers = unflatten(factors.to(tensors[0].dtype), self.templates)
         foreach.multiply_plain_(list(compress(tensors, changed)), list(compress(numbers, changed)))
 

@@ -164,8 +164,8 @@ class BeforeStep:
                 self._depth += 1
                 return None
             self._end()  # the step before raised an error and was called without the wrapper
-        is_torchs = type(optimizer).__module__.startswith("torch.optim")
-        if not self._is_wrapped and self._front._policy.may_skip and not is_torchs:
+        is_of_torch = type(optimizer).__module__.startswith("torch.optim")
+        if not self._is_wrapped and self._front.may_refuse and not is_of_torch:
             raise RuntimeError(
                 f"this step of {type(optimizer).__name__} was stored before before_step was called, so transforms "
                 "cannot refuse it: call before_step first, for example before accelerator.prepare"
@@ -218,7 +218,7 @@ class BeforeStep:
         """Divide by the scale of a gradient scaler. Return False if it has found gradients that are not finite."""
         if optimizer.found_inf.item():
             self._front.skipped_by = (FOUND_INF,)
-            self._front._reported.clear()  # it belongs to this step
+            self._front.forget_loss()
             return False
         scale = getattr(optimizer, "grad_scale", None)
         if scale is not None:
@@ -335,7 +335,9 @@ def before_step(
     listed = list(flatten(transforms))
     check_host(found, listed)
     if handle_of(found) is not None:
-        raise RuntimeError("this optimizer has transforms before its steps already: call remove() of their handle")
+        raise RuntimeError(
+            "this optimizer already has transforms before its steps: first call remove() of their handle"
+        )
     if module is not None:
         instance("module", module, nn.Module)
     front = Front(

@@ -35,9 +35,7 @@ class Missing:
         """Undo what a step has changed in these parameters and their state, except for the numbers of statistics."""
         if not self._kept:
             return
-        norms: dict[int, float] = {}  # of gradients, on all processes together, by the id of the parameter
-        if walk is not None and (known := walk.judged.norms) is not None and len(known) == len(walk.table.params):
-            norms = dict(zip(map(id, walk.table.params), known.tolist(), strict=True))
+        norms = {} if walk is None else _known_norms(walk)
         statistics = tuple(f"{node.path}/" for node in self._nodes if node.transform.keeps_statistics)
         for param, value, copies in self._kept:
             param.grad = None
@@ -58,3 +56,11 @@ class Missing:
         """The state that a parameter has before its first gradient."""
         pairs = ((named, group) for group in self._groups for named in named_params(group))
         return next(self._nodes.possible_state(named, group) for named, group in pairs if named.param is param)
+
+
+def _known_norms(walk: Seen) -> dict[int, float]:
+    """The norm of each gradient on all processes together, by the id of the parameter; empty if they are not known."""
+    norms, params = walk.judged.norms, walk.table.params
+    if norms is None or len(norms) != len(params):
+        return {}
+    return dict(zip(map(id, params), norms.tolist(), strict=True))

@@ -469,7 +469,7 @@ class Modular(Explained, ClassMaker, Optimizer):
         with all_or_none(own, self._schedules):
             for part in split(group, self.nodes):
                 valued, functions = self._schedules.split(part, was_at)
-                # tensors are copied: a scheduler that fills one lr changes no other group and no other optimizer
+                # tensors are copied, so that a scheduler that fills an lr does not change other groups or optimizers
                 usual = {k: value.clone() if isinstance(value, Tensor) else value for k, value in self.defaults.items()}
                 self._append({**usual, **valued})
                 self._schedules.add(self.param_groups[-1], functions)

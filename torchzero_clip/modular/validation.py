@@ -1,4 +1,4 @@
-"""Checks that a chain, its parameters and those of other processes fit together. They raise, or warn of mistakes."""
+"""Checks that a chain fits its parameters and the chains of other processes. They raise, or warn of mistakes."""
 
 import inspect
 import json

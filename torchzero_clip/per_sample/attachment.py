@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from torchzero_clip.compat import current_graph_task_id, fully_sharded, is_distributed
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, described, trainable
-from torchzero_clip.per_sample.fast_path import Unseen, unseen
+from torchzero_clip.per_sample.fast_path import FastPath, fast_paths
 from torchzero_clip.per_sample.hooks import Hook
 from torchzero_clip.per_sample.processes.processes import Processes
 from torchzero_clip.per_sample.processes.sharding import group_of_shards, reshard, slots, stands_for
@@ -38,7 +38,7 @@ class Attachment:
         self._engine = engine
         self._given_whole = whole
         self._force_generic = force_generic
-        self._captured: list[CapturedLayer | Unseen] = []
+        self._captured: list[CapturedLayer | FastPath] = []
         self._handles: list[RemovableHandle] = []
         self._unwatched: list[tuple[str, dict[str, Any], str]] = []
         self._attach()
@@ -93,7 +93,7 @@ class Attachment:
         self._remove()
         self.whole = whole
         """The modules that are run whole, by name, with the reason."""
-        self._captured, self.params = [*layers, *unseen(self._engine, model)], trainable(model)
+        self._captured, self.params = [*layers, *fast_paths(self._engine, model)], trainable(model)
         """The trainable parameters, by name."""
         self.captures_model = any(layer.module is model for layer in layers)
         self._held, self._rules = _held(model), dict(RULES)
@@ -189,7 +189,7 @@ def _refuse(name: str, module: nn.Module, reason: str | None) -> None:
 def _is_replaced(layer: CapturedLayer) -> bool:
     """True if the instance has another forward than its class. Copies of models have that of their class."""
     own = layer.module.__dict__.get("forward")
-    if isinstance(own, CapturedLayer | Unseen) and own.engine is layer.engine:
+    if isinstance(own, CapturedLayer | FastPath) and own.engine is layer.engine:
         return False
     return own is not None and getattr(own, "__func__", None) is not type(layer.module).forward
 

@@ -52,7 +52,7 @@ class Rule(ABC):
 
 
 class Samples(NamedTuple):
-    """The input of a layer with rows of all samples.
+    """The input of a layer, and where its samples are.
 
     If the layer got one row for all samples, ``had_dim`` says whether that had the batch dimension.
     """
@@ -62,6 +62,7 @@ class Samples(NamedTuple):
     """The place of the samples; or the sample of each entry of the first dimensions, `LOST` if it is not known yet."""
     had_dim: bool | None = None
     lost: bool = False
+    """True if the samples of the rows are not known yet."""
 
 
 class CapturedLayer:
@@ -75,6 +76,7 @@ class CapturedLayer:
         self.params = params
         paths = [(name.rpartition("."), param) for name, param in params.items()]
         self._owners = [(module.get_submodule(path[0]), path[2], param) for path, param in paths]
+        # most rules refuse nothing, which saves a call in each forward
         self._refusal = None if type(rule).refusal is Rule.refusal else rule.refusal
         self.known: dict[Hashable, Any] = {}
         """What rules have learnt about the layer in earlier calls."""
@@ -88,8 +90,8 @@ class CapturedLayer:
         # what runs under `torch.func`, with lent parameters or in a transformation, is the same as without a clipper
         held = [(owner._parameters.get(key), param) for owner, key, param in self._owners]
         lent = any(value is not param and not stands_for(value, param) for value, param in held)
-        plain = lent or not torch.is_grad_enabled() or get_interpreter_stack()
-        if plain or (rule := engine.enter(self)) is None:
+        is_ordinary = lent or not torch.is_grad_enabled() or get_interpreter_stack()
+        if is_ordinary or (rule := engine.enter(self)) is None:
             return type(module).forward(module, *args, **kwargs)
         now = module.__dict__.get("forward")
         if isinstance(now, CapturedLayer) and now is not self:  # this call of the model has attached the layer anew
@@ -136,7 +138,7 @@ class CapturedLayer:
         return [(param, cast(Tensor, owner._parameters[key])) for owner, key, param in self._owners]
 
     def note(self, *decision: Hashable) -> None:
-        """Note where the samples are in this call. Each rule does, or calls `samples`, which does."""
+        """Note where the samples are in this call. Every rule calls this, directly or by `samples`."""
         self.engine.mixing.note((self.name, *decision))
 
     def count_in(self, values: Iterable[Any]) -> int | None:
@@ -184,7 +186,8 @@ class CapturedLayer:
         self.refuse_made_of_params(input)
         if not self.engine.probe.possible:
             raise self.unknown_rows()
-        return Samples(input, torch.full((1,) * leading, LOST, device="cpu").expand(input.shape[:leading]), lost=True)
+        unknown = torch.full((1,) * leading, LOST, device="cpu")
+        return Samples(input, unknown.expand(input.shape[:leading]), lost=True)
 
     def rows_along(self, input: Tensor, dim: int) -> Tensor | None:
         """The sample of each entry along a dimension; None if these are the samples in order."""
@@ -294,7 +297,8 @@ class CapturedLayer:
         """
         before = output if output.requires_grad else None
         where: Place | Tensor | None = None
-        engine, in_order = self.engine, samples is not None and samples.where == Place(0)
+        engine = self.engine
+        in_order = samples is not None and isinstance(samples.where, Place) and samples.where == Place(0)
         if samples is not None and samples.lost:
             contribute = LostRows(self, contribute, samples.where, shared=self.labels(samples.tensor) is None)
         # the number of samples may be known only from the losses

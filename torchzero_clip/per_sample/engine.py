@@ -215,7 +215,7 @@ class Engine:
 
     def enter(self, layer: CapturedLayer) -> Rule | None:
         """Note that a layer runs. Return its rule, or the rule for empty batches; None if it is not captured."""
-        in_backward = current_graph_task_id() != -1  # a checkpoint repeats the layer, which is captured if it was
+        in_backward = current_graph_task_id() != -1  # of a checkpoint, which is captured if its forward was
         captured = self.forward.captured if in_backward else self.enabled
         if not captured or self.inside or self.pauses or not self.attached:
             return None

@@ -1,4 +1,4 @@
-"""Frozen modules of torch that, in eval mode, may take a faster way, with zeros for padding."""
+"""Frozen attention modules of torch in eval mode, whose fast path returns zeros for padding."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -13,13 +13,14 @@ from torchzero_clip.per_sample.samples.following import is_followed, without_own
 from torchzero_clip.per_sample.samples.labels import LOST, Place, place_of, step_at
 from torchzero_clip.per_sample.samples.provenance import Provenance
 
-FAST_PATHS = nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention
+KINDS = nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention
 
 
-class Unseen:
-    """The forward of such a module, which is not followed: torch takes the faster way only outside of modes.
+class FastPath:
+    """The forward of such a module. It runs outside of the clipper's modes: torch takes its fast path only there.
 
-    Its first output has samples where the module expects them, if they are there in all arguments. Others are lost.
+    The first output has the samples in the batch dimension of the module if all arguments with samples have them there.
+    Those of other outputs are lost.
     """
 
     def __init__(self, engine: Any, module: nn.Module) -> None:
@@ -36,8 +37,8 @@ class Unseen:
         if any(provenance.of(x) is not None for x in inputs):
             place = self._place(provenance, inputs)
             for i, x in enumerate(tensors_in(output)):
-                is_batch = place is not None and i == 0 and x.ndim == 3 and x.shape[place.dim] == provenance.count
-                provenance.note(x, step_at(place, tuple(x.shape)) if place is not None and is_batch else LOST)
+                known = place is not None and i == 0 and x.ndim == 3 and x.shape[place.dim] == provenance.count
+                provenance.note(x, step_at(place, tuple(x.shape)) if known else LOST)
         return output
 
     def _place(self, provenance: Provenance, inputs: list[Tensor]) -> Place | None:
@@ -57,10 +58,10 @@ class Unseen:
         return class_forward, (self.module,)  # copies of an attached model are ordinary models
 
 
-def unseen(engine: Any, model: nn.Module) -> Iterator[Unseen]:
-    """The forwards of the frozen modules of a model that may take a faster way."""
+def fast_paths(engine: Any, model: nn.Module) -> Iterator[FastPath]:
+    """The forwards of the frozen modules of a model that may take a fast path."""
     for module in model.modules():
         own = module.__dict__.get("forward")
-        is_free = own is None or (isinstance(own, Unseen) and own.engine is engine)
-        if isinstance(module, FAST_PATHS) and is_free and not any(param.requires_grad for param in module.parameters()):
-            yield Unseen(engine, module)
+        is_free = own is None or (isinstance(own, FastPath) and own.engine is engine)
+        if isinstance(module, KINDS) and is_free and not any(param.requires_grad for param in module.parameters()):
+            yield FastPath(engine, module)

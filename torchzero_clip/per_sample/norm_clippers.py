@@ -60,7 +60,7 @@ class NormClipper(ABC):
 class _FlatClipper(NormClipper):
     """A limit for the gradient of each sample over all parameters."""
 
-    is_per_layer = False  # pyright: ignore  a constant, as subclasses of users have
+    is_per_layer = False  # pyright: ignore  (in place of the property, as users write it)
 
     def __init__(self, flat_value: float) -> None:
         non_negative("flat_value", flat_value)
@@ -159,7 +159,7 @@ class ConstantPerLayerClipper(Explained, NormClipper):
     models](https://arxiv.org/abs/1710.06963), 2018.
     """
 
-    is_per_layer = True  # pyright: ignore  a constant, as subclasses of users have
+    is_per_layer = True  # pyright: ignore  (in place of the property, as users write it)
 
     def __init__(self, flat_values: Sequence[float]) -> None:
         instance("flat_values", flat_values, Sequence, "write a list, such as [1.0]")

@@ -105,7 +105,7 @@ class Run(Listener):
     ) -> None:
         """Write one step: the norms of the gradients of ``params``, if they were measured, and numbers by name.
 
-        ``is_first``: it may be the template of a checkpoint, although the groups have no rate.
+        ``is_first``: there was no step before, so one of zeros is the template of a checkpoint, also without a rate.
         """
         before, self._before = self._before, None
         if norms is not None and may_be_template(groups, is_first=is_first) and not bool(norms.any()):

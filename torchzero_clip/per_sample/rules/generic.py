@@ -289,11 +289,11 @@ def run_detached(layer: CapturedLayer, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _refuse_reentrant(layer: CapturedLayer, outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> None:
-    """Raise if the module has a reentrant checkpoint, which runs again with the parameters, not their copies."""
+    """Raise if the module has a reentrant checkpoint, which would run again with the parameters, not their copies."""
     if any(node.name() == "CheckpointFunctionBackward" for node in {*nodes_of(outputs)}.difference(nodes_of(inputs))):
         raise ValueError(
-            f"{layer} runs sample by sample, with a checkpoint in it that repeats its function outside of that: use "
-            "use_reentrant=False"
+            f"{layer} runs sample by sample, and its reentrant checkpoint would run again on the whole batch: call "
+            "checkpoint with use_reentrant=False"
         )
 
 

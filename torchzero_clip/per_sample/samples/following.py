@@ -191,7 +191,7 @@ class Following(OwnMode):
             return [self._placed(call, outputs[0])]
         if name in MOVES:
             return [self._looked_up(call, x) for x in outputs]
-        # written beside what belongs to no sample, as by `select_scatter`; the places of a condition, as by `nonzero`
+        # `select_scatter` writes beside what belongs to no sample, and `where` of a condition returns places
         if name.endswith("scatter") or (name == "where" and len(call.tensors) == 1):
             return [LOST] * len(outputs)
         if name in NEW:

@@ -19,7 +19,7 @@ def names(text: str) -> frozenset[str]:
 
 
 POINTWISE = "pointwise"
-"""Stands for an operation with this tag of torch, which is a function of single elements."""
+"""Stands for all operations that torch tags as pointwise."""
 ELEMENTS = {POINTWISE} | names("""
     abs add addcmul alias and bernoulli bfloat16 bool bucketize celu clamp clamp_max clamp_min clip clone contiguous
     copy cos cpu cuda data detach div double dropout elu empty_like eq exp fill float floor floor_divide floordiv
@@ -29,7 +29,7 @@ ELEMENTS = {POINTWISE} | names("""
     rpow rsqrt rsub rtruediv selu sigmoid sign silu sin softplus sqrt square sub tanh threshold to to_copy tril triu
     truediv type type_as where zeros_like
 """)
-"""Functions of single elements: those without the tag, those that change tensors in place, and frequent ones."""
+"""Functions of single elements: those without the tag, those in place, and frequent ones, which are found sooner."""
 ALONG = names("""
     argsort cummax cummin cumprod cumsum fft_fft fft_ifft fft_irfft fft_rfft glu linalg_cross log_softmax
     logcumsumexp msort softmax sort topk
@@ -66,7 +66,7 @@ BATCHED = tuple(
 )
 """Beginnings of the names of functions that keep the first dimension, and work on each of its entries alone."""
 CHANNELS = names("batch_norm native_batch_norm cudnn_batch_norm")
-"""Functions that work on each entry of the second dimension alone, in eval mode on each element."""
+"""Functions that work on each channel (second dimension) alone, and in eval mode on each element alone."""
 NEW = names("new new_empty new_full new_ones new_tensor new_zeros")
 """Functions that take only the dtype and the device from their argument."""
 ATTENTION = "scaleddotproduct"
@@ -96,7 +96,7 @@ def is_listed(name: str) -> bool:
 
 
 def dims_of(name: str, ndim: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> set[int]:
-    """The dimensions along which a function works; none if it works along all, or if they are not known."""
+    """The dimensions along which a function works. Empty if these are all or none of them, or if they are not known."""
     if name in LAST:
         shape = args[1] if len(args) > 1 else kwargs.get("normalized_shape", ())
         return {*range(ndim - (len(shape) if isinstance(shape, list | tuple) else 1), ndim)}
@@ -120,7 +120,7 @@ def dims_of(name: str, ndim: int, args: Sequence[Any], kwargs: Mapping[str, Any]
 def unmoved(name: str, parts: Iterable[Part], shape: Sequence[int], count: int, dims: Collection[int]) -> Known:
     """The labels of an output of this shape, from the parts that depend on samples.
 
-    ``dims`` has the dimensions along which the function works. It is empty if these are all of them, or not known.
+    ``dims`` has the dimensions along which the function works. It is empty for all, for none, or if not known.
     """
     parts = tuple(parts)
     regular = all(isinstance(part.labels, int) for part in parts)  # tensors may be long, so they are not cached

@@ -32,7 +32,7 @@ REENTRANT = "a checkpoint with use_reentrant=True hides them"
 
 
 class Call:
-    """The gradient of a call in the first backward, and its ratios in others. ``where`` tells what its rows are."""
+    """The gradient of a call in the first backward, and its ratios in others. ``where`` is as in `Samples`."""
 
     def __init__(self, layer: Any, where: Place | Tensor) -> None:
         self.layer = layer

@@ -28,7 +28,7 @@ from torchzero_clip.per_sample.samples.labels import (
 from torchzero_clip.per_sample.samples.memory import Layout, Owners, Runs, end_of, owned, seen, written
 from torchzero_clip.per_sample.samples.operations import KEPT, Part, unmoved
 
-# `StorageWeakRef` of torch takes twice as long
+# reserves the address of a memory until it is released; `StorageWeakRef` of torch takes twice as long
 weak_reference: Any = torch.UntypedStorage._weak_ref  # pyright: ignore
 
 
@@ -44,9 +44,8 @@ class _Memory:
         self.found, self.first, self.end = found, first, end
         self.size = size = tensor.element_size()
         self.version = version_of(tensor)  # it changes with every change in place
-        self.whole = (
-            first == 0 and end * size == tensor.untyped_storage().nbytes()
-        )  # these are all entries of the memory
+        nbytes = tensor.untyped_storage().nbytes()
+        self.whole = first == 0 and end * size == nbytes  # these are all entries of the memory
         self.step = found if isinstance(found, int) and self.whole else 0  # of contiguous tensors of all entries
         self.labels: dict[tuple[int, Layout], Labels] = {}  # of irregular tensors in it, once asked
 
@@ -69,7 +68,7 @@ class Provenance:
         self.count = count
         self.given = given
         self._memories: dict[int, _Memory] = {}
-        self._held: list[Any] = []  # what keeps their addresses, so that no other memory gets one of them
+        self._held: list[Any] = []  # weak references that reserve the addresses of these memories
         self._asked: dict[tuple[int, tuple[int, ...]], Labels] = {}  # what layers got in the forward, by shape
         noted: list[tuple[Tensor, Known]] = []
         for x in arguments:
