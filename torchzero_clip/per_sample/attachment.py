@@ -38,7 +38,7 @@ class Attachment:
         self._engine = engine
         self._given_whole = whole
         self._force_generic = force_generic
-        self._captured: list[CapturedLayer | FastPath] = []
+        self._captured: list[tuple[nn.Module, CapturedLayer | FastPath]] = []  # copies have functions in their place
         self._handles: list[RemovableHandle] = []
         self._unwatched: list[tuple[str, dict[str, Any], str]] = []
         self._attach()
@@ -93,7 +93,8 @@ class Attachment:
         self._remove()
         self.whole = whole
         """The modules that are run whole, by name, with the reason."""
-        self._captured, self.params = [*layers, *fast_paths(self._engine, model)], trainable(model)
+        captured = [*layers, *fast_paths(self._engine, model)]
+        self._captured, self.params = [(x.module, x) for x in captured], trainable(model)
         """The trainable parameters, by name."""
         self.captures_model = any(layer.module is model for layer in layers)
         self._held, self._rules = _held(model), dict(RULES)
@@ -104,8 +105,8 @@ class Attachment:
         """How many layers have each parameter, by its id."""
         for name, param in self.params.items():
             self._handles.append(param.register_hook(Hook(partial(self._engine.refuse_outside, name))))
-        for captured in self._captured:
-            captured.module.__dict__["forward"] = captured
+        for module, forward in self._captured:
+            module.__dict__["forward"] = forward
         # what `fully_shard` shows in place of the parameters exists from the first forward on
         self._unwatched = list(slots(self.model, self.params))
         for module in fully_sharded(self.model):
@@ -126,9 +127,9 @@ class Attachment:
     def _remove(self) -> None:
         for handle in self._handles:
             handle.remove()
-        for captured in self._captured:
-            if captured.module.__dict__.get("forward") is captured:
-                del captured.module.__dict__["forward"]
+        for module, forward in self._captured:
+            if module.__dict__.get("forward") is forward:
+                del module.__dict__["forward"]
         self._handles, self._captured = [], []
 
     def _found_layers(self, whole: Mapping[str, str]) -> Iterator[CapturedLayer]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
+from typing_extensions import override
 
 from torchzero_clip.compat import address_of_storage, current_graph_task_id
 from torchzero_clip.per_sample.samples.labels import (
@@ -92,6 +93,10 @@ class Provenance:
     def __del__(self, release: Callable[[int], None] = torch.UntypedStorage._free_weak_ref) -> None:  # pyright: ignore
         for held in self._held:
             release(held)
+
+    @override
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Provenance, (self.count, 0, (), self.given)  # a copy must not release these references too
 
     def note(self, tensor: Tensor, labels: Labels) -> None:
         """Store the labels of a new tensor, and so those of its memory."""
