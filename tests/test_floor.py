@@ -10,6 +10,7 @@ from benchmarks.floor import CHAINS, in_c
 from torchzero_clip import AdamW, Modular
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
 @pytest.mark.parametrize("name", CHAINS)
 def test_a_step_in_c_is_that_of_the_chain(name):
