@@ -9,7 +9,7 @@ from contract.entries import ClipToUsual, ClipToUsualInPlace
 from contract.training import assert_equal, assert_same_checkpoint, gradients, parameters, set_grads, train, values
 from defaults import DEFAULTS
 from fast.comparison import EVENTS, ROUNDING, UNUSUAL, assert_same, both, noise
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from table import PIECES
 from torch import nn
@@ -92,7 +92,6 @@ cases = {
 }
 
 
-@settings(max_examples=20)
 @given(**cases)
 def test_fast_equals_readable(**case):
     compare(**case)
