@@ -55,8 +55,9 @@ def factors_of(node: Node, measured: Measured, updates: list[Tensor], step: Step
     """The factors that a scaling returns. Its state and its metrics are checked too."""
     if not measured.indices:  # all tensors are left alone
         return torch.ones_like(measured.vector)
-    read = {"its updates": updates, "the norms": [measured.vector, measured.total]}
-    check = _watched(node, step, read) if step.is_first else None
+    check = None
+    if step.is_first:
+        check = _watched(node, step, {"its updates": updates, "the norms": [measured.vector, measured.total]})
     try:
         factors: Any = cast(Scaling, node.transform).factors(measured, updates, step)
     except Exception as error:

@@ -26,6 +26,8 @@ from torchzero_clip.types import Ord
 
 SQUARABLE = 1e150  # the square of a larger norm, or a sum of such squares, may be infinite
 
+_TINY, _MAX = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+
 
 def norm(tensor: Tensor, ord: Ord = 2, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
     """Return the norm of one tensor, or of each of its slices, in float64.
@@ -238,14 +240,13 @@ def all_ones(factors: Tensor) -> bool:
 
 def beyond_float32(factors: Tensor, known: tuple[float, float] | None = None) -> bool:
     """True if float32 cannot hold some factor. Always True on CUDA and under compile, where reading would wait."""
-    if not may_look(factors):
+    if known is None and not may_look(factors):
         return True
-    limits = torch.finfo(torch.float32)
     smallest, largest = extent(factors) if known is None else known
     # a factor of 0 is exact in float32, so the smallest positive one has to be found
     if smallest <= 0:
-        return largest > limits.max or bool(((factors > 0) & (factors < limits.tiny)).any())
-    return smallest < limits.tiny or largest > limits.max
+        return largest > _MAX or bool(((factors > 0) & (factors < _TINY)).any())
+    return smallest < _TINY or largest > _MAX
 
 
 def extent(vector: Tensor) -> tuple[float, float]:
