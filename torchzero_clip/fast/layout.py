@@ -1,4 +1,4 @@
-"""What the fast steps of an optimizer reuse: memory, and the layout of their tensors, which saves checks."""
+"""Memory that the fast steps of an optimizer reuse, and the layout of their tensors: with it, they check less."""
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from operator import attrgetter

@@ -79,6 +79,11 @@ def normalize_factors(metric: Metric, norms: Tensor, value: float) -> Tensor:
     return torch.where(norms <= TINY, 1.0, metric.root(value) / norms)
 
 
+def normalize_factor(norm: float, value: float) -> float:
+    """The factor of one norm, in the units of the norm."""
+    return 1.0 if norm <= TINY else value / norm
+
+
 def inverse(factors: Tensor | float) -> Tensor:
     """The numbers that kernels of torch divide by, in float32: inf for a factor of 0, so that the quotient is 0."""
     if not isinstance(factors, Tensor) or (factors.is_cpu and not factors.ndim):

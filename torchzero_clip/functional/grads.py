@@ -7,7 +7,14 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from torchzero_clip.checks import as_number, boolean, finite, non_negative
-from torchzero_clip.functional.clip import TINY, centralize_, clip_factor, clip_factors, normalize_factors, read_limit
+from torchzero_clip.functional.clip import (
+    centralize_,
+    clip_factor,
+    clip_factors,
+    normalize_factor,
+    normalize_factors,
+    read_limit,
+)
 from torchzero_clip.functional.foreach import clamp_, clamp_plain_
 from torchzero_clip.functional.gradients import (
     as_reported,
@@ -225,7 +232,7 @@ def normalize_grads_(
     finite("norm_value", norm_value)
     slicing = Slicing.checked(ord, dim, inverse_dims, min_size)
     given = tensors_of("params", params)
-    total = scale_ordinary_(given, slicing, lambda norm: 1.0 if norm <= TINY else norm_value / norm, process_group)
+    total = scale_ordinary_(given, slicing, lambda norm: normalize_factor(norm, norm_value), process_group)
     if total is not None:
         return total
     grads = gradients(given, process_group, zeros_count=slicing.metric.counts_zeros)

@@ -265,10 +265,10 @@ def extent(vector: Tensor) -> tuple[float, float]:
 def whole_norms(tensors: Sequence[Tensor], scratch: Scratch | None) -> Tensor:
     """The L2 norm of each of some plain real tensors of one dtype on one device: a float64 vector."""
     # as by p_norms up to rounding: on CPU short tensors are measured together, on CUDA all in one call
-    first = tensors[0]
-    if not may_look(first) and first.dtype != torch.float64:
+    first, reads = tensors[0], may_look(tensors[0])
+    if not reads and first.dtype != torch.float64:
         return torch.stack(foreach.norms(tensors, 2.0, torch.float64))
-    if not may_look(first) or not foreach.is_real_and_wide(first.dtype):
+    if not reads or not foreach.is_real_and_wide(first.dtype):
         return pack(p_norms(wholes(tensors), 2.0))
     if scratch is None:
         return _mended(torch.tensor(blocks.direct_norms(tensors), dtype=torch.float64, device=first.device), tensors)

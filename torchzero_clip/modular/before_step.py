@@ -207,7 +207,7 @@ class BeforeStep:
             return
         if self._is_wrapped:
             raise RefusedStep(result)
-        # without gradients, optimizers of torch change nothing
+        # optimizers of torch change nothing in a step without gradients
         params = {param for group in groups for param in group["params"] if param.grad is not None}
         self._hidden = [(param, param.grad) for param in params]
         for param in params:

@@ -24,7 +24,7 @@ class Front(Modular):
     """Transforms whose updates are written into the gradients. Its param groups have the settings of the transforms."""
 
     ended: Walk | None = None
-    """The last step, until the listener is told that it has ended."""
+    """The last step, if the listener has not been told yet that it has ended."""
 
     def __init__(
         self, groups: Sequence[Group], transforms: Sequence[Transforms], *, module: nn.Module | None, **options: Any

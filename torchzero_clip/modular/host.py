@@ -22,7 +22,7 @@ class RefusedStep(BaseException):
 
 def unwrap(optimizer: Any) -> Any:
     """Follow ``optimizer`` and ``_optimizer``, as wrappers of Accelerate and Lightning have, to the last optimizer."""
-    # a wrapper of Lightning has a class that is derived from that of the optimizer, so its type says nothing
+    # by attributes, because the class of a wrapper of Lightning is derived from that of the optimizer
     innermost, found, seen = optimizer, optimizer, set[int]()
     while found is not None and id(found) not in seen:
         seen.add(id(found))

@@ -76,7 +76,7 @@ class CapturedLayer:
         self.params = params
         paths = [(name.rpartition("."), param) for name, param in params.items()]
         self._owners = [(module.get_submodule(path[0]), path[2], param) for path, param in paths]
-        # most rules refuse nothing, which saves a call in each forward
+        # None for most rules, so that a forward does not call a method that refuses nothing
         self._refusal = None if type(rule).refusal is Rule.refusal else rule.refusal
         self.known: dict[Hashable, Any] = {}
         """What rules have learnt about the layer in earlier calls."""

@@ -1,17 +1,16 @@
 """Frozen attention modules of torch in eval mode, whose fast path returns zeros for padding."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 from typing_extensions import override
 
 from torchzero_clip.compat import get_interpreter_stack, never_compiled
-from torchzero_clip.per_sample.captured_layer import class_forward
+from torchzero_clip.per_sample.captured_layer import class_forward, trainable
 from torchzero_clip.per_sample.samples.arguments import tensors_in
 from torchzero_clip.per_sample.samples.following import is_followed, without_own_modes
-from torchzero_clip.per_sample.samples.labels import LOST, Place, place_of, step_at
-from torchzero_clip.per_sample.samples.provenance import Provenance
+from torchzero_clip.per_sample.samples.labels import LOST, Known, Place, place_of, step_at
 
 KINDS = nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention
 
@@ -34,22 +33,21 @@ class FastPath:
         inputs = tensors_in((args, kwargs))
         with without_own_modes():
             output = type(module).forward(module, *args, **kwargs)
-        if any(provenance.of(x) is not None for x in inputs):
-            place = self._place(provenance, inputs)
+        found = [(x, labels) for x in inputs if (labels := provenance.of(x)) is not None]
+        if found:
+            place = self._place(provenance.count, found)
             for i, x in enumerate(tensors_in(output)):
                 known = place is not None and i == 0 and x.ndim == 3 and x.shape[place.dim] == provenance.count
                 provenance.note(x, step_at(place, tuple(x.shape)) if known else LOST)
         return output
 
-    def _place(self, provenance: Provenance, inputs: list[Tensor]) -> Place | None:
+    def _place(self, count: int, inputs: Sequence[tuple[Tensor, Known]]) -> Place | None:
         """Where the samples are in inputs of three dimensions; None if some are elsewhere, or in another order."""
         batch_first = next(m.batch_first for m in self.module.modules() if isinstance(m, nn.MultiheadAttention))
         dim = 0 if batch_first else 1
-        for x in inputs:
-            labels, own = provenance.of(x), Place(dim if x.ndim == 3 else 0)  # masks of padding have two dimensions
-            if labels is not None and (
-                not isinstance(labels, int) or place_of(labels, tuple(x.shape), provenance.count) != own
-            ):
+        for x, labels in inputs:
+            expected = Place(dim if x.ndim == 3 else 0)  # masks of padding have two dimensions
+            if isinstance(labels, Tensor) or place_of(labels, tuple(x.shape), count) != expected:
                 return None
         return Place(dim)
 
@@ -63,5 +61,5 @@ def fast_paths(engine: Any, model: nn.Module) -> Iterator[FastPath]:
     for module in model.modules():
         own = module.__dict__.get("forward")
         is_free = own is None or (isinstance(own, FastPath) and own.engine is engine)
-        if isinstance(module, KINDS) and is_free and not any(param.requires_grad for param in module.parameters()):
+        if isinstance(module, KINDS) and is_free and not trainable(module):
             yield FastPath(engine, module)

@@ -61,7 +61,7 @@ class Log:
 
     @property
     def written_run(self) -> str | None:
-        """The id of this run. If it has written nothing yet, the id of the run that it resumes."""
+        """The id of this run; before it has written anything, that of the run that it resumes."""
         return self.parent if self._header is None else self.run
 
     def write(self, kept: Callable[[int], Record], count: int, losses: Mapping[int, float], *, is_end: bool) -> None:

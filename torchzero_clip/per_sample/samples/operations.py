@@ -181,8 +181,8 @@ def _way(name: str, part: Part, shape: Sequence[int], dims: Collection[int]) -> 
     if name in REDUCES and wider:  # else it keeps the dimensions, with size 1
         kept = [dim for dim in range(ndim) if dims and dim not in dims]
         return lambda dim: kept.index(dim) if dim in kept else None
-    of_input = name in CHANNELS and not part.place
-    if of_input or name in REDUCES or name in ALONG or name in LAST or name.startswith(ATTENTION):
+    is_normalized = name in CHANNELS and not part.place
+    if is_normalized or name in REDUCES or name in ALONG or name in LAST or name.startswith(ATTENTION):
         return _aligned(part, shape, dims or (range(ndim) if name in REDUCES else ()))
     if name in PRODUCTS and (place := part.place - PRODUCTS[name]) >= 0:  # else it is added
         if place == 1 and (name == "linear" or name in DISTANCES):  # its rows become columns
