@@ -591,6 +591,41 @@ def test_a_second_evaluation_of_a_closure_raises_and_shows_the_function():
         optimizer.step(measured_loss)
 
 
+class Moves(torch.optim.SGD):
+    """As the closures of schedule-free optimizers: it moves parameters before it evaluates the closure."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for param in self.param_groups[0]["params"]:
+            param.add_(1.0)
+        with torch.enable_grad():
+            loss = closure()
+        super().step()
+        return loss
+
+
+@pytest.mark.parametrize(
+    ("transform", "nonfinite", "raises"),
+    [(SkipStep(10.0), "propagate", True), (ClipNorm(1), "skip", True), (ClipNorm(1), "propagate", False)],
+)
+def test_a_step_that_cannot_be_undone_is_not_refused_after_it(transform, nonfinite, raises):
+    weight = one()
+    optimizer = Moves([weight], 1.0)
+    handle = before_step(optimizer, transform, nonfinite=nonfinite)
+
+    def closure():
+        weight.grad = torch.tensor([3.0, 4.0])
+        return 1.0
+
+    if raises:
+        with pytest.raises(RuntimeError, match=r"Moves moves parameters before it evaluates its closure.*leave out"):
+            optimizer.step(closure)
+        assert handle.steps_taken == 0
+    else:
+        optimizer.step(closure)
+        assert weight.tolist() == pytest.approx([0.4, 0.2])
+
+
 def through_file(saved):
     file = io.BytesIO()
     torch.save(saved, file)

@@ -103,11 +103,11 @@ def refusal(node: Node, norm: Tensor, step: Step) -> Tensor:
     """Whether a gate refuses the step: a 0-d boolean tensor."""
     gate = cast(Gate, node.transform)
     before = dict(step.global_state)
-    versions = _versions(before.values())
+    then = versions(before.values())
     refuses = _asked(gate.refuses, node, norm, step)
     now = step.global_state
     is_kept = len(now) == len(before) and all(now.get(key) is value for key, value in before.items())
-    if not is_kept or _versions(before.values()) != versions:
+    if not is_kept or versions(before.values()) != then:
         raise RuntimeError(f"{gate!r}.refuses changed step.global_state: change it in accept, and in refused")
     if not isinstance(refuses, Tensor) or refuses.dtype != torch.bool or refuses.ndim:
         raise RuntimeError(
@@ -193,7 +193,7 @@ def _described(value: Any) -> str:
     return f"a tensor of shape {tuple(value.shape)} of {value.dtype}"
 
 
-def _versions(values: Iterable[Any]) -> list[int | None]:
+def versions(values: Iterable[Any]) -> list[int | None]:
     """How often each tensor was changed in place; None where torch does not count."""
     if torch.compiler.is_compiling():
         return []
@@ -208,12 +208,12 @@ def _watched(
     may_write = set(map(id, written))  # before another optimizer, updates may be the gradients themselves
     grads = [grad for grad in step.grads if id(grad) not in may_write]
     watched = {**read, "the parameters": step.params, "the gradients": grads}
-    versions = {what: _versions(tensors) for what, tensors in watched.items()}
+    then = {what: versions(tensors) for what, tensors in watched.items()}
     attributes = dict(vars(transform))
 
     def check() -> None:
-        for what, before in versions.items():
-            if _versions(watched[what]) != before:
+        for what, before in then.items():
+            if versions(watched[what]) != before:
                 raise RuntimeError(
                     f"{transform!r} wrote to {what}, which it may only read: compute new tensors, as in update * 2 "
                     "instead of update.mul_(2)"

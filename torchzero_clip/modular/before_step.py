@@ -16,6 +16,7 @@ from torchzero_clip.compat import may_be_template, never_compiled, steps_being_t
 from torchzero_clip.core.chain import Transforms, flatten
 from torchzero_clip.core.group_keys import BEFORE_STEP as KEY
 from torchzero_clip.core.transform import Transform
+from torchzero_clip.engine.checked import versions
 from torchzero_clip.engine.listener import Attached, Listener
 from torchzero_clip.engine.nonfinite import Nonfinite
 from torchzero_clip.functional import foreach
@@ -175,18 +176,28 @@ class BeforeStep:
         if closure is None:
             self._change(optimizer, None)
             return None
-        closure = partial(self._evaluate, optimizer, closure, [])
+        then = versions(_params(optimizer)) if self._front.may_refuse else None
+        closure = partial(self._evaluate, optimizer, closure, [], then)
         if "closure" in kwargs:
             return args, kwargs | {"closure": closure}
         return (optimizer, closure, *args[2:]), kwargs
 
     _before_compiled = never_compiled(before)
 
-    def _evaluate(self, optimizer: Optimizer, closure: Callable[[], Any], results: list[Any]) -> Any:
+    def _evaluate(
+        self, optimizer: Optimizer, closure: Callable[[], Any], results: list[Any], then: list[int | None] | None
+    ) -> Any:
+        """Call the closure, and apply the transforms; ``then`` has the versions of the parameters before the step."""
         if results:
             raise RuntimeError(
                 f"{type(optimizer).__name__} evaluates its closure several times in one step, and transforms that keep "
                 f"statistics act once a step: call clip_grad_norm_ in the closure, {closure!r}"
+            )
+        if then is not None and then != versions(_params(optimizer)):
+            raise RuntimeError(
+                f"{type(optimizer).__name__} moves parameters before it evaluates its closure, and a step that is "
+                "refused after that cannot leave them as they were: leave out SkipStep, other gates, and "
+                'nonfinite="skip"'
             )
         results.append(closure())
         self._change(optimizer, results[0])
@@ -354,6 +365,10 @@ def before_step(
     recorder = hook_owner(found, Attached)
     handle.listener = None if recorder is None else recorder.listener
     return handle
+
+
+def _params(optimizer: Optimizer) -> list[Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def chain_of(optimizer: Any) -> Modular | BeforeStep | None:
