@@ -190,5 +190,6 @@ def _rows_of(tensor: Tensor) -> list[Tensor]:
     even = count - count % BLOCK
     if not even:
         return [flat.view(1, -1)]
-    rows = [flat[:even].view(-1, BLOCK)]
-    return rows if even == count else [*rows, flat[even:].view(1, -1)]
+    if even == count:
+        return [flat.view(-1, BLOCK)]  # a slice of all would take twice as long
+    return [flat[:even].view(-1, BLOCK), flat[even:].view(1, -1)]
