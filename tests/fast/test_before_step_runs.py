@@ -9,6 +9,7 @@ import pytest
 import torch
 from contract.entries import ENTRIES
 from contract.training import gradients, parameters, through_file, train
+from fast.comparison import short_pieces
 from fast.runs import CLIPS, DTYPES, EVENTS, SHAPES, Run, same, setting
 from torch import nn
 
@@ -253,6 +254,7 @@ HAPPENS = {
 }
 
 
+@short_pieces
 def compare(seed, runs, steps, is_same, happens=HAPPENS):
     """Let the same happen to both runs."""
     events, log = random.Random(f"events {seed}"), []

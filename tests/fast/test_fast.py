@@ -8,7 +8,7 @@ import torch
 from contract.entries import ClipToUsual, ClipToUsualInPlace
 from contract.training import assert_equal, assert_same_checkpoint, gradients, parameters, set_grads, train, values
 from defaults import DEFAULTS
-from fast.comparison import EVENTS, ROUNDING, UNUSUAL, assert_same, both, noise
+from fast.comparison import EVENTS, ROUNDING, UNUSUAL, assert_same, both, noise, short_pieces
 from hypothesis import given
 from hypothesis import strategies as st
 from table import PIECES
@@ -97,6 +97,7 @@ def test_fast_equals_readable(**case):
     compare(**case)
 
 
+@short_pieces
 def compare(clips, rule, shapes, dtype, events, scoped):
     def make() -> list[Transform]:
         transforms = [CLIPS[name]() for name in clips]

@@ -7,6 +7,7 @@ import pytest
 import torch
 from contract.training import gradients, parameters, set_grads, train, values
 from engine.test_walk import calls_of
+from fast.comparison import short_pieces
 from fast.runs import CLIPS, EVENTS, RULES, Run, same
 from modular.test_origin import found, model, step
 from torch import nn
@@ -16,6 +17,7 @@ from torchzero_clip.fast.door import FastWay
 from torchzero_clip.fast.plan import Plan
 
 
+@short_pieces
 def compare(seed: str, clip: str, rule: str, steps: int) -> None:
     """Run a chain with plans and without them."""
     runs = [Run(seed, clip, rule, planned=planned) for planned in (True, False)]

@@ -18,17 +18,17 @@ from torchzero_clip.functional.rows import ROW
 from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.types import Setting
 
-ON_CPU = 131072
-"""Elements of a piece on CPU, 512 KiB of float32. Smaller pieces need more calls, and larger ones leave the cache. It
-is a multiple of 64, because cuts at other places change the last bits of the kernels' results."""
+ON_CPU = 2**18
+"""Elements of a piece on CPU, 1 MiB of float32. Smaller pieces need more calls, and larger ones leave the cache. It is
+a multiple of 64, because cuts at other places change the last bits of the kernels' results."""
 
-IN_ONE_PASS = 8 * ON_CPU  # without elementwise transforms, a piece is read only once and gains nothing from the cache
+IN_ONE_PASS = 2**20  # without elementwise transforms, a piece is read only once and gains nothing from the cache
 
 ELSEWHERE = 2**24
 """Elements of a piece on other devices, 64 MiB of float32. Pieces are large, because each one takes launches. There,
 each tensor of a piece fills whole rows of `ROW` elements, so numbers are spread over rows, and not over elements."""
 
-ALONE = 2**19  # on other devices, longer tensors have pieces of their own, because they then need not be copied
+ALONE_ON_CPU, ALONE = 2**17, 2**19  # longer tensors have pieces of their own, because they then need not be copied
 
 
 _Rows: TypeAlias = tuple[list[int], list[int], int | None]
@@ -237,7 +237,7 @@ def _of_elements(vector: Tensor, piece: _Piece) -> Tensor:
 def _planned(updates: Sequence[Tensor], groups: list[slice], depth: int, most: int, scratch: Scratch) -> list[_Piece]:
     """Pieces of memory. Short neighbours with equal settings share a piece, and long tensors are cut."""
     first = updates[0]
-    alone, row = (ON_CPU, 1) if first.is_cpu else (ALONE, ROW)
+    alone, row = (ALONE_ON_CPU, 1) if first.is_cpu else (ALONE, ROW)
     runs: list[_Rows] = []
     for group in groups:
         rows: list[int] = []
