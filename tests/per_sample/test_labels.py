@@ -273,3 +273,42 @@ def test_a_change_through_a_view_of_another_dtype_is_lost():
         z = torch.view_as_complex(x)
         z[0] = z[2]
     assert provenance.of(x) is provenance.of(z) is LOST
+
+
+def test_a_sum_has_the_samples_of_each_part_that_has_some():
+    rows, provenance = torch.randn(3, 2), Provenance(2, 0, [], {})
+    with Following(provenance):
+        provenance.note(rows, torch.tensor([[1], [0], [1]]))
+        before, after = torch.cat([torch.zeros(3, 2), rows]), torch.cat([rows, torch.zeros(3, 2)])
+        both = before + after
+        assert wider(provenance.of(both), both.shape, 2).flatten().tolist() == [1, 0, 1, 1, 0, 1]
+        # each two of these agree with zeros, but not with each other
+        clash = torch.addcmul(before, after, torch.cat([rows.flip(0)[[1, 0, 2]], torch.zeros(3, 2)]))
+        assert provenance.of(clash) is LOST
+
+
+@pytest.mark.parametrize("function", [torch.quantile, torch.nanquantile])
+def test_quantiles_of_several_numbers_have_a_dimension_for_them(function):
+    x, provenance = torch.randn(3, 2, 2), Provenance(2, 1, [], {})
+    with Following(provenance):
+        provenance.note(x, 2)  # the samples are in dimension 1
+        y = function(x, torch.tensor([0.2, 0.8]), dim=0, keepdim=True)
+        one = function(x, 0.5, dim=2)
+    labels = provenance.of(y)
+    assert labels is LOST or wider(labels, y.shape, 2).expand(y.shape)[0, 0, :, 0].tolist() == [0, 1]
+    assert provenance.of(one) == 1
+
+
+def test_products_whose_right_factor_is_called_sum_over_its_rows():
+    x, provenance = torch.randn(3, 3), Provenance(3, 0, [], {})
+    with Following(provenance):
+        provenance.note(x, 3)
+        y = x.__rmatmul__(torch.randn(3, 3))
+    assert provenance.of(y) is LOST
+
+
+def test_labels_of_tensors_without_elements():
+    x, weight, provenance = torch.randn(0, 3, 4), torch.randn(2, 4), Provenance(3, 1, [], {})
+    with Following(provenance):
+        provenance.note(x, torch.tensor([[[0], [1], [1]]]))
+        assert torch.nn.functional.linear(x, weight).shape == (0, 3, 2)

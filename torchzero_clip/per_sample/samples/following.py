@@ -191,8 +191,10 @@ class Following(OwnMode):
             return [self._placed(call, outputs[0])]
         if name in MOVES:
             return [self._looked_up(call, x) for x in outputs]
-        # `select_scatter` writes beside what belongs to no sample, and `where` of a condition returns places
-        if name.endswith("scatter") or (name == "where" and len(call.tensors) == 1):
+        # `select_scatter` writes beside what belongs to no sample, `where` of a condition returns places, and several
+        # quantiles have a dimension of their own
+        of_several = name.endswith("quantile") and any(x.ndim for i, x in call.tensors.items() if i)
+        if name.endswith("scatter") or (name == "where" and len(call.tensors) == 1) or of_several:
             return [LOST] * len(outputs)
         if name in NEW:
             return [None]

@@ -82,7 +82,7 @@ def simplest(labels: Tensor, shape: Sequence[int], count: int, *, of_batch: bool
     belong to the sample at their place along a dimension, and only one dimension fits. Without ``of_batch``, these must
     be of two or more samples, because a tensor may be of one sample alone.
     """
-    if not labels.numel():
+    if not labels.numel() or 0 in shape:
         return labels
     lowest, highest = (int(bound) for bound in labels.aminmax())
     if highest < 0:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
+from torch import Tensor
 
 from torchzero_clip.per_sample.samples.labels import LOST, Known, agree, simplest, wider
 
@@ -49,7 +50,7 @@ JOINED = names("cat concat concatenate stack")
 """Functions whose first argument has the tensors."""
 PRODUCTS = {
     **dict.fromkeys(("addmm", "addmv", "baddbmm"), 1),
-    **dict.fromkeys(("bmm", "cdist", "euclideandist", "ger", "linear", "matmul", "mm", "mv", "outer", "rmatmul"), 0),
+    **dict.fromkeys(("bmm", "cdist", "euclideandist", "ger", "linear", "matmul", "mm", "mv", "outer"), 0),
 }
 """Products of matrices, and the place of the left factor among the arguments."""
 DISTANCES = names("cdist euclidean_dist ger outer")
@@ -144,7 +145,13 @@ def _unmoved(name: str, parts: tuple[Part, ...], shape: tuple[int, ...], count: 
         return LOST
     if name in PRODUCTS and all(len(part.shape) == 2 for part in parts):
         return found[0]  # similarities of samples, such as those of images and texts, have those of the left
-    return found[0] if all(agree(found[0], x, shape, count) for x in found[1:]) else LOST
+    result = found[0]
+    for other in found[1:]:
+        if not agree(result, other, shape, count):
+            return LOST
+        if isinstance(result, Tensor):  # an entry of no sample in one part may have a sample in another part
+            result = torch.maximum(result.to(other.device), other) if isinstance(other, Tensor) else other
+    return result
 
 
 def _carried(part: Part, shape: Sequence[int], count: int, to: Way) -> Known:
@@ -189,7 +196,7 @@ def _way(name: str, part: Part, shape: Sequence[int], dims: Collection[int]) -> 
             row = max(ndim - 2, 0)
             return lambda dim: dim if dim < row else len(shape) - 1 if dim == row else None
         summed = None if name in DISTANCES else ndim - 1 - (place == 1 and ndim > 1)
-        more = max(wider, 0) if name in ("matmul", "rmatmul") else 0
+        more = max(wider, 0) if name == "matmul" else 0
         return lambda dim: None if dim == summed else dim + more
     if name in PRODUCTS:
         return _aligned(part, shape, ())
