@@ -4,12 +4,27 @@ import copy
 
 import pytest
 import torch
-from per_sample.harness import Net, assert_close, by_backward, by_classic_form, clip, losses_of, norms_in_batch, weight
+from per_sample.harness import (
+    Net,
+    assert_close,
+    by_backward,
+    by_classic_form,
+    by_two_passes,
+    clip,
+    losses_of,
+    norms_in_batch,
+    weight,
+)
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 T, W = 4, 4
-FORMS = {"unchecked": lambda model: by_backward(model, verify="never"), "classic": by_classic_form}
+FORMS = {
+    "unchecked": lambda model: by_backward(model, verify="never"),
+    "classic": by_classic_form,
+    "two passes": by_two_passes,
+}
 
 
 def lin(given=W, wanted=W):
@@ -18,6 +33,10 @@ def lin(given=W, wanted=W):
 
 def data(count, *shape):
     return torch.randn(count, *shape, dtype=torch.float64)
+
+
+def distances():
+    return (torch.arange(T)[:, None] - torch.arange(T)).abs().double()
 
 
 def sequences(count):
@@ -166,6 +185,14 @@ def buffers(m, x):
     return torch.stack([m.last(part) for part in result])
 
 
+def put(i, row):
+    return torch.zeros(T, W, dtype=row.dtype).index_copy(0, torch.tensor([i]), row)
+
+
+def beside(i, rows):
+    return [rows[0] if j == i else torch.zeros(W, dtype=rows.dtype) for j in range(T)]
+
+
 MODELS = {
     "changed by its own parts": (changed_by_its_own_parts, sequences, {}),
     "constants at a mask": (constants_at_a_mask, sequences, {}),
@@ -253,6 +280,37 @@ MODELS = {
         {"norm": nn.BatchNorm1d(W).requires_grad_(False).eval()},
     ),
     "functions of elements": (lambda m, x: m.last(F.softshrink(m.first(x).atan()).sinh()), sequences, {}),
+    "vmap along positions": (
+        lambda m, x: m.last(torch.vmap(torch.tanh, in_dims=1)(m.first(x))).transpose(0, 1),
+        sequences,
+        {},
+    ),
+    "vmap of an index": (
+        lambda m, x: m.last(torch.vmap(lambda row, at: row[at])(m.first(x), x.sum(-1).argsort(-1))),
+        sequences,
+        {},
+    ),
+    "masks of weights": (
+        lambda m, x: torch.einsum("btw,twv->bv", m.last(m.first(x)), m.weight * m.mask),
+        sequences,
+        {"weight": weight(T, W, W), "mask": nn.Buffer(torch.ones(T, W, W))},
+    ),
+    "a checkpoint with a change in place": (
+        lambda m, x: m.last(checkpoint(m.inner, m.first(x).flatten(0, 1), use_reentrant=False).view_as(x)),
+        sequences,
+        {"inner": nn.Sequential(lin(), nn.ReLU(inplace=True), lin())},
+    ),
+    "the larger one": (lambda m, x: m.last(torch.max(m.first(x), x)), sequences, {}),
+    "slopes of positions": (  # which are one row also if there is one sample
+        lambda m, x: m.last(torch.einsum("hts,bsw->bthw", m.slopes[:, None, None] * -distances()[None], m.first(x))),
+        sequences,
+        {"slopes": weight(2)},
+    ),
+    "users and items": (
+        lambda m, user, item: (m.table(user) * m.last(m.items(item))).sum(-1, keepdim=True),
+        lambda count: (torch.arange(count), torch.arange(count)),
+        {"table": nn.Embedding(8, W), "items": nn.Embedding(8, W)},
+    ),
     "cosine": (
         lambda m, x: m.last(F.cosine_similarity(m.first(x)[:, :, None], x[:, None], dim=-1)),
         sequences,
@@ -277,6 +335,30 @@ LOST = {
         lambda count: (data(count, T, W), data(T, T)),
     ),
     "a buffer for each sample": (buffers, sequences),
+    "a padded sequence for each sample": (
+        lambda m, x: torch.stack([m.last(m.first(F.pad(row[:1], (0, 0, 0, T - 1)))) for row in x]),
+        sequences,
+    ),
+    "a row put into zeros for each sample": (
+        lambda m, x: torch.stack([m.last(m.first(put(i, row[:1]))) for i, row in enumerate(x)]),
+        sequences,
+    ),
+    "a row beside zeros for each sample": (
+        lambda m, x: torch.stack([m.last(m.first(torch.stack(beside(i, row)))) for i, row in enumerate(x)]),
+        sequences,
+    ),
+    "rows of a table of samples": (
+        lambda m, x: m.last(F.embedding(torch.arange(len(x)).flip(0), m.first(x[:, 0]))).flip(0),
+        sequences,
+    ),
+    "as many quantiles as samples": (
+        lambda m, x: m.last(m.first(x).quantile(torch.linspace(0.1, 0.9, T).double(), 1)).transpose(0, 1),
+        sequences,
+    ),
+    "one of as many quantiles as samples": (
+        lambda m, x: m.last(m.first(x).nanquantile(torch.linspace(0.1, 0.9, T).double(), 1)[1]),
+        sequences,
+    ),
 }
 
 
@@ -295,7 +377,7 @@ def made(name):
 def test_norms_are_those_of_one_backward_for_each_sample(name, form):
     model, inputs = made(name)
     step = FORMS[form](copy.deepcopy(model))
-    for count in (3, 4, 5, 8):
+    for count in (3, 4, 1, 5, 8):
         given = inputs(count)
         expected = norms_in_batch(model, *given)
         assert_close(step(lambda m, given=given: losses_of(m(*given)))[0], expected)
@@ -324,6 +406,50 @@ def test_nodes_of_graphs_need_the_sample_of_each_node_only():
             with clipper.rows(of, batch_size=count):
                 losses = losses_of(own(nodes, edges, of))
             assert_close(clipper.backward(losses).norms, norms_in_batch(model, nodes, edges, of))
+
+
+def test_numbers_that_had_other_values_are_of_samples():
+    """Also in a module that runs whole. Positions stay positions."""
+
+    def forward(m, x, kind, at):
+        return m.last((m.first(x) + m.table(at)) * m.kinds(kind)[:, None])
+
+    held = {"table": nn.Embedding(8, W), "kinds": nn.Embedding(8, W)}
+    model = Net(forward, first=lin(), last=lin(), **held).double()
+    for settings in ({}, {"whole": (Net,)}):
+        step = by_backward(copy.deepcopy(model), verify="never", **settings)
+        for kind in (torch.tensor([3, 1, 5]), torch.arange(3), torch.arange(2)):
+            given = data(len(kind), T, W), kind, torch.arange(T)
+            expected = norms_in_batch(model, *given)
+            assert_close(step(lambda m, given=given: losses_of(m(*given)))[0], expected)
+
+
+def joined(m, rows):
+    hidden = m.first(torch.cat(rows)).tanh()
+    return m.last(torch.stack([part.mean(0) for part in hidden.split([len(part) for part in rows])]))
+
+
+def in_turn_of_samples(m, rows):
+    return m.last(torch.cat([m.first(part).sum(0, keepdim=True) for part in rows]))
+
+
+@pytest.mark.parametrize("forward", [joined, in_turn_of_samples])
+@pytest.mark.parametrize("verify", ["never", "always"])
+def test_sequences_in_a_list_may_have_one_length_by_chance(forward, verify):
+    """Also the length that is the number of samples, or another one, and one sequence alone."""
+    model = Net(forward, first=lin(), last=lin()).double()
+    step = by_backward(copy.deepcopy(model), verify=verify)
+    for lengths in ((1, 3), (2, 1, 1, 1), (3, 3), (2, 2), (3,), (1, 1)):
+        rows = [data(length, W) for length in lengths]
+        expected = norms_in_batch(model, rows)
+        assert_close(step(lambda m, rows=rows: losses_of(m(rows)))[0], expected)
+
+
+def test_an_empty_batch_may_come_where_a_weight_of_a_submodule_is_used():
+    model = Net(lambda m, x: F.linear(m.first(x).relu(), m.first.weight.T, m.bias), first=lin(), bias=weight(W))
+    with clip(model.double()) as clipper:
+        for count in (3, 0, 2):
+            assert len(clipper.backward(losses_of(model(*sequences(count)))).norms) == count
 
 
 def sums_of_edges(m, nodes, edges, of):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from torchzero_clip.compat import get_interpreter_stack, never_compiled, without_autocast
+from torchzero_clip.compat import current_graph_task_id, get_interpreter_stack, never_compiled, without_autocast
 from torchzero_clip.per_sample.gradients.autograd_graph import leaves_of
 from torchzero_clip.per_sample.gradients.contributions import Contribution, Dense
 from torchzero_clip.per_sample.gradients.rows import regrouped
@@ -21,7 +21,7 @@ from torchzero_clip.per_sample.rules.whole import whole_line, written
 from torchzero_clip.per_sample.samples.broadcast_row import BroadcastRow, is_row, row_of
 from torchzero_clip.per_sample.samples.following import without_own_modes
 from torchzero_clip.per_sample.samples.labels import LOST, Labels, Place, depth_of, place_of, step_at, wider
-from torchzero_clip.per_sample.samples.probe import LostRows
+from torchzero_clip.per_sample.samples.probe import NOT_REENTRANT, LostRows
 
 
 class Rule(ABC):
@@ -87,15 +87,15 @@ class CapturedLayer:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The forward of the module while it is captured."""
         module, engine = self.module, self.engine
+        now = module.__dict__.get("forward")
+        if isinstance(now, CapturedLayer) and now is not self:  # this call of the model has attached the layer anew
+            return now(*args, **kwargs)
         # what runs under `torch.func`, with lent parameters or in a transformation, is the same as without a clipper
         held = [(owner._parameters.get(key), param) for owner, key, param in self._owners]
         lent = any(value is not param and not stands_for(value, param) for value, param in held)
         is_ordinary = lent or not torch.is_grad_enabled() or get_interpreter_stack()
         if is_ordinary or (rule := engine.enter(self)) is None:
             return type(module).forward(module, *args, **kwargs)
-        now = module.__dict__.get("forward")
-        if isinstance(now, CapturedLayer) and now is not self:  # this call of the model has attached the layer anew
-            return now(*args, **kwargs)
         # settings may have changed since the layer was captured
         if self._refusal is not None and (reason := self._refusal(module)) is not None:
             raise ValueError(f"{self} cannot be clipped per sample: {reason}")
@@ -185,7 +185,7 @@ class CapturedLayer:
                 return Samples(input, rows.reshape(rows.shape))
         self.refuse_made_of_params(input)
         if not self.engine.probe.possible:
-            raise self.unknown_rows()
+            raise self.unknown_rows(how=NOT_REENTRANT if current_graph_task_id() != -1 else "")
         unknown = torch.full((1,) * leading, LOST, device="cpu")
         return Samples(input, unknown.expand(input.shape[:leading]), lost=True)
 
@@ -243,7 +243,7 @@ class CapturedLayer:
         dim, provenance = self.engine.batch_dim, self.engine.forward.provenance
         if provenance is None or self.labels(input) is not None:
             return False
-        return not is_same(input, dim, input.shape[dim], of_batch=of_batch or input.ndim > 2)
+        return not is_same(input, dim, input.shape[dim], of_batch=of_batch)
 
     def labels(self, input: Tensor) -> Place | Labels:
         """The place of the samples in an input, if it has all of them in order; else labels, as in `samples.labels`.

@@ -2,7 +2,7 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Hashable, Iterable, Sequence
 from contextlib import contextmanager
 from enum import Enum, auto
 from functools import partial
@@ -99,6 +99,7 @@ class Engine:
         """Follows the forward of the model while it runs."""
         self.outputs: list[weakref.ref[Tensor]] = []
         """What layers and the model have returned."""
+        self._several: set[Hashable] = set()  # kinds of arguments that had several sizes in the batch dimension
         self._memory: Memory = memory
         self._keep_grad_samples = keep_grad_samples
         self._shown: list[tuple[nn.Parameter, str]] = []
@@ -186,7 +187,10 @@ class Engine:
         inputs = [x for x in leaves if isinstance(x, Tensor)]
         before = self.attachment.captures_model
         held = [x for leaf in leaves if not isinstance(leaf, Tensor) for x in tensors_held(leaf)]
-        self.begin(Forward(inputs, self.batch_dim, held=held, captured=self.enabled, given=self.given))
+        kind, given = (len(args), *kwargs), self.given
+        several = kind in self._several
+        self.begin(Forward(inputs, self.batch_dim, held=held, captured=self.enabled, given=given, several=several))
+        self._several.update([kind] if self.forward.several else [])
         if self.attachment.captures_model and not before:  # torch reads the forward before it calls this hook
             raise RuntimeError(
                 "the module itself got parameters that train, after its forward had been called: call it once more"
@@ -280,7 +284,9 @@ class Engine:
             part = Dense(part.param, part.dense(0, part.batch_size))
             grads = part.grads * self.scale(part.batch_size) if self.of_mean else part.grads
             earlier = getattr(part.param, "grad_sample", None)
-            self.show(part.param, grad_sample=grads if earlier is None else earlier + grads)
+            if earlier is not None and len(earlier) == len(grads):  # other numbers raise at the end
+                grads = earlier + grads
+            self.show(part.param, grad_sample=grads)
         alone = self._calls[id(layer)] < 2 and self.attachment.owners[id(part.param)] < 2
         self.captured.add(layer, part, alone=alone)
 

@@ -48,7 +48,7 @@ class Forward:
     """A forward of the model with ``inputs`` among its arguments; None for layers that are called by themselves.
 
     ``held`` are tensors in objects among the arguments. Without ``captured``, its layers run as they do without a
-    clipper. ``given`` says which sample each row belongs to.
+    clipper. ``given`` says which sample each row belongs to. ``several`` says that earlier arguments had several sizes.
     """
 
     def __init__(
@@ -59,6 +59,7 @@ class Forward:
         held: Sequence[Tensor] = (),
         captured: bool = True,
         given: GivenRows | None = None,
+        several: bool = False,
     ) -> None:
         self.captured = captured
         self.direct = inputs is None
@@ -73,8 +74,9 @@ class Forward:
         others = sizes - {1}
         if len(others) == 1 and each[0] in others:
             sizes = others  # the rest is one row for all samples
-        self.batch_size = sizes.pop() if len(sizes) == 1 else None
-        """The size of all inputs in the batch dimension; None if they differ."""
+        self.several = len(sizes) > 1
+        self.batch_size = sizes.pop() if len(sizes) == 1 and (not several or sizes == {0}) else None
+        """The size of all inputs in the batch dimension; None if they differ, or have one size by chance."""
         if given is not None:
             self.batch_size = given.batch_size
         self.provenance: Provenance | None = None
@@ -89,10 +91,10 @@ class Forward:
         """True if this tensor is an argument of the model."""
         return any(argument() is tensor for argument in self._arguments)
 
-    def is_only_input(self, tensor: Tensor) -> bool:
-        """True if this tensor is the only input of the model, which must be the batch then."""
-        known = self._arguments[0]() if len(self._arguments) == 1 else None
-        return known is not None and (tensor is known or tensor._base is known)
+    def is_batch(self, tensor: Tensor) -> bool:
+        """True for an argument of the model if all arguments are 0, 1, 2, ..., so that not all are positions."""
+        known = [x for x in (argument() for argument in self._arguments) if x is not None]
+        return any(tensor is x or tensor._base is x for x in known) and (len(known) == 1 or all(map(counts_up, known)))
 
 
 class CapturedGradients:
@@ -184,7 +186,7 @@ class CapturedGradients:
                 else f"gradients of {len(self.forwards)} forwards have arrived, which may be parts of one batch"
             )
             raise ValueError(f"{found}: call clip_and_accumulate(batch_size=...), or use backward(losses)")
-        if any(forward.batch_size is None and not forward.direct for forward in self.forwards):
+        if any(forward.batch_size is None and forward.several for forward in self.forwards):
             warn_user(
                 "the arguments of the forward have several sizes in the dimension of the samples, so each of "
                 f"{self.batch_size} rows was taken for a sample, which is wrong for nodes of graphs. Let "

@@ -8,7 +8,7 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
-from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule, Samples
+from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule, Samples, trainable
 from torchzero_clip.per_sample.gradients.contributions import Dense
 from torchzero_clip.per_sample.gradients.squared_norms import wide
 from torchzero_clip.per_sample.samples.labels import Place
@@ -47,10 +47,12 @@ class EmptyRule(Rule):
 
     @override
     def run(self, layer: CapturedLayer, /, *args: Any, **kwargs: Any) -> Any:
-        pairs = zip(layer.params, layer.values, strict=True)
-        zeros = {name: copy_of(layer, param, x, 0).sum(0) for name, (param, x) in pairs}
+        params = dict(zip(layer.params, layer.values, strict=True))
+        if not layer.engine.processes.sharded:  # it may use those of its submodules too
+            params = {name: (param, param) for name, param in trainable(layer.module).items()}
+        zeros = {name: copy_of(layer, param, x, 0).sum(0) for name, (param, x) in params.items()}
         nothing = torch.stack([x.sum() for x in zeros.values()]).sum()
-        now = {f"inner.{name}": x.detach() + zeros[name] for name, (_, x) in zip(zeros, layer.values, strict=True)}
+        now = {f"inner.{name}": x.detach() + zeros[name] for name, (_, x) in params.items()}
         output = functional_call(Bare(layer.module), now, args, kwargs)
         return pytree.tree_map_only(Tensor, lambda x: x + nothing.to(x.dtype), output)
 

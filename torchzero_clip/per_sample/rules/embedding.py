@@ -14,6 +14,8 @@ from torchzero_clip.per_sample.gradients.squared_norms import wide
 from torchzero_clip.per_sample.samples.arguments import counts_up
 from torchzero_clip.per_sample.samples.labels import Place
 
+OF_SAMPLES = "of samples"  # a key of `CapturedLayer.known`: an argument of the model was not 0, 1, 2, ...
+
 
 class EmbeddingRule(Rule):
     """Weight: the gradient of a sample has the rows that the sample uses, except `padding_idx`."""
@@ -107,14 +109,17 @@ def _owners(layer: CapturedLayer, input: Tensor, offsets: Tensor, bags: Tensor) 
 def _positions(layer: CapturedLayer, input: Tensor) -> Samples | None:
     """Indices that all samples share, such as positions and their distances; None if they are those of samples.
 
-    They are shared if they do not depend on the samples, or are an argument 0, 1, 2, ... beside others.
+    They are shared if they do not depend on the samples, or are an argument 0, 1, 2, ... beside others, whose place
+    had no other values before.
     """
     forward, dim = layer.engine.forward, layer.engine.batch_dim
     count, along = forward.batch_size, min(dim, input.ndim - 1)
-    if forward.provenance is None or not input.ndim or input.shape[along] == 1 or forward.is_only_input(input):
+    if forward.provenance is None or not input.ndim or input.shape[along] == 1 or forward.is_batch(input):
         return None
     if forward.is_argument(input):
-        shared = counts_up(input)
+        if input.ndim == 1 and not counts_up(input):
+            layer.known[OF_SAMPLES] = True
+        shared = counts_up(input) and OF_SAMPLES not in layer.known
     else:  # as many equal indices as samples may be either
         known = _relative(input) or (input.ndim == 1 and (len(input) != count or bool((input != input[0]).any())))
         shared = known and layer.labels(input) is None

@@ -47,7 +47,7 @@ LOOP = (  # in errors of vmap after which a loop over samples may do
     "checkpoint",  # which would repeat its function outside of vmap
 )
 BY_VMAP = "by vmap"  # a key of `CapturedLayer.known`: False if vmap cannot run the module
-SHARED = "shared"  # a key of `CapturedLayer.known`: the arguments that all samples share
+SHARED = "shared"  # a key of `CapturedLayer.known`: the arguments that all samples share, and those of samples
 COMPARED = "compared"  # a key of `CapturedLayer.known`: decisions with which the module agreed with its batch
 WARNED = "warned"  # a key of `CapturedLayer.known`: the warning about memory was given
 WARN = 2 << 30  # bytes of per-sample gradients of one module, above which a warning tells of them
@@ -114,10 +114,12 @@ class GenericRule(Rule):
             layer.refuse_made_of_params(leaf)
             if layer.labels(leaf) is not None or not memory_of((leaf,)) & own:  # copies share memory with a parameter
                 argument = str(path), leaf.ndim
-                if leaf.shape[dim] not in (1, size) or layer.is_constant(leaf, of_batch=beside):
+                if leaf.shape[dim] not in (1, size) or layer.is_constant(leaf, of_batch=beside or leaf.ndim > 2):
                     shared.add(argument)
-                positions = counts_up(leaf) and not layer.engine.forward.is_only_input(leaf)
+                split = (*argument, dim)  # labels of samples may be 0, 1, 2, ... once
+                positions = counts_up(leaf) and split not in shared and not layer.engine.forward.is_batch(leaf)
                 if leaf.shape[dim] == size and argument not in shared and not positions:
+                    shared.add(split)
                     result[-1] = dim
         return result, shared
 
@@ -212,6 +214,8 @@ def _alone(layer: CapturedLayer, leaves: Sequence[Any]) -> Generator[State]:
         yield state
     except BaseException as error:
         state.undo()
+        if str(layer) not in str(error):  # an error of the module
+            error.add_note(f"{layer} ran for one sample alone: tensors of samples need these in the batch dimension")
         if isinstance(error, RuntimeError) and any(hasattr(x, "get_seq_length") for x in leaves):
             raise ValueError(
                 f"{layer} runs sample by sample, and got a cache that holds values of the whole batch: switch it "
@@ -234,6 +238,8 @@ class _Inside(TorchFunctionMode):
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
+        if name == "__get__" and func.__self__.__name__ == "requires_grad" and is_batchedtensor(args[0]):
+            return get_unwrapped(args[0]).requires_grad  # torch says False, after which a model sets no hook
         if self._layer.known.get(BY_VMAP, True) and checkpoint_around() is not self._around:
             raise RuntimeError("vmap cannot run a checkpoint")
         if name in HOOKS:

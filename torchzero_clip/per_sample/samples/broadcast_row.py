@@ -31,6 +31,7 @@ EXPANSIONS = {"expand", "expand_as", "broadcast_to", "repeat"}
 TRANSPOSED = {"T", "mT", "H", "mH", "real", "imag"}
 EXPANDED = "expanded"  # a key of `CapturedLayer.known`: what was expanded to another size than that of the batch
 _EMBEDDING = inspect.signature(F.embedding)
+CANNOT = IndexError, RuntimeError, TypeError, ValueError
 HOOKS = {"register_hook", "retain_grad", "register_post_accumulate_grad_hook"}
 
 
@@ -111,13 +112,13 @@ def row_of_param(layer: Any, param: Tensor, each: Tensor) -> BroadcastRow:
     return _as_row(_refusing(layer, param.detach()), each, layer)
 
 
-def _refusing(layer: Any, leaf: Tensor) -> Tensor:
+def _refusing(layer: Any, leaf: Any) -> Tensor:
     """The tensor, whose gradient would be summed over samples: a backward that reaches it raises."""
 
     def refuse(grad: Tensor) -> None:
         layer.refuse_row()
 
-    layer.misuse = None
+    layer.misuse, leaf.refuses = None, True
     leaf.requires_grad_().register_hook(refuse)
     return leaf
 
@@ -141,12 +142,10 @@ def _with_copies(func: Any, args: Any, kwargs: Any, leaves: list[Any], rebuilt: 
         leaves, rebuilt = flattened(args, kwargs)
     tensors = {i: x for i, x in enumerate(leaves) if isinstance(x, Tensor)}
     others = {i: x for i, x in tensors.items() if not isinstance(x, BroadcastRow) and name not in OF_DTYPE}
-    places = _places(layer, others, count)
-    if any(place is LOST for place in places.values()) or (changes and 0 not in tensors):
+    places = _places(layer, [x for x in leaves if isinstance(x, BroadcastRow)], others, count)
+    if any(place is LOST for place in places.values()) or (changes and 0 not in (places or tensors)):
         return NotImplemented
     call = _Call(func, leaves, rebuilt, places, changes)
-    if places and changes and 0 not in places:
-        return NotImplemented
     if places:
         output = call.of_batch_or_not(name)
         if output is NotImplemented:
@@ -179,7 +178,7 @@ def _changed(call: "_Call", target: Any, first: BroadcastRow, change: Callable[[
     return output
 
 
-def _places(layer: Any, tensors: dict[int, Tensor], count: int) -> dict[int, Any]:
+def _places(layer: Any, rows: Sequence[BroadcastRow], tensors: dict[int, Tensor], count: int) -> dict[int, Any]:
     """The places of samples in tensors, or the sample of each entry. All samples share other tensors."""
     dim, places = layer.engine.batch_dim, {i: layer.labels(x) for i, x in tensors.items()}
     beside = [i for i, place in places.items() if place is not None and place is not LOST]
@@ -191,7 +190,9 @@ def _places(layer: Any, tensors: dict[int, Tensor], count: int) -> dict[int, Any
                 places[i] = first  # such as zeros for all rows
             elif _has_size(layer, x, count):
                 layer.refuse_made_of_params(x)
-                places[i] = None if layer.is_constant(x, of_batch=bool(beside)) else Place(dim)
+                # a mask of a weight may have equal entries too
+                of_batch = bool(beside) or (x.ndim > 2 and all(row.fits(x.ndim, dim) for row in rows))
+                places[i] = None if layer.is_constant(x, of_batch=of_batch) else Place(dim)
     return {i: place for i, place in places.items() if place is not None}
 
 
@@ -222,8 +223,11 @@ class _Call:
     def of_batch_or_not(self, name: str) -> Any:
         """The output of the batch; NotImplemented if the function cannot run for each sample."""
         try:
-            return self.of_batch(name)
-        except (IndexError, RuntimeError, ValueError):  # if the function itself is called wrongly, it raises again
+            if len(self.copies[0]) > 1:
+                return self.of_batch(name)
+            output = self(*(x[0] for x in self.copies), *(self._leaves[i] for i in self.places))
+            return self._leaves[0].copy_(output) if self._changes else output
+        except CANNOT:  # if the function itself is called wrongly, it raises again
             return NotImplemented
 
     def of_each(self, output: Any) -> Any:
@@ -256,13 +260,13 @@ class _Call:
         own, dims = self._own_parts(places[0]) if run == 1 else None, None
         found, structure = list[Any](), pytree.tree_structure(None)
         for copies in filter(None, (self.copies, own)):
-            self.copies, key = copies, (name, *kinds, *places, run > 1, own is not None, copies is own, count == 1)
+            self.copies, key = copies, (name, *kinds, *places, run > 1, own is not None, copies is own)
             try:
                 found, structure = pytree.tree_flatten(self._by_sample(inputs))
-            except (IndexError, RuntimeError, ValueError):
+            except CANNOT:
                 continue
             if key not in layer.known:
-                layer.known[key] = self._dims(found, of_batch, places, run)
+                layer.known[key] = self._dims(found, of_batch, run)
             layer.note(*key)
             if (dims := layer.known[key]) is not None:
                 break
@@ -293,16 +297,11 @@ class _Call:
             each = [self(*one) for one in zip(*self.copies, *of_batch, strict=True)]
             return pytree.tree_map(lambda *parts: torch.stack(parts), *each)
 
-    def _dims(
-        self, found: Sequence[Any], of_batch: Sequence[Tensor], places: Sequence[int], run: int
-    ) -> list[int] | None:
+    def _dims(self, found: Sequence[Any], of_batch: Sequence[Tensor], run: int) -> list[int] | None:
         """The dimension of the samples in each output, found from the outputs for the batch; None if these differ."""
         together, count = pytree.tree_leaves(self._together(of_batch)), len(self.copies[0])
         dims: list[int] = []
         for one, whole in zip(found, together, strict=True):
-            if count == 1:
-                dims.append(places[0])
-                continue
             shapes = tuple(one.shape[1:]), tuple(whole.shape)
             apart = [i for i, (a, b) in enumerate(zip(*shapes, strict=False)) if a != b]
             if one.ndim != whole.ndim + 1 or [(shapes[0][i], shapes[1][i]) for i in apart] != [(run, count * run)]:
@@ -339,7 +338,7 @@ class _Call:
         if not isinstance(output, Tensor) or len(output) != len(rows[0]):
             return NotImplemented
         output = output[order.argsort()].unflatten(0, x.shape[:depth])
-        key, known = (name, "rows", depth, x.ndim, count == 1), self._layer.known
+        key, known = (name, "rows", depth, x.ndim), self._layer.known
         if key not in known:
             known[key] = _are_equal(self._together(of_batch), output)
         if not known[key]:

@@ -118,8 +118,11 @@ class Following(OwnMode):
             name = func.__self__.__name__
             if name not in TENSORS:  # a size, a dtype, a device
                 return func(*args)
-        if torch.compiler.is_compiling() or get_interpreter_stack():
+        if torch.compiler.is_compiling():
             return func(*args, **(kwargs or {}))
+        if get_interpreter_stack():  # in `torch.vmap` and its like, where tensors are not those of memory
+            with _Inside(self):
+                return func(*args, **(kwargs or {}))
         return self.call(func, _key(name), args, kwargs or {})
 
     def call(self, func: Any, name: str, args: Any, kwargs: Any, *, inside: bool = False) -> Any:
@@ -133,6 +136,8 @@ class Following(OwnMode):
             with _Inside(self):
                 output = func(*args, **kwargs)
             name = "composite"  # its operations have noted the labels
+        if name in ("batchnorm", "instancenorm") and output.requires_grad and len(output) == 1:
+            output.register_hook(Tensor.contiguous)  # `native_batch_norm_backward` of torch 2.13 misreads odd strides
         with DisableTorchFunctionSubclass():  # the argument may be a `BroadcastRow`
             if changes and version_of(target) != version:
                 self._changed(func, name, target, version, args, kwargs)
@@ -178,6 +183,8 @@ class Following(OwnMode):
     def _after(self, call: "_Call", outputs: Sequence[Tensor]) -> Sequence[Labels]:
         """The labels of new outputs of a function that got labels."""
         name, labels, count = call.name, call.labels, self._provenance.count
+        if name in ("max", "min") and len(call.tensors) > 1:
+            name = "maximum"
         if call.kwargs.get("out") is not None:
             return [LOST] * len(outputs)
         if name in SAME and isinstance(labels.get(0), int):
@@ -198,6 +205,8 @@ class Following(OwnMode):
             return [LOST] * len(outputs)
         if name in NEW:
             return [None]
+        if name == "embedding" and any(call.leaves[i].is_floating_point() for i in labels):  # its rows are moved
+            return [LOST]
         parts = call.parts
         dims = () if name in ELEMENTS else dims_of(name, len(parts[0].shape), call.args, call.kwargs)
         return [unmoved(name, parts, x.shape, count, dims) for x in outputs]
@@ -228,15 +237,15 @@ class Following(OwnMode):
             found = beside(Part(values, call.leaves[last].shape), output.shape, count, call.along)
             if found is not LOST and (into is None or found == into):
                 return found
-        numbers = self._numbers(call, [0, last])
+        numbers, of_batch = self._numbers(call, [0, last]), not {*call.labels} <= {0, last}  # the index is of samples
         may_add = call.name in SUMS and any(x is True or isinstance(x, str) for x in call.leaves)
         if call.name in PLACES and not may_add:
             result = call.run({0: numbers[0].clone(), last: numbers[last]})
-            return simplest(_labels_of(result[0]), output.shape, count) if result else LOST
+            return simplest(_labels_of(result[0]), output.shape, count, of_batch=of_batch) if result else LOST
         added = call.added(numbers[0], numbers[last])
         if added is None or isinstance(into, int):
             return LOST if added is None else into
-        return simplest(_labels_of(added), output.shape, count)
+        return simplest(_labels_of(added), output.shape, count, of_batch=of_batch)
 
     def _looked_up(self, call: "_Call", output: Tensor) -> Labels:
         """The labels of entries that an index selects from a tensor without samples: those of the index."""

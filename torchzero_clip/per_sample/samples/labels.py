@@ -75,12 +75,12 @@ def wider(labels: Labels, shape: Sequence[int], count: int) -> Tensor:
     ]
 
 
-def simplest(labels: Tensor, shape: Sequence[int], count: int, *, of_batch: bool = True) -> Labels:
+def simplest(labels: Tensor, shape: Sequence[int], count: int, *, of_batch: bool = False) -> Labels:
     """The labels as a step if they are regular, else with size 1 where they do not vary.
 
     Entries of no sample, such as zeros that other rows were written beside, are in the batch too if all other entries
-    belong to the sample at their place along a dimension, and only one dimension fits. Without ``of_batch``, these must
-    be of two or more samples, because a tensor may be of one sample alone.
+    belong to the sample at their place along a dimension, and only one dimension fits. These must be of two or more
+    samples, because a tensor may be of one sample alone, unless it is known to be ``of_batch``.
     """
     if not labels.numel() or 0 in shape:
         return labels

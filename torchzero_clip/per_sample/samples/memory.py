@@ -45,7 +45,7 @@ def end_of(layout: Layout) -> int:
 def seen(owners: Owners, layout: Layout, count: int) -> Labels:
     """The labels of a tensor in a memory."""
     step = _step_of(owners, layout, count) if isinstance(owners, int) else None
-    return simplest(_spread(owners, layout, count), layout.shape, count, of_batch=False) if step is None else step
+    return simplest(_spread(owners, layout, count), layout.shape, count) if step is None else step
 
 
 @functools.lru_cache(4096)

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from torchzero_clip.compat import without_autocast
+from torchzero_clip.compat import current_graph_task_id, without_autocast
 from torchzero_clip.per_sample.gradients.autograd_graph import nodes_of
 from torchzero_clip.per_sample.gradients.contributions import PIECE, Contribution
 from torchzero_clip.per_sample.gradients.rows import regrouped
@@ -29,6 +29,7 @@ UNDERFLOW = 4.0  # in smallest normal numbers: what underflow may change in an e
 # in place of a sample: rows of zeros may be of any sample, others are too small or not finite, or have other ratios
 ZERO, UNTOLD, WRONG = -1, -2, -3
 REENTRANT = "a checkpoint with use_reentrant=True hides them"
+NOT_REENTRANT = "Call checkpoint with use_reentrant=False"
 
 
 class Call:
@@ -90,7 +91,7 @@ class LostRows(Call):
         self.rows = rows
         self.shared = shared and not layer.engine.given
         """Whether all samples may share the rows, because they have no labels, and the user has not called `rows()`."""
-        self._contribute = contribute
+        self._contribute, self._hidden = contribute, current_graph_task_id() != -1  # in a reentrant checkpoint
         self._rows: Tensor | None = None
         self._count = 0
         layer.engine.probe.live[self] = None
@@ -102,11 +103,11 @@ class LostRows(Call):
         engine = self.layer.engine
         if self.rows is not None and not engine.probe.passes:
             return [*self._contribute(grad, *inputs)]
-        if engine.probe.passes is None:
+        if engine.probe.passes is None and not self._hidden:
             engine.clear()
             raise next(iter(engine.probe.live)).layer.unknown_rows(instead=", or use backward(losses)")
         if not engine.probe.passes:
-            raise self.refusal(REENTRANT)
+            raise self.refusal(REENTRANT, NOT_REENTRANT)
         self.grad, self.inputs = grad, inputs
         return []
 
@@ -119,7 +120,7 @@ class LostRows(Call):
         if (grad := self.grad) is None:
             return []
         if not self.ratios:
-            raise self.refusal(REENTRANT)
+            raise self.refusal(REENTRANT, NOT_REENTRANT)
         rows = self.samples(numbers)
         if bool((rows == UNTOLD).any()):
             bad = (~losses.isfinite()).nonzero()[:, 0].tolist()
@@ -170,7 +171,7 @@ class Probe:
         self.exact = True
         """Whether backwards on the CPU add up in the same order each time."""
         self._engine = engine
-        self._of_several = False  # a layer had more rows than there were losses: others may have as many by chance
+        self._of_several = False  # layers had other numbers of rows than there were losses: some have it by chance
         self._lost: list[LostRows] = []
         self._known: list[KnownRows] = []
         self._numbers = torch.zeros(0, dtype=torch.int64, device="cpu")  # of the samples: their digits are the powers
@@ -183,7 +184,8 @@ class Probe:
         nodes = list(nodes_of([losses]))
         calls = {getattr(node, "contribute", None) for node in nodes}
         found = [call for call in self.live if call in calls]
-        self._of_several |= any((call.rows or 0) > len(losses) for call in found)
+        rows = {call.rows for call in found if call.rows is not None}
+        self._of_several |= len(rows) > 1 or max(rows, default=0) > len(losses)
         if not found or not (self._of_several or any(call.rows is None for call in found)):
             return 0
         self._lost = found

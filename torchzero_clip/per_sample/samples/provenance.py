@@ -180,10 +180,10 @@ class Provenance:
     def asked(self, tensor: Tensor, layer: object) -> Labels:
         """The labels of a tensor, as a layer asks for them."""
         # in a backward, where a checkpoint runs functions that are not seen, a layer gets what it got in the forward
-        key = id(layer), tensor.shape
+        key, labels = (id(layer), tensor.shape), self.of(tensor)
         if current_graph_task_id() != -1:
-            return self._asked[key] if key in self._asked and self._memory(tensor) is None else self.of(tensor)
-        labels = self.of(tensor)
+            unseen = labels is LOST or self._memory(tensor) is None
+            return self._asked.get(key, labels) if unseen else labels
         self._asked[key] = labels if key not in self._asked or same(self._asked[key], labels) else LOST
         return labels
 
