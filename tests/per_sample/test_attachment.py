@@ -21,6 +21,7 @@ from per_sample.harness import (
     norms_by_loop,
     reference,
     small,
+    weight,
 )
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -349,6 +350,15 @@ def test_a_model_that_gets_trainable_parameters_of_its_own_has_to_be_called_agai
         with pytest.raises(RuntimeError, match="call it once more"):
             model(x)
         assert_close(clipper.backward(losses_of(model(x))).norms, norms_by_loop(model, x))
+
+
+def test_a_parameter_of_the_model_itself_may_be_exchanged():
+    model = Net(lambda m, x: m.last(x) * m.scale, last=nn.Linear(3, 2), scale=weight(2)).double()
+    with clip(model) as clipper:
+        for _ in range(2):
+            model.scale, x = nn.Parameter(torch.rand(2, dtype=torch.float64)), batch()
+            expected = norms_by_loop(model, x)
+            assert_close(clipper.backward(losses_of(model(x))).norms, expected)
 
 
 def test_a_layer_that_cannot_be_right_put_in_later_is_refused_and_nothing_trains():

@@ -12,8 +12,9 @@ from itertools import repeat
 import pytest
 import torch
 from defaults import DEFAULTS
-from per_sample.harness import Net, assert_close, assert_grads, batch, grads, losses_of, reference, small
+from per_sample.harness import Net, assert_close, assert_grads, batch, grads, losses_of, reference, small, weight
 from torch import nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from torchzero_clip import (
@@ -461,6 +462,16 @@ def test_leaves_outside_that_would_get_a_gradient_are_refused(outside):
     head.requires_grad_(False)
     clipper.backward(losses_of(head(model(x.detach()))))  # a frozen head is fine
     clipper.pre_step()
+
+
+def test_a_parameter_that_cannot_be_used_so_is_named():
+    def forward(m, x):
+        x = m.last(x)[:, None]
+        return F.multi_head_attention_forward(x, x, x, 2, 1, m.a, None, None, None, False, 0.0, m.b, None)[0][:, 0]
+
+    model = Net(forward, last=small(), a=weight(6, 2), b=weight(2, 2)).double()
+    with pytest.raises(RuntimeError, match=r"^Net uses a parameter in 'multi_head.*whole=\(Net,\)"):
+        private(model).backward(losses_of(model(batch())))
 
 
 def test_reentrant_checkpoints_are_refused():

@@ -10,7 +10,7 @@ import ranks
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from per_sample.harness import Net, assert_close, by_classic_form, by_two_passes, clip, losses_of
+from per_sample.harness import Net, assert_close, by_backward, by_classic_form, by_two_passes, clip, losses_of
 from per_sample.several import WRAPS
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -344,6 +344,17 @@ def test_rows_in_a_reentrant_checkpoint_are_refused():
     with clip(model) as clipper, pytest.raises(ValueError, match=f"{UNKNOWN}a checkpoint with use_reentrant=True"):
         clipper.backward(losses_of(model(x)))
     assert all(param.grad is None for param in model.parameters())
+
+
+@pytest.mark.parametrize("form", [by_backward, by_classic_form, by_two_passes])
+def test_the_way_out_of_rows_in_a_reentrant_checkpoint_is_another_one(form):
+    inner = nn.Sequential(lin(), nn.Tanh(), lin())
+    model = Net(
+        lambda m, x: checkpoint(m.inner, m.first(x).flatten(0, 1), use_reentrant=m.old), first=lin(), inner=inner
+    )
+    model.old, x = True, torch.randn(B, T, W)
+    with pytest.raises(ValueError, match=r"known.*\. Call checkpoint with use_reentrant=False"):
+        form(model)(lambda m: losses_of(m(x).view(B, T, -1)))
 
 
 def test_a_row_whose_gradients_cancel_is_refused():

