@@ -198,15 +198,14 @@ class Following(OwnMode):
             return [self._placed(call, outputs[0])]
         if name in MOVES:
             return [self._looked_up(call, x) for x in outputs]
-        # `select_scatter` writes beside what belongs to no sample, `where` of a condition returns places, and several
-        # quantiles have a dimension of their own
+        # `select_scatter` writes beside what belongs to no sample, `where` of a condition returns places, several
+        # quantiles have a dimension of their own, and an embedding moves the rows of its table
         of_several = name.endswith("quantile") and any(x.ndim for i, x in call.tensors.items() if i)
-        if name.endswith("scatter") or (name == "where" and len(call.tensors) == 1) or of_several:
+        of_table = name == "embedding" and any(call.leaves[i].is_floating_point() for i in labels)
+        if name.endswith("scatter") or (name == "where" and len(call.tensors) == 1) or of_several or of_table:
             return [LOST] * len(outputs)
         if name in NEW:
             return [None]
-        if name == "embedding" and any(call.leaves[i].is_floating_point() for i in labels):  # its rows are moved
-            return [LOST]
         parts = call.parts
         dims = () if name in ELEMENTS else dims_of(name, len(parts[0].shape), call.args, call.kwargs)
         return [unmoved(name, parts, x.shape, count, dims) for x in outputs]

@@ -38,11 +38,12 @@ ALONG = names("""
 """Functions along one dimension, which the output keeps."""
 REDUCES = names("""
     all amax amin aminmax any argmax argmin count_nonzero kthvalue linalg_vector_norm logsumexp max mean median min mode
-    nanmean nanmedian nansum norm prod std std_mean sum var var_mean
+    nanmean nanmedian nanquantile nansum norm prod quantile std std_mean sum var var_mean
 """)
 """Functions along dimensions, which the output does not have."""
 COUNTED = names("""
-    fft_fft fft_ifft fft_irfft fft_rfft kthvalue linalg_vector_norm norm repeatinterleave roll takealongdim topk
+    fft_fft fft_ifft fft_irfft fft_rfft kthvalue linalg_vector_norm nanquantile norm quantile repeatinterleave roll
+    takealongdim topk
 """)
 """Functions with another argument before the dimension."""
 JOINED = names("cat concat concatenate stack")
@@ -199,7 +200,7 @@ def _way(name: str, part: Part, shape: Sequence[int], dims: Collection[int]) -> 
         return lambda dim: None if dim == summed else dim + more
     if name in PRODUCTS:
         return _aligned(part, shape, ())
-    if name in ROWS:  # a table of samples has no dimension that the output keeps
+    if name in ROWS:
         return lambda dim: dim if part.shape == shape[:-1] else None
     if name == KEPT:
         return lambda dim: dim if shape[: dim + 1] == part.shape[: dim + 1] else None
