@@ -241,9 +241,8 @@ class CapturedLayer:
     def is_constant(self, input: Tensor, *, of_batch: bool = True) -> bool:
         """True for values that depend on no sample, and are not such as zeros for each of them."""
         dim, provenance = self.engine.batch_dim, self.engine.forward.provenance
-        if provenance is None or self.labels(input) is not None:
-            return False
-        return not is_same(input, dim, input.shape[dim], of_batch=of_batch)
+        depends = provenance is None or self.labels(input) is not None
+        return not (depends or is_same(input, dim, input.shape[dim], of_batch=of_batch))
 
     def labels(self, input: Tensor) -> Place | Labels:
         """The place of the samples in an input, if it has all of them in order; else labels, as in `samples.labels`.

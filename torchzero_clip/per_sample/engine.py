@@ -187,7 +187,7 @@ class Engine:
         inputs = [x for x in leaves if isinstance(x, Tensor)]
         before = self.attachment.captures_model
         held = [x for leaf in leaves if not isinstance(leaf, Tensor) for x in tensors_held(leaf)]
-        kind, given = (len(args), *kwargs), self.given
+        given, kind = self.given, (len(args), *kwargs)
         several = kind in self._several
         self.begin(Forward(inputs, self.batch_dim, held=held, captured=self.enabled, given=given, several=several))
         self._several.update([kind] if self.forward.several else [])
@@ -283,10 +283,9 @@ class Engine:
         if self._keep_grad_samples and self.phase is not Phase.CHECK:
             part = Dense(part.param, part.dense(0, part.batch_size))
             grads = part.grads * self.scale(part.batch_size) if self.of_mean else part.grads
-            earlier = getattr(part.param, "grad_sample", None)
-            if earlier is not None and len(earlier) == len(grads):  # other numbers raise at the end
-                grads = earlier + grads
-            self.show(part.param, grad_sample=grads)
+            earlier: Any = getattr(part.param, "grad_sample", None)
+            joins = earlier is not None and len(earlier) == len(grads)  # other numbers raise at the end
+            self.show(part.param, grad_sample=earlier + grads if joins else grads)
         alone = self._calls[id(layer)] < 2 and self.attachment.owners[id(part.param)] < 2
         self.captured.add(layer, part, alone=alone)
 
@@ -381,6 +380,5 @@ def processes_of(model: nn.Module) -> tuple[Processes, nn.Module]:
 
 
 def _release(engine: "weakref.ref[Engine]") -> None:
-    alive = engine()
-    if alive is not None:
+    if (alive := engine()) is not None:
         alive.detach()

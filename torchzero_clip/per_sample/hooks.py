@@ -48,10 +48,7 @@ def accumulate(values: Sequence[tuple[Any, Tensor]]) -> None:
             )
         changed.append((param, value.clone() if hooks else value))  # a user may have stored the tensor that a hook got
     for param, value in changed:
-        if param.grad is None:
-            param.grad = value
-        else:
-            param.grad.add_(value)
+        param.grad = value if param.grad is None else param.grad.add_(value)
     for param, _ in changed:
         for hook in list((param._post_accumulate_grad_hooks or {}).values()):
             hook(param)

@@ -23,8 +23,7 @@ def watch_steps(owner: Any, check: Callable[[Any, Optimizer, bool], None]) -> Ca
 
 
 def _step(reference: "weakref.ref[Any]", check: Any, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    owner = reference()
-    if owner is not None:
+    if (owner := reference()) is not None:
         check(owner, optimizer, kwargs.get("closure", args[1] if len(args) > 1 else None) is not None)
 
 

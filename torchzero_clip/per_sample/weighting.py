@@ -235,9 +235,8 @@ def weighed(
 ) -> Weighed:
     """Compute the norms and factors of the samples. Contributions are removed from ``gathered``."""
     params, dtype = engine.attachment.params, engine.norm_dtype()
-    if gathered:
-        first = next(iter(gathered.values()))[1]
-    else:
+    _, first = next(iter(gathered.values()), (None, None))
+    if first is None:
         first = torch.zeros(0, dtype=torch.float64, device=engine.processes.device(params))
     squares = [
         gathered[id(param)][1].to(first.device) if id(param) in gathered else torch.zeros_like(first)

@@ -126,9 +126,7 @@ class _Loader(DataLoader[Any]):
 
 
 def _collated(dataset: Any, collate_fn: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
-    if samples:
-        return collate_fn(samples)
-    return _empty(collate_fn([dataset[0]]), collate_fn([dataset[0], dataset[0]]))
+    return collate_fn(samples) if samples else _empty(collate_fn([dataset[0]]), collate_fn([dataset[0], dataset[0]]))
 
 
 def _empty(one: Any, two: Any) -> Any:

@@ -109,17 +109,16 @@ def _owners(layer: CapturedLayer, input: Tensor, offsets: Tensor, bags: Tensor) 
 def _positions(layer: CapturedLayer, input: Tensor) -> Samples | None:
     """Indices that all samples share, such as positions and their distances; None if they are those of samples.
 
-    They are shared if they do not depend on the samples, or are an argument 0, 1, 2, ... beside others, whose place
-    had no other values before.
+    They are shared if they do not depend on the samples, or are an argument 0, 1, 2, ... beside others, as before.
     """
     forward, dim = layer.engine.forward, layer.engine.batch_dim
     count, along = forward.batch_size, min(dim, input.ndim - 1)
     if forward.provenance is None or not input.ndim or input.shape[along] == 1 or forward.is_batch(input):
         return None
     if forward.is_argument(input):
-        if input.ndim == 1 and not counts_up(input):
-            layer.known[OF_SAMPLES] = True
-        shared = counts_up(input) and OF_SAMPLES not in layer.known
+        shared = counts_up(input)
+        layer.known[OF_SAMPLES] = layer.known.get(OF_SAMPLES, False) or (input.ndim == 1 and not shared)
+        shared = shared and not layer.known[OF_SAMPLES]
     else:  # as many equal indices as samples may be either
         known = _relative(input) or (input.ndim == 1 and (len(input) != count or bool((input != input[0]).any())))
         shared = known and layer.labels(input) is None

@@ -214,8 +214,6 @@ def _alone(layer: CapturedLayer, leaves: Sequence[Any]) -> Generator[State]:
         yield state
     except BaseException as error:
         state.undo()
-        if str(layer) not in str(error):  # an error of the module
-            error.add_note(f"{layer} ran for one sample alone: tensors of samples need these in the batch dimension")
         if isinstance(error, RuntimeError) and any(hasattr(x, "get_seq_length") for x in leaves):
             raise ValueError(
                 f"{layer} runs sample by sample, and got a cache that holds values of the whole batch: switch it "

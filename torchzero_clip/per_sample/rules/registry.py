@@ -96,8 +96,7 @@ def rule_for(module: nn.Module) -> Rule | None:
     if is_experts(module):
         return EXPERTS
     own = own_params(module)
-    children = list(module.children())
-    if found is not None and set(own.values()) <= {*found.takes} and not children:
+    if found is not None and set(own.values()) <= {*found.takes} and not list(module.children()):
         return found
     if not own or kind.forward is nn.Module.forward:
         return None

@@ -24,12 +24,7 @@ def flattened(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any]
     given, count = [*args, *kwargs.values()], len(args)
     if ATOMS.issuperset(map(type, given)) or all(isinstance(x, LEAVES) for x in given):
         return given, lambda new: (new[:count], dict(zip(kwargs, new[count:], strict=True)))
-    leaves: list[Any] = []
-    for x in given:
-        if type(x) in (list, tuple):
-            leaves.extend(x)
-        else:
-            leaves.append(x)
+    leaves: list[Any] = [leaf for x in given for leaf in (x if type(x) in (list, tuple) else (x,))]
     if ATOMS.issuperset(map(type, leaves)) or all(isinstance(x, LEAVES) for x in leaves):
 
         def rebuilt(new: Sequence[Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:

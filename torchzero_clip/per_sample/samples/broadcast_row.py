@@ -190,9 +190,8 @@ def _places(layer: Any, rows: Sequence[BroadcastRow], tensors: dict[int, Tensor]
                 places[i] = first  # such as zeros for all rows
             elif _has_size(layer, x, count):
                 layer.refuse_made_of_params(x)
-                # a mask of a weight may have equal entries too
-                of_batch = bool(beside) or (x.ndim > 2 and all(row.fits(x.ndim, dim) for row in rows))
-                places[i] = None if layer.is_constant(x, of_batch=of_batch) else Place(dim)
+                fits = x.ndim > 2 and all(row.fits(x.ndim, dim) for row in rows)  # unlike a mask of a weight
+                places[i] = None if layer.is_constant(x, of_batch=bool(beside) or fits) else Place(dim)
     return {i: place for i, place in places.items() if place is not None}
 
 
@@ -299,14 +298,12 @@ class _Call:
 
     def _dims(self, found: Sequence[Any], of_batch: Sequence[Tensor], run: int) -> list[int] | None:
         """The dimension of the samples in each output, found from the outputs for the batch; None if these differ."""
-        together, count = pytree.tree_leaves(self._together(of_batch)), len(self.copies[0])
         dims: list[int] = []
-        for one, whole in zip(found, together, strict=True):
-            shapes = tuple(one.shape[1:]), tuple(whole.shape)
-            apart = [i for i, (a, b) in enumerate(zip(*shapes, strict=False)) if a != b]
-            if one.ndim != whole.ndim + 1 or [(shapes[0][i], shapes[1][i]) for i in apart] != [(run, count * run)]:
+        for one, whole in zip(found, pytree.tree_leaves(self._together(of_batch)), strict=True):
+            sizes = [*zip(one.shape[1:], whole.shape, strict=False)]
+            dims += (apart := [i for i, (a, b) in enumerate(sizes) if a != b])
+            if one.ndim != whole.ndim + 1 or [sizes[i] for i in apart] != [(run, len(one) * run)]:
                 return None
-            dims.append(apart[0])
             if not _are_equal(whole, _joined(one, apart[0])):
                 return None
         return dims

@@ -183,8 +183,7 @@ class Following(OwnMode):
     def _after(self, call: "_Call", outputs: Sequence[Tensor]) -> Sequence[Labels]:
         """The labels of new outputs of a function that got labels."""
         name, labels, count = call.name, call.labels, self._provenance.count
-        if name in ("max", "min") and len(call.tensors) > 1:
-            name = "maximum"
+        name = "maximum" if name in ("max", "min") and len(call.tensors) > 1 else name
         if call.kwargs.get("out") is not None:
             return [LOST] * len(outputs)
         if name in SAME and isinstance(labels.get(0), int):
