@@ -312,3 +312,11 @@ def test_labels_of_tensors_without_elements():
     with Following(provenance):
         provenance.note(x, torch.tensor([[[0], [1], [1]]]))
         assert torch.nn.functional.linear(x, weight).shape == (0, 3, 2)
+
+
+def test_a_mask_of_samples_that_broadcasts_selects_lost_entries():
+    table, mask, provenance = torch.randn(3, 3), torch.tensor([True, False, True]), Provenance(3, 0, [], {})
+    with Following(provenance):
+        provenance.note(mask, 1)
+        assert provenance.of(torch.masked_select(table, mask)) is LOST
+        assert wider(provenance.of(table[mask]), (2, 3), 3).flatten().tolist() == [0, 2]

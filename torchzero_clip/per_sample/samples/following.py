@@ -254,6 +254,8 @@ class Following(OwnMode):
         is_mask = any(x.dtype in (torch.bool, torch.uint8) for x in indices)
         if is_mask and (len(indices) > 1 or leaves[0].shape[: indices[0].ndim] != indices[0].shape):
             return LOST
+        if name == "maskedselect" and indices[0].ndim != leaves[0].ndim:  # it broadcasts from the last dimension
+            return LOST
         if not (by_index or of_each or (name == "indexselect" and leaves[1] == 0)):
             return LOST  # such as table[:, index], where the samples are in another dimension than in the index
         shape = torch.broadcast_shapes(*(x.shape for x in indices))
