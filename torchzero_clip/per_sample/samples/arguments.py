@@ -1,7 +1,6 @@
 """The arguments of functions as lists, for code that sees every function that runs."""
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import islice
 from types import EllipsisType, ModuleType, NoneType
 from typing import Any, TypeAlias
 
@@ -20,19 +19,9 @@ ATOMS = frozenset((*LEAVES, nn.Parameter, bool))
 
 def flattened(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], Rebuild]:
     """The leaves of arguments, including those in containers, and how to rebuild the arguments from other leaves."""
-    # a few microseconds if the only containers are lists and tuples of leaves, as in calls of `torch.cat`
     given, count = [*args, *kwargs.values()], len(args)
-    if ATOMS.issuperset(map(type, given)) or all(isinstance(x, LEAVES) for x in given):
+    if ATOMS.issuperset(map(type, given)) or all(isinstance(x, LEAVES) for x in given):  # in a fifth of the time
         return given, lambda new: (new[:count], dict(zip(kwargs, new[count:], strict=True)))
-    leaves: list[Any] = [leaf for x in given for leaf in (x if type(x) in (list, tuple) else (x,))]
-    if ATOMS.issuperset(map(type, leaves)) or all(isinstance(x, LEAVES) for x in leaves):
-
-        def rebuilt(new: Sequence[Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
-            rest = iter(new)
-            again = [type(x)(islice(rest, len(x))) if type(x) in (list, tuple) else next(rest) for x in given]
-            return again[:count], dict(zip(kwargs, again[count:], strict=True))
-
-        return leaves, rebuilt
     leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
     return leaves, lambda new: pytree.tree_unflatten(list(new), structure)
 
