@@ -161,7 +161,8 @@ def _with_copies(func: Any, args: Any, kwargs: Any, leaves: list[Any], rebuilt: 
     if kind in EXPANSIONS and first.fits(output.ndim, dim := layer.engine.batch_dim):
         expansion = kind, tuple(first.shape), output.ndim
         if _is_to_batch(layer, expansion, output.shape[dim], count):
-            output = _expanded(kind, first.aligned(output.ndim, dim), output)
+            copies = first.aligned(output.ndim, dim)
+            output = copies.repeat(*(b // max(a, 1) for a, b in zip(copies.shape, output.shape, strict=True)))
             layer.mark(output, Place(dim))
             return output
     return call.of_each(output)
@@ -325,14 +326,8 @@ class _Call:
             return NotImplemented
         order, lengths = sample.argsort(stable=True), sample.bincount(minlength=count).tolist()
         rows = [y.flatten(0, depth - 1)[order] for y in of_batch]
-        if len(set(lengths)) == 1:
-            output = self._by_sample([y.unflatten(0, (count, lengths[0])) for y in rows])
-            output = output.flatten(0, 1) if isinstance(output, Tensor) and output.ndim > 1 else output
-        else:
-            output = torch.cat(
-                [self(*one) for one in zip(*self.copies, *(y.split(lengths) for y in rows), strict=True)]
-            )
-        if not isinstance(output, Tensor) or len(output) != len(rows[0]):
+        each = [self(*one) for one in zip(*self.copies, *(y.split(lengths) for y in rows), strict=True)]
+        if not all(isinstance(x, Tensor) for x in each) or len(output := torch.cat(each)) != len(rows[0]):
             return NotImplemented
         output = output[order.argsort()].unflatten(0, x.shape[:depth])
         key, known = (name, "rows", depth, x.ndim), self._layer.known
@@ -372,13 +367,6 @@ def without_padding(args: Any, kwargs: Any) -> tuple[Any, Any]:
     elif index is not None:
         call.arguments["weight"] = detached(table)
     return call.args, call.kwargs
-
-
-def _expanded(kind: str, copies: Tensor, output: Tensor) -> Tensor:
-    """Copies for each sample as the output of an expansion of one row."""
-    if kind != "repeat":
-        return copies.expand_as(output)
-    return copies.repeat(*(b // max(a, 1) for a, b in zip(copies.shape, output.shape, strict=True)))
 
 
 def _is_to_batch(layer: Any, expansion: Any, size: int, count: int) -> bool:
