@@ -1,7 +1,7 @@
 """Installs forwards and hooks in a model whose layers are captured, and removes them."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -42,12 +42,15 @@ class Attachment:
         self._handles: list[RemovableHandle] = []
         self._unwatched: list[tuple[str, dict[str, Any], str]] = []
         self._attach()
-        self._of_model = [
-            model.register_forward_pre_hook(Hook(engine.forward_began), with_kwargs=True),
-            model.register_forward_hook(Hook(engine.forward_ended), always_call=True),  # also if the forward raises
-        ]
+        ended = model.register_forward_hook(Hook(engine.forward_ended), always_call=True)  # also if the forward raises
+        self._of_model = [ended]
+        self.before_forward(engine.forward_began, with_kwargs=True)
         if engine.processes.sharded:  # before the hook of fully_shard
-            self._of_model.append(model.register_forward_pre_hook(Hook(self._shards_change), prepend=True))
+            self.before_forward(self._shards_change, prepend=True)
+
+    def before_forward(self, function: Callable[..., None], **options: bool) -> None:
+        """Call a function before each forward of the model, until it is restored."""
+        self._of_model.append(self.model.register_forward_pre_hook(Hook(function), **options))
 
     def refresh(self) -> None:
         """Capture the model again if it has changed since, and refuse a BatchNorm in training mode."""

@@ -1,7 +1,6 @@
 """The Gaussian mechanism of DP-SGD: clipped sums, noise, and a divisor that does not depend on the data."""
 
 import math
-import weakref
 from collections.abc import Collection
 from typing import Any, Literal, NoReturn
 
@@ -113,7 +112,7 @@ class PrivateGradientClipper(PerSampleGradientClipper):
         self._sensitivity: float | None = None  # of the sums that wait
         self._buffers = Buffers(self._engine.attachment.model)
         declare(self)
-        weakref.finalize(self, self._buffers.remove).atexit = False
+        self._engine.attachment.before_forward(self._buffers.forward_began)
         watch_steps(self, refuse_unreleased)
 
     @property
@@ -255,12 +254,6 @@ class PrivateGradientClipper(PerSampleGradientClipper):
         """Drop all gradients that were not released: those of the last backward, and the sums of this step."""
         super().discard()
         self._begin()
-
-    @override
-    def detach(self) -> None:
-        """Stop clipping, and restore the module. `pre_step` still works for sums accumulated before."""
-        super().detach()
-        self._buffers.remove()
 
     def state_dict(self) -> dict[str, Any]:
         """The number of releases with each noise multiplier. Save it after `pre_step`: it holds no sums."""

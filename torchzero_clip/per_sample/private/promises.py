@@ -6,7 +6,6 @@ Buffers are parts of the model that get no noise.
 import torch
 from torch import Tensor, nn
 
-from torchzero_clip.per_sample.hooks import Hook
 from torchzero_clip.per_sample.norm_clippers import NormClipper
 from torchzero_clip.per_sample.weighting import ClippingResult
 
@@ -50,7 +49,6 @@ class Buffers:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._handle = model.register_forward_pre_hook(Hook(self._forward_began))
         self.note()
 
     def note(self) -> None:
@@ -58,10 +56,6 @@ class Buffers:
         self._known = {name: buffer.detach().clone() for name, buffer in watched(self._model).items()}
         self._frozen = self._versions()
         self._is_fresh = True
-
-    def remove(self) -> None:
-        """Stop watching."""
-        self._handle.remove()
 
     def changed(self) -> str | None:
         """The name of a buffer or frozen parameter that has changed, or of a buffer that was added or removed."""
@@ -71,7 +65,8 @@ class Buffers:
                 return name
         return next((name for name, version in self._frozen.items() if versions.get(name, version) != version), None)
 
-    def _forward_began(self, *_: object) -> None:
+    def forward_began(self, *_: object) -> None:
+        """The hook of the model before its forward."""
         if self._is_fresh:  # what the user has changed before, such as by load_state_dict, does not count
             self.note()
         self._is_fresh = False

@@ -73,14 +73,13 @@ class Provenance:
         self._asked: dict[tuple[int, tuple[int, ...]], Labels] = {}  # what layers got in the forward, by shape
         noted: list[tuple[Tensor, Known]] = []
         for x in arguments:
-            if x.ndim:
-                place = min(dim, x.ndim - 1)
-                labels = self._of_given(x.shape) if given else None
-                if labels is None and x.shape[place] == count and x.stride(place):
-                    labels = 1 if count == 1 else step_at(Place(place), x.shape)
-                if labels is not None:
-                    noted.append((x, labels))
-                    self.note(x, labels)
+            place = min(dim, x.ndim - 1)
+            labels = self._of_given(x.shape) if given else None
+            if labels is None and x.shape[place] == count and x.stride(place):
+                labels = 1 if count == 1 else step_at(Place(place), x.shape)
+            if labels is not None:
+                noted.append((x, labels))
+                self.note(x, labels)
         # an entry can have several samples only if arguments share a memory, or one overlaps with itself
         apart = len(noted) == len(self._memories) and all(memory.step for memory in self._memories.values())
         for x, labels in () if apart else noted:
