@@ -13,12 +13,12 @@ from torch.utils.hooks import RemovableHandle
 
 from torchzero_clip.compat import current_graph_task_id, fully_sharded, is_distributed
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, described, trainable
-from torchzero_clip.per_sample.fast_path import FastPath, fast_paths
 from torchzero_clip.per_sample.hooks import Hook
 from torchzero_clip.per_sample.processes.processes import Processes
 from torchzero_clip.per_sample.processes.sharding import group_of_shards, reshard, slots, stands_for
 from torchzero_clip.per_sample.rules.registry import (
     BARE,
+    FAST_PATH,
     RULES,
     WHOLE,
     BatchNorm,
@@ -38,7 +38,7 @@ class Attachment:
         self._engine = engine
         self._given_whole = whole
         self._force_generic = force_generic
-        self._captured: list[tuple[nn.Module, CapturedLayer | FastPath]] = []  # copies have functions in their place
+        self._captured: list[tuple[nn.Module, CapturedLayer]] = []  # copies have functions in their place
         self._handles: list[RemovableHandle] = []
         self._unwatched: list[tuple[str, dict[str, Any], str]] = []
         self._attach()
@@ -96,8 +96,7 @@ class Attachment:
         self._remove()
         self.whole = whole
         """The modules that are run whole, by name, with the reason."""
-        captured = [*layers, *fast_paths(self._engine, model)]
-        self._captured, self.params = [(x.module, x) for x in captured], trainable(model)
+        self._captured, self.params = [(layer.module, layer) for layer in layers], trainable(model)
         """The trainable parameters, by name."""
         self.captures_model = any(layer.module is model for layer in layers)
         self._held, self._rules = _held(model), dict(RULES)
@@ -141,12 +140,13 @@ class Attachment:
         for name, module in self.model.named_modules():
             # of all modules, because those without parameters mix samples too
             _refuse(name, module, refusal(module, batch_first=self._engine.batch_first) or mixes(module))
-            rule, params = WHOLE if name in whole else rule_for(module), trainable(module)
-            if id(module) in inside or rule is None or not params:
+            params = trainable(module)
+            rule = WHOLE if params and name in whole else rule_for(module)
+            if id(module) in inside or rule is None or not (params or rule is FAST_PATH):
                 continue
             _refuse(name, module, rule.refusal(module))
             # others, as that of attention, know batch dimensions that the generic rule does not
-            if self._force_generic and not rule.covers_submodules:
+            if self._force_generic and params and not rule.covers_submodules:
                 rule = WHOLE
             if rule.covers_submodules:
                 inside.update(id(child) for child in module.modules())
@@ -155,6 +155,8 @@ class Attachment:
                 params = {key: param for key, param in params.items() if id(param) in own}
             layer = CapturedLayer(self._engine, name, module, rule, params)
             if _is_replaced(layer):
+                if not params:
+                    continue
                 if isinstance(vars(module)["forward"], CapturedLayer):
                     raise ValueError(
                         "another clipper is attached to the module: call detach() of that clipper first, or use it "
@@ -193,7 +195,7 @@ def _refuse(name: str, module: nn.Module, reason: str | None) -> None:
 def _is_replaced(layer: CapturedLayer) -> bool:
     """True if the instance has another forward than its class. Copies of models have that of their class."""
     own = layer.module.__dict__.get("forward")
-    if isinstance(own, CapturedLayer | FastPath) and own.engine is layer.engine:
+    if isinstance(own, CapturedLayer) and own.engine is layer.engine:
         return False
     return own is not None and getattr(own, "__func__", None) is not type(layer.module).forward
 

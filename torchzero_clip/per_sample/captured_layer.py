@@ -19,7 +19,7 @@ from torchzero_clip.per_sample.gradients.squared_norms import wide
 from torchzero_clip.per_sample.processes.sharding import memory_of, slots, stands_for
 from torchzero_clip.per_sample.rules.whole import whole_line, written
 from torchzero_clip.per_sample.samples.broadcast_row import BroadcastRow, is_row, row_of
-from torchzero_clip.per_sample.samples.following import without_own_modes
+from torchzero_clip.per_sample.samples.following import is_followed, without_own_modes
 from torchzero_clip.per_sample.samples.labels import LOST, Labels, Place, depth_of, place_of, step_at, wider
 from torchzero_clip.per_sample.samples.probe import NOT_REENTRANT, LostRows
 
@@ -93,7 +93,8 @@ class CapturedLayer:
         # what runs under `torch.func`, with lent parameters or in a transformation, is the same as without a clipper
         held = [(owner._parameters.get(key), param) for owner, key, param in self._owners]
         lent = any(value is not param and not stands_for(value, param) for value, param in held)
-        is_ordinary = lent or not torch.is_grad_enabled() or get_interpreter_stack()
+        is_seen = torch.is_grad_enabled() if self.params else is_followed()
+        is_ordinary = lent or not is_seen or get_interpreter_stack()
         if is_ordinary or (rule := engine.enter(self)) is None:
             return type(module).forward(module, *args, **kwargs)
         # settings may have changed since the layer was captured
@@ -103,7 +104,7 @@ class CapturedLayer:
         try:
             # rules mark their outputs, so what they compute need not be followed
             with nullcontext() if rule.runs_layers else without_own_modes():
-                if any(isinstance(x, Tensor) and x.is_nested for x in (*args, *kwargs.values())):
+                if self.params and any(isinstance(x, Tensor) and x.is_nested for x in (*args, *kwargs.values())):
                     way_out = "pad it, with x.to_padded_tensor(0.0), and mask the loss"
                     raise ValueError(f"{self} got a nested tensor: {way_out}")
                 output = rule.run(self, *args, **kwargs)
