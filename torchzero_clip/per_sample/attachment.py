@@ -64,16 +64,12 @@ class Attachment:
     def is_outdated(self) -> bool:
         """True if the model has changed since it was captured."""
         held = _held(self.model)
-        if [(id(x), trains) for x, trains in held] == self._ids and self._rules == RULES:  # as in most forwards
-            return False
-        if any(isinstance(x, Tensor) and not isinstance(x, nn.Parameter) for x, _ in held):
-            return False  # functional_call replaces the parameters by other tensors, for this forward only
-        if len(held) != len(self._held) or self._rules != RULES:
-            return True
-        return any(
-            p != q or not (a is b or (isinstance(b, nn.Parameter) and stands_for(a, b)))
-            for (a, p), (b, q) in zip(held, self._held, strict=True)
-        )
+        if len(held) == len(self._held) and self._rules == RULES:
+            pairs = zip(held, self._held, strict=True)
+            if all(p == q and (a is b or stands_for(a, b)) for (a, p), (b, q) in pairs):
+                return False
+        # functional_call replaces the parameters by other tensors, for this forward only
+        return all(isinstance(x, nn.Parameter) or not isinstance(x, Tensor) for x, _ in held)
 
     def params_of(self, module: nn.Module) -> dict[str, nn.Parameter]:
         """The trainable parameters of a module in the model, by their names in the module."""
@@ -100,7 +96,6 @@ class Attachment:
         """The trainable parameters, by name."""
         self.captures_model = any(layer.module is model for layer in layers)
         self._held, self._rules = _held(model), dict(RULES)
-        self._ids = [(id(x), trains) for x, trains in self._held]
         self.modules = list(model.modules())
         self._batch_norms = [(name, module) for name, module in model.named_modules() if isinstance(module, BatchNorm)]
         self.owners = Counter(id(param) for layer in layers for param in layer.params.values())
