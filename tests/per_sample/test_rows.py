@@ -387,3 +387,28 @@ def test_a_forgotten_block_of_rows_is_named():
         losses = torch.zeros(2).index_add(0, torch.tensor([0, 0, 1, 1, 1]), model(torch.randn(5, 3)).squeeze(1))
         with pytest.raises(ValueError, match=r"saw 5 samples, the batch has 2\..*clipper\.rows\(.*batch_size=2\)"):
             clipper.backward(losses)
+
+
+ALONE = {
+    "bags": (lambda m, x: m.layer(x.long().flatten().abs(), torch.tensor([0, 2, 5])), nn.EmbeddingBag(9, W)),
+    "sequences": (lambda m, x: m.layer(x.view(2, T, W))[0], nn.LSTM(W, W, batch_first=True)),
+    "another order": (lambda m, x: m.layer(x[0].flip(0).roll(1, 1)), nn.Linear(W, W)),
+    "no rows": (lambda m, x: m.layer(x[x > 9].view(-1, W)).sum() + m.layer(x), nn.Linear(W, W)),
+    "values without samples": (
+        lambda m, x: m.layer(torch.arange(5)).square().sum() + m.layer(torch.arange(6) - 0).sum() + x,
+        nn.Embedding(9, W),
+    ),
+    "a weight": (lambda m, x: (x[0] @ m.layer).tanh().sum() + m.layer.expand(2, W, W).square().mean(), weight(W, W)),
+}
+
+
+@pytest.mark.parametrize("way", [by_backward, by_classic_form])
+@pytest.mark.parametrize("name", ALONE)
+def test_all_rows_of_a_batch_of_one_sample_are_its_own(name, way):
+    use, layer = ALONE[name]
+    model, x = Net(lambda m, x: use(m, x).square().sum()[None], layer=layer).double(), torch.randn(1, 2 * T, W).double()
+    params = list(model.parameters())
+    norm = torch.stack([grad.norm() for grad in torch.autograd.grad(model(x).sum(), params)]).norm()
+    step = way(model)
+    for _ in range(2):
+        assert_close(step(lambda m: m(x))[0], norm[None])

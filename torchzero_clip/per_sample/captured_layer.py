@@ -157,6 +157,8 @@ class CapturedLayer:
         dim = 0 if leading == 1 else self.engine.batch_dim  # without positions, samples are first in any case
         forward = self.engine.forward
         count = forward.batch_size
+        if count == 1:
+            return Samples(input, Place(0, len(input)))
         if isinstance(input, BroadcastRow) and is_row(input):
             each, had_dim = input.samples(dim)
             found = Samples(each, Place(dim), had_dim)
@@ -177,7 +179,7 @@ class CapturedLayer:
     def _found(self, input: Tensor, labels: Place | Labels, leading: int, dim: int) -> Samples:
         count: int = self.engine.forward.batch_size
         alike = labels is None and is_same(input, dim, count, of_batch=leading > 1 or input.ndim > 2)
-        if alike or (labels is not LOST and count == 1 == input.shape[dim]):  # the row of the only sample
+        if alike:
             return Samples(input, Place(dim))
         if isinstance(labels, Tensor):
             depth = max(depth_of(labels), 1)
@@ -193,6 +195,8 @@ class CapturedLayer:
     def rows_along(self, input: Tensor, dim: int) -> Tensor | None:
         """The sample of each entry along a dimension; None if these are the samples in order."""
         provenance = self.engine.forward.provenance
+        if self.engine.forward.batch_size == 1 != input.shape[dim]:
+            return torch.zeros(input.shape[dim], dtype=torch.int64, device=input.device)
         if provenance is None:
             return None
         labels = self.labels(input)
@@ -232,8 +236,7 @@ class CapturedLayer:
     def check_rows(self, input: Tensor, dim: int | None) -> None:
         """Raise a ValueError if the samples of an input are not in this dimension, in order."""
         labels = self.labels(input)
-        plain = labels is None or (isinstance(labels, Place) and labels == (dim, 1))
-        if not plain and self.engine.forward.batch_size != 1:
+        if labels is not None and not (isinstance(labels, Place) and labels == (dim, 1)):
             ways = self.line, "run it on all positions and select from its output: layer(x)[mask]"
             raise ValueError(
                 f"{self} got rows of several samples, and runs sample by sample: {', or '.join(filter(None, ways))}"
@@ -254,10 +257,8 @@ class CapturedLayer:
         labels = None if provenance is None else provenance.asked(input, self)
         if provenance is None or not isinstance(labels, int) or labels is LOST:
             return labels
-        shape, count, dim = tuple(input.shape), provenance.count, self.engine.batch_dim
-        if count == 1 and len(shape) > dim and shape[dim] == 1:  # the only sample is where the layer looks for it
-            return Place(dim)
-        place = Place(0, shape[0]) if count == 1 and shape and shape[0] else place_of(labels, shape, count)
+        shape, count = tuple(input.shape), provenance.count
+        place = place_of(labels, shape, count)
         if place is None or shape[place.dim] != count * place.run:
             return wider(labels, shape, count)
         return place
@@ -307,7 +308,7 @@ class CapturedLayer:
         elif samples is not None:
             where = samples.where
             rows = where if isinstance(where, Tensor) else where.run
-            if isinstance(rows, Tensor) or rows > 1:
+            if isinstance(rows, Tensor) or rows != 1:
                 contribute = _regrouping(contribute, rows, self.engine.forward.batch_size)
         lasting = self.lasting(inputs) if engine.processes.sharded else inputs
         watched: Any = _Watched.apply(engine.anchor, before, [output.detach()], lasting, self, contribute, where)

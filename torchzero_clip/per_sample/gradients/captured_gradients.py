@@ -80,8 +80,8 @@ class Forward:
         if given is not None:
             self.batch_size = given.batch_size
         self.provenance: Provenance | None = None
-        """The samples of tensors; None if the number of samples is not known."""
-        if self.batch_size and captured and not self.direct:
+        """The samples of tensors; None if their number is not known. A single sample has all rows."""
+        if self.batch_size and self.batch_size > 1 and captured and not self.direct:
             of = {} if given is None else given.of
             found += [x for x in held if x.shape[min(dim, x.ndim - 1)] == self.batch_size]
             self.provenance = Provenance(self.batch_size, dim, found, of)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from torch import Tensor
 from typing_extensions import override
 
 from torchzero_clip.compat import checkpoint_around
@@ -9,7 +10,7 @@ from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
 from torchzero_clip.per_sample.rules.copies import copy_of
 from torchzero_clip.per_sample.rules.generic import GenericRule
 from torchzero_clip.per_sample.samples.arguments import flattened
-from torchzero_clip.per_sample.samples.broadcast_row import TRANSPOSED, BroadcastRow, row_of_param
+from torchzero_clip.per_sample.samples.broadcast_row import TRANSPOSED, row_of_param
 from torchzero_clip.per_sample.samples.following import OwnMode, without_own_modes
 
 GENERIC = GenericRule()
@@ -39,7 +40,7 @@ class _Rows(OwnMode):
         self._layer = layer
         self._count = count
         self._params = {id(param) for param in layer.module.parameters() if param.requires_grad}
-        self._rows: dict[int, BroadcastRow] = {}
+        self._rows: dict[int, Tensor] = {}
         self._around = checkpoint_around()
 
     def _row(self, x: Any) -> Any:

@@ -95,7 +95,9 @@ def _owners(layer: CapturedLayer, input: Tensor, offsets: Tensor, bags: Tensor) 
     """The sample of each bag."""
     layer.note()
     count, labels = layer.engine.forward.batch_size, layer.labels(input)
-    if labels is None or count == 1 or layer.engine.forward.is_argument(offsets):
+    if count == 1:
+        return layer.samples(offsets, 1)
+    if labels is None or layer.engine.forward.is_argument(offsets):
         layer.check_rows(offsets, 0)
         return Samples(input, Place(0))
     along = layer.rows_along(input, 0)

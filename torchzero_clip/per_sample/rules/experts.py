@@ -41,10 +41,10 @@ class ExpertsRule(Rule):
     def run(self, layer: CapturedLayer, /, *args: Any, **kwargs: Any) -> Tensor:
         module: Any = layer.module
         tokens, chosen, shares = inspect.signature(type(module).forward).bind(module, *args, **kwargs).args[1:]
-        forward, found = layer.engine.forward, layer.samples(tokens, 1)
-        count, top, sample = forward.batch_size, chosen.shape[-1], found.where
-        if (forward.provenance is None and count != 0) or found.had_dim is not None or found.lost:
+        found, count, top = layer.samples(tokens, 1), layer.engine.forward.batch_size, chosen.shape[-1]
+        if count is None or found.had_dim is not None or found.lost:
             raise layer.unknown_rows()
+        sample = found.where
         if isinstance(sample, Place):
             sample = torch.arange(len(tokens), device=tokens.device) // sample.run
         cells = chosen.reshape(-1) * count + sample.to(tokens.device).repeat_interleave(top)

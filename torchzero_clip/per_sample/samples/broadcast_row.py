@@ -101,13 +101,13 @@ def is_row(value: Any) -> bool:
         return value._version == value._version_then
 
 
-def row_of(layer: Any, each: Tensor) -> BroadcastRow:
+def row_of(layer: Any, each: Tensor) -> Tensor:
     """Return one row, the output of a layer for its real input. ``each`` has that for each sample, samples first."""
     row = each[0] if len(each) else each.new_zeros(each.shape[1:])
     return _as_row(_refusing(layer, row.detach().clone()).clone(), each, layer)
 
 
-def row_of_param(layer: Any, param: Tensor, each: Tensor) -> BroadcastRow:
+def row_of_param(layer: Any, param: Tensor, each: Tensor) -> Tensor:
     """Return a parameter as a row."""
     return _as_row(_refusing(layer, param.detach()), each, layer)
 
@@ -123,7 +123,9 @@ def _refusing(layer: Any, leaf: Any) -> Tensor:
     return leaf
 
 
-def _as_row(row: Any, each: Tensor, layer: Any) -> BroadcastRow:
+def _as_row(row: Any, each: Tensor, layer: Any) -> Tensor:
+    if len(each) == 1:
+        return each[0]  # a single sample needs no row
     with DisableTorchFunctionSubclass():
         result = row.as_subclass(BroadcastRow)
         result._each, result._layer, result._version_then = each, layer, row._version

@@ -64,8 +64,8 @@ def wider(labels: Labels, shape: Sequence[int], count: int) -> Tensor:
     """The labels of ``count`` samples as a tensor."""
     if isinstance(labels, Tensor):
         return labels
-    if labels is None or count == 1:
-        return torch.full((1,) * len(shape), -1 if labels is None else 0, device="cpu")
+    if labels is None:
+        return torch.full((1,) * len(shape), -1, device="cpu")
     place = place_of(labels, tuple(shape), count)
     if place is None:
         return narrowed((torch.arange(math.prod(shape), device="cpu") // labels % count).view(tuple(shape)))
@@ -87,8 +87,6 @@ def simplest(labels: Tensor, shape: Sequence[int], count: int, *, of_batch: bool
     lowest, highest = (int(bound) for bound in labels.aminmax())
     if highest < 0:
         return None
-    if count == 1:
-        return 1
     if lowest == highest:
         return labels[(slice(0, 1),) * labels.ndim]
     if sum(size > 1 for size in labels.shape) > 1:

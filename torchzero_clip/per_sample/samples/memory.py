@@ -52,7 +52,7 @@ def seen(owners: Owners, layout: Layout, count: int) -> Labels:
 def _step_of(step: int, layout: Layout, count: int) -> int | None:
     """The labels of a tensor in a regular memory; None if they are irregular."""
     # labels that are tensors could be long, and are not kept
-    found = 1 if count == 1 else simplest(_spread(step, layout, count), layout.shape, count)
+    found = simplest(_spread(step, layout, count), layout.shape, count)
     return found if isinstance(found, int) else None
 
 

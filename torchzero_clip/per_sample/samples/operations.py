@@ -136,8 +136,6 @@ def beside(part: Part, shape: Sequence[int], count: int, dims: Collection[int] =
 
 @functools.lru_cache(4096)  # because forwards repeat their calls
 def _unmoved(name: str, parts: tuple[Part, ...], shape: tuple[int, ...], count: int, dims: Collection[int]) -> Known:
-    if count == 1:  # all values that depend on samples depend on this one
-        return 1
     if name in ELEMENTS:  # values of unknown samples may be statistics of the batch, which the check of gradients finds
         parts = tuple(part for part in parts if part.labels is not LOST)
     found = [_carried(part, shape, count, _way(name, part, shape, dims)) for part in parts]

@@ -76,7 +76,7 @@ class Provenance:
             place = min(dim, x.ndim - 1)
             labels = self._of_given(x.shape) if given else None
             if labels is None and x.shape[place] == count and x.stride(place):
-                labels = 1 if count == 1 else step_at(Place(place), x.shape)
+                labels = step_at(Place(place), x.shape)
             if labels is not None:
                 noted.append((x, labels))
                 self.note(x, labels)
@@ -190,16 +190,14 @@ class Provenance:
         """The labels of a tensor."""
         memory = self._memories.get(memory_of(tensor))
         if memory is not None and memory.step and tensor.numel() == memory.end and tensor.is_contiguous():
-            labels = memory.step if memory.version == version_of(tensor) else LOST
-        elif memory is not None and (memory.whole or self._memory(tensor)):
-            labels = self._seen(memory, tensor, version_of(tensor))
-        elif tensor.is_nested:  # it has no shape
-            labels = LOST
-        elif tensor.grad_fn is not None:
-            labels = self._of_node(tensor.grad_fn, tensor.output_nr)
-        else:
-            labels = self._of_given(tensor.shape) if self.given else None
-        return 1 if labels is LOST and self.count == 1 else labels  # only one sample can have them
+            return memory.step if memory.version == version_of(tensor) else LOST
+        if memory is not None and (memory.whole or self._memory(tensor)):
+            return self._seen(memory, tensor, version_of(tensor))
+        if tensor.is_nested:  # it has no shape
+            return LOST
+        if tensor.grad_fn is not None:
+            return self._of_node(tensor.grad_fn, tensor.output_nr)
+        return self._of_given(tensor.shape) if self.given else None
 
     def _of_given(self, shape: Sequence[int]) -> Labels:
         rows = self.given.get(shape[0]) if shape else None
