@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from torchzero_clip.checks import boolean, one_of
+from torchzero_clip.checks import boolean, instance, one_of
 from torchzero_clip.hints import Explained
+from torchzero_clip.per_sample.captured_layer import trainable
 from torchzero_clip.per_sample.engine import Engine
 from torchzero_clip.per_sample.gradients.contributions import Contribution, Memory
 from torchzero_clip.per_sample.hooks import replace_gradients
@@ -110,6 +111,9 @@ class PerSampleGradientClipper(Explained):
         self.loss_reduction: LossReduction = loss_reduction
         self.nonfinite: Nonfinite = nonfinite
         checked_norm_clipper(norm_clipper)  # before the module, because it explains arguments in the wrong order
+        instance("module", module, nn.Module)
+        norm_clipper.check_count(len(trainable(module)))
+        self._norm_clipper = norm_clipper
         self._engine = Engine(
             module,
             batch_first=batch_first,
@@ -121,11 +125,6 @@ class PerSampleGradientClipper(Explained):
             probes=self._probes,
         )
         self._engine.release_with(self)
-        try:
-            self.norm_clipper = norm_clipper
-        except ValueError:  # limits that are not as many as parameters, which only the engine has counted
-            self._engine.detach()
-            raise
         self._sums: dict[str, Tensor] = {}
         self._count = 0
         self._thresholds: Tensor | None = None

@@ -22,7 +22,7 @@ from torchzero_clip.per_sample.private.promises import Buffers, check_within, jo
 from torchzero_clip.per_sample.processes.processes import Agreement
 from torchzero_clip.per_sample.rules.whole import Whole
 from torchzero_clip.per_sample.unclipped import refuse_unreleased, watch_steps
-from torchzero_clip.per_sample.weighting import ClippingResult, clipped_sums
+from torchzero_clip.per_sample.weighting import ClippingResult, clipped_sums, weighed
 from torchzero_clip.private_losses import declare
 
 
@@ -190,7 +190,7 @@ class PrivateGradientClipper(PerSampleGradientClipper):
         _check_same_limit(start)
         if losses.ndim == 1 and not start.total(0):
             self._sensitivity = sensitivity
-            return self._without_samples()
+            return weighed(engine, {}, self.norm_clipper, "zero").result
         sums, _, result = clipped_sums(engine, losses, self.norm_clipper, mean=False)
         with engine.processes.agreement(params, 0):
             check_within(sensitivity, self.norm_clipper, result)
@@ -326,12 +326,6 @@ class PrivateGradientClipper(PerSampleGradientClipper):
                 "discard() drops these gradients"
             )
         attachment.refresh()
-
-    def _without_samples(self) -> ClippingResult:
-        params = self._engine.attachment.params
-        none = torch.zeros(0, dtype=self._engine.norm_dtype(), device=self._engine.processes.device(params))
-        factors = [none] * len(params) if self.norm_clipper.is_per_layer else none
-        return ClippingResult(none, factors, none.bool(), dict.fromkeys(params, none))
 
     def _noisy(self, name: str, param: Tensor, std: float) -> Tensor:
         """The sum of a parameter with noise, in new memory."""

@@ -282,16 +282,6 @@ def _check_inside(layer: CapturedLayer, *, hooks: bool) -> None:
             )
 
 
-def run_detached(layer: CapturedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a layer without its parameters in the graph."""
-    params = {f"inner.{name}": param.detach() for name, param in layer.module.named_parameters()}
-    layer.engine.inside = True
-    try:
-        return functional_call(Bare(layer.module), params, args, kwargs)
-    finally:
-        layer.engine.inside = False
-
-
 def _refuse_reentrant(layer: CapturedLayer, outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> None:
     """Raise if the module has a reentrant checkpoint, which would run again with the parameters, not their copies."""
     if any(node.name() == "CheckpointFunctionBackward" for node in {*nodes_of(outputs)}.difference(nodes_of(inputs))):

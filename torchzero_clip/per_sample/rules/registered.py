@@ -4,13 +4,14 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from torch import Tensor
+from torch.func import functional_call
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule, Samples
 from torchzero_clip.per_sample.gradients.contributions import Contribution, Dense
 from torchzero_clip.per_sample.gradients.squared_norms import wide
-from torchzero_clip.per_sample.rules.generic import run_detached
+from torchzero_clip.per_sample.rules.copies import Bare
 from torchzero_clip.per_sample.samples.labels import Place
 
 PerSampleGradients: TypeAlias = Callable[..., Mapping[str, Tensor]]
@@ -41,7 +42,12 @@ class RegisteredRule(Rule):
             if leaves[i].ndim > layer.engine.batch_dim:
                 layer.check_rows(leaves[i], layer.engine.batch_dim)
         layer.note()
-        output = run_detached(layer, args, kwargs)
+        params = {f"inner.{name}": param.detach() for name, param in layer.module.named_parameters()}
+        layer.engine.inside = True
+        try:
+            output = functional_call(Bare(layer.module), params, args, kwargs)
+        finally:
+            layer.engine.inside = False
         if not isinstance(output, Tensor):
             raise TypeError(f"{layer} has a registered rule and must return one tensor, got {type(output).__name__}")
         samples = Samples(output, Place(min(layer.engine.batch_dim, output.ndim - 1)))
