@@ -211,15 +211,15 @@ class Weighed:
     parts: list[tuple[str, Contribution, int]]  # name, contribution, index of the factors; the last parameter first
     factors: list[Tensor]  # those that differ
     scale: float  # between the given gradients and those of the losses of single samples
-    excluded: Tensor | None  # the samples that are left out, if there are any
+    some_bad: bool  # whether samples are left out
 
     def sums(self, divisor: float = 1.0) -> Iterator[tuple[str, Tensor]]:
         """Make the clipped sums, divided by a number. This works only once: it removes parts to free activations."""
         weights = [value * (self.scale / divisor) for value in self.factors]
         while self.parts:
             name, contribution, index = self.parts.pop()
-            if self.excluded is not None:
-                contribution.zero_(self.excluded)
+            if self.some_bad:
+                contribution.make_finite()
             with without_autocast(contribution.param):  # it would round the sum
                 value = contribution.weighted_sum(weights[index])
             yield name, value
@@ -266,4 +266,4 @@ def weighed(
         for i, (name, param) in enumerate(params.items())
         if id(param) in gathered
     ]
-    return Weighed(result, parts[::-1], distinct, scale, bad if some_bad else None)
+    return Weighed(result, parts[::-1], distinct, scale, some_bad)

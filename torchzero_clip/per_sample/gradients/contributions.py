@@ -37,8 +37,8 @@ class Contribution(ABC):
         """Return the gradients of the samples from ``start`` to ``stop``: (stop - start, *shape)."""
 
     @abstractmethod
-    def zero_(self, samples: Tensor) -> None:
-        """Set the gradients of masked samples to 0. A factor of 0 cannot do that, because 0 times NaN is NaN."""
+    def make_finite(self) -> None:
+        """Replace infs and NaNs by 0. The samples that have them get the factor 0, but 0 times NaN is NaN."""
 
     def formed(self, bounds: Sequence[tuple[int, int]] | None = None, *, keep: bool) -> tuple["Contribution", Tensor]:
         """What `measured` returns, from gradients that are formed for a few samples at a time, and kept or dropped."""
@@ -91,9 +91,8 @@ class Dense(Contribution):
         return self.grads[start:stop]
 
     @override
-    def zero_(self, samples: Tensor) -> None:
-        parts = samples.split([len(run) for run in self._runs])
-        self._runs = tuple(zeroed(run, part) for run, part in zip(self._runs, parts, strict=True))
+    def make_finite(self) -> None:
+        self._runs = tuple(run.nan_to_num(0, 0, 0) for run in self._runs)
 
     def joined(self, other: "Dense") -> "Dense":
         """Both uses as one."""
@@ -133,9 +132,9 @@ class Tied(Contribution):
         return total([part.dense(start, stop) for part in self._parts])
 
     @override
-    def zero_(self, samples: Tensor) -> None:
+    def make_finite(self) -> None:
         for part in self._parts:
-            part.zero_(samples)
+            part.make_finite()
 
 
 CANCELLED = 1e-4  # a squared norm below this share of its parts has lost digits by cancellation in float32
@@ -155,8 +154,3 @@ def total(tensors: Sequence[Tensor]) -> Tensor:
     for tensor in tensors[2:]:
         result += tensor
     return result
-
-
-def zeroed(rows: Tensor, samples: Tensor) -> Tensor:
-    """The rows, with zeros in those of masked samples."""
-    return rows.masked_fill(samples.to(rows.device).view(-1, *[1] * (rows.ndim - 1)), 0)

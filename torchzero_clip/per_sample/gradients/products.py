@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from torchzero_clip.per_sample.gradients.contributions import CANCELLED, Contribution, Reserve, pieces, zeroed
+from torchzero_clip.per_sample.gradients.contributions import CANCELLED, Contribution, Reserve, pieces
 from torchzero_clip.per_sample.gradients.squared_norms import odd, squared_norms
 
 GRAM_BYTES = 2 << 20  # bytes of Gram matrices that are computed at a time, however large the batch is
@@ -61,8 +61,8 @@ class Products(Contribution):
         return torch.bmm(self.outputs[start:stop].transpose(1, 2), self.inputs[start:stop])
 
     @override
-    def zero_(self, samples: Tensor) -> None:
-        self.inputs, self.outputs = zeroed(self.inputs, samples), zeroed(self.outputs, samples)
+    def make_finite(self) -> None:
+        self.inputs, self.outputs = self.inputs.nan_to_num(0, 0, 0), self.outputs.nan_to_num(0, 0, 0)
 
     def joined(self, other: "Products") -> "Products":
         """Both uses as one with the positions of both."""

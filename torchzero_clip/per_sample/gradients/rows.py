@@ -103,9 +103,8 @@ class RowProducts(Contribution):
         return torch.stack(each) if each else self.inputs.new_empty(0, *self.param.shape)
 
     @override
-    def zero_(self, samples: Tensor) -> None:
-        mask = samples.to(self.inputs.device)[self.cells % self.batch_size][:, None]
-        self.inputs, self.outputs = self.inputs.masked_fill(mask, 0), self.outputs.masked_fill(mask, 0)
+    def make_finite(self) -> None:
+        self.inputs, self.outputs = self.inputs.nan_to_num(0, 0, 0), self.outputs.nan_to_num(0, 0, 0)
 
     def joined(self, other: "RowProducts") -> "RowProducts":
         """Both uses as one with the rows of both."""
@@ -158,8 +157,8 @@ class SparseRows(Contribution):
         return table.view(stop - start, *self.param.shape)
 
     @override
-    def zero_(self, samples: Tensor) -> None:
-        self.values = self.values.masked_fill(samples.to(self.values.device)[self.samples][:, None], 0)
+    def make_finite(self) -> None:
+        self.values = self.values.nan_to_num(0, 0, 0)
 
     def joined(self, other: "SparseRows") -> "SparseRows":
         """Both uses as one with the values of both."""
