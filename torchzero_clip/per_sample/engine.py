@@ -198,7 +198,7 @@ class Engine:
         self.phase = Phase.FORWARD
         if (provenance := self.forward.provenance) is not None:
             for x in packed:
-                provenance.note_packed(x)
+                provenance.note_packed(x, torch.arange(provenance.count, device="cpu"))
             self._follow(Following(provenance))
 
     def forward_ended(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:

@@ -59,7 +59,7 @@ class RecurrentRule(Rule):
             rows = torch.cat(outputs, 1) if len(outputs) > 1 else outputs[0]
         last = tuple(sequences.restored(torch.stack(column)) for column in zip(*ends, strict=True))
         output = sequences.output(rows)
-        sequences.mark(output.data if packed else output, last)
+        sequences.mark(output, last)
         return output, last if is_lstm else last[0]
 
 
@@ -199,19 +199,17 @@ class _Sequences:
         """The rows of an input, or those of a packed sequence."""
         return tensor if self._batch_sizes is not None else tensor.movedim(self._dim, 1).flatten(0, 1)
 
-    def mark(self, output: Tensor, states: Sequence[Tensor]) -> None:
+    def mark(self, output: Any, states: Sequence[Tensor]) -> None:
         """Note the samples of the output and of the last states."""
-        if self._layer.engine.forward.batch_size is None:
+        if (provenance := self._layer.engine.forward.provenance) is None:
             return
-        samples = torch.arange(self.count, device=output.device) if self._samples is None else self._samples
+        samples = torch.arange(self.count, device=states[0].device) if self._samples is None else self._samples
         for state in states:
             self._layer.mark(state, samples.view(1, -1, 1))
         if self._batch_sizes is None:
-            shape = (1,) * self._dim + (-1,) + (1,) * (2 - self._dim)
+            self._layer.mark(output, samples.view((1,) * self._dim + (-1,) + (1,) * (2 - self._dim)))
         else:
-            samples, shape = samples if self._order is None else samples[self._order], (-1, 1)
-            samples = torch.cat([samples[:size] for size in self.sizes])
-        self._layer.mark(output, samples.view(shape))
+            provenance.note_packed(output, samples)
 
     def regrouped(self, part: Contribution) -> Contribution:
         """A contribution of sequences as one of samples."""

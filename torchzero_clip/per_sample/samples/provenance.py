@@ -159,9 +159,9 @@ class Provenance:
             owners = (owned(found, whole, self.count) if isinstance(found, int) else None) or owners
         self._memories[key] = _Memory(tensor, LOST if owners is None else owners, first, first + end)
 
-    def note_packed(self, packed: PackedSequence) -> None:
-        """Store the labels of a packed sequence of all samples: rows of the first position, then of the second, ..."""
-        first = torch.arange(self.count, device="cpu") if packed.sorted_indices is None else packed.sorted_indices.cpu()
+    def note_packed(self, packed: PackedSequence, samples: Tensor) -> None:
+        """Store the labels of packed sequences of these samples: rows of the first position, then of the second, ..."""
+        first = samples if packed.sorted_indices is None else samples[packed.sorted_indices.to(samples.device)]
         rows = torch.cat([first[:size] for size in packed.batch_sizes.tolist()]).to(packed.data.device)
         rows = rows.view(-1, *[1] * (packed.data.ndim - 1))
         self.note(packed.data, simplest(rows, packed.data.shape, self.count))
