@@ -1,6 +1,5 @@
 """The rule for any module: vmap runs it with a view of the parameters for each sample, which takes no memory."""
 
-import warnings
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -9,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.func import functional_call
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -29,7 +27,7 @@ from torchzero_clip.per_sample.processes.sharding import memory_of
 from torchzero_clip.per_sample.rules.copies import EMPTY, Bare, copy_of
 from torchzero_clip.per_sample.rules.state import State
 from torchzero_clip.per_sample.samples.arguments import counts_up
-from torchzero_clip.per_sample.samples.broadcast_row import HOOKS, is_in_place, is_row, row_of, without_padding
+from torchzero_clip.per_sample.samples.broadcast_row import HOOKS, by_vmap, is_in_place, is_row, row_of, without_padding
 from torchzero_clip.per_sample.samples.comparison import differ
 from torchzero_clip.per_sample.samples.labels import Place
 
@@ -360,9 +358,7 @@ def _mapped(
     if layer.known.get(BY_VMAP, True):
         try:
             state.begin()
-            with warnings.catch_warnings(), sdpa_kernel(SDPBackend.MATH):  # vmap runs the other backends in a loop
-                warnings.filterwarnings("ignore", "There is a performance drop")
-                outputs = torch.vmap(one, randomness="different")(copies, *inputs)
+            outputs = by_vmap(one, copies, *inputs)
             state.end()
             return outputs
         except (RuntimeError, ValueError) as error:

@@ -9,7 +9,6 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -290,11 +289,7 @@ class _Call:
 
     def _by_sample(self, of_batch: Sequence[Tensor]) -> Any:
         try:
-            # vmap runs the other backends in a loop
-            backend = sdpa_kernel(SDPBackend.MATH) if self._func is F.scaled_dot_product_attention else nullcontext()
-            with warnings.catch_warnings(), backend:
-                warnings.filterwarnings("ignore", "There is a performance drop")
-                return torch.vmap(self)(*self.copies, *of_batch)
+            return by_vmap(self, *self.copies, *of_batch)
         except (RuntimeError, ValueError):
             each = [self(*one) for one in zip(*self.copies, *of_batch, strict=True)]
             return pytree.tree_map(lambda *parts: torch.stack(parts), *each)
@@ -339,6 +334,13 @@ class _Call:
             return NotImplemented  # it mixes rows
         self._layer.mark(output, place.reshape(*place.shape[:depth], *[1] * (output.ndim - depth)))
         return self._leaves[0].copy_(output) if self._changes else output
+
+
+def by_vmap(function: Callable[..., Any], *tensors: Any) -> Any:
+    """The output of a function for all samples, which draw other random numbers each."""
+    with warnings.catch_warnings(), sdpa_kernel(SDPBackend.MATH):  # vmap runs the other backends in a loop
+        warnings.filterwarnings("ignore", "There is a performance drop")
+        return torch.vmap(function, randomness="different")(*tensors)
 
 
 def _joined(each: Tensor, dim: int) -> Tensor:
