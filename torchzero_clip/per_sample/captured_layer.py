@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import nullcontext
 from types import MethodType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -74,8 +74,7 @@ class CapturedLayer:
         self.module = module
         self.rule = rule
         self.params = params
-        paths = [(name.rpartition("."), param) for name, param in params.items()]
-        self._owners = [(module.get_submodule(path[0]), path[2], param) for path, param in paths]
+        self._slots = [(held, key, params[name]) for name, held, key in slots(module, params)]
         # None for most rules, so that a forward does not call a method that refuses nothing
         self._refusal = None if type(rule).refusal is Rule.refusal else rule.refusal
         self.known: dict[Hashable, Any] = {}
@@ -91,8 +90,8 @@ class CapturedLayer:
         if isinstance(now, CapturedLayer) and now is not self:  # this call of the model has attached the layer anew
             return now(*args, **kwargs)
         # what runs under `torch.func`, with lent parameters or in a transformation, is the same as without a clipper
-        held = [(owner._parameters.get(key), param) for owner, key, param in self._owners]
-        lent = any(value is not param and not stands_for(value, param) for value, param in held)
+        used = [(held.get(key), param) for held, key, param in self._slots]
+        lent = any(value is not param and not stands_for(value, param) for value, param in used)
         is_seen = torch.is_grad_enabled() if self.params else is_followed()
         is_ordinary = lent or not is_seen or get_interpreter_stack()
         if is_ordinary or (rule := engine.enter(self)) is None:
@@ -136,7 +135,7 @@ class CapturedLayer:
     @property
     def values(self) -> list[tuple[nn.Parameter, Tensor]]:
         """The parameters, with the tensors that the module uses now: others while `fully_shard` shows them in full."""
-        return [(param, cast(Tensor, owner._parameters[key])) for owner, key, param in self._owners]
+        return [(param, held[key]) for held, key, param in self._slots]
 
     def note(self, *decision: Hashable) -> None:
         """Note where the samples are in this call. Every rule calls this, directly or by `samples`."""
