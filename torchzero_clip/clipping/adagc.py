@@ -81,7 +81,6 @@ class AdaGC(NormStatistics):
 
     @override
     def check_groups(self, settings: Sequence[Setting]) -> None:
-        """Raise if a setting is out of range, or if groups differ in the limit of the joint norm."""
         super().check_groups(settings)
         same_in_all_groups(self, settings, ["max_norm"])
 
@@ -96,7 +95,6 @@ class AdaGC(NormStatistics):
 
     @override
     def limit(self, tracked: Tracked, updates: list[Tensor]) -> Tensor:
-        """The factor of the warm-up, or that of each tensor."""
         norms, usual = tracked.norms, tracked["usual"]
         limit = tracked.where_started(tracked.by_setting(lambda own, usual: own["ratio"] * usual, usual), torch.inf)
         limited, factors = tracked.limited(norms, limit)

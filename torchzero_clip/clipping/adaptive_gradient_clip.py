@@ -75,7 +75,6 @@ class AdaptiveGradientClip(Scaling):
 
     @override
     def slice_dims(self, tensor: Tensor) -> tuple[int, ...]:
-        """All dimensions but that of the units."""
         dims = _dims(tensor.ndim, self.unit_dim)
         if dims is None:
             raise ValueError(f"unit_dim={self.unit_dim} is no dimension of a tensor of shape {tuple(tensor.shape)}")
@@ -83,7 +82,6 @@ class AdaptiveGradientClip(Scaling):
 
     @override
     def factors(self, measured: Measured, updates: list[Tensor], step: Step) -> Tensor:
-        """The factors that bring every unit to its limit."""
         weights = measured_like(measured, [step.params[i] for i in measured.indices])
         limits = replace(measured, vector=weights).by_setting(
             step.settings, lambda norms, own: own["clip_factor"] * norms.clamp(min=own["eps"])

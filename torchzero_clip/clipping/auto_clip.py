@@ -86,7 +86,6 @@ class AutoClip(NormStatistics):
 
     @override
     def limit(self, tracked: Tracked, updates: list[Tensor]) -> Tensor:
-        """Store the norm, and compare it with the percentile."""
         stored = tracked.remember()
         tracked.keep(started=tracked["started"] + 1)
         limit = stored.nanquantile(tracked.shared[0][0]["percentile"] / 100)

@@ -122,7 +122,6 @@ class ClipNormByEMA(NormStatistics):
 
     @override
     def limit(self, tracked: Tracked, updates: list[Tensor]) -> Tensor:
-        """Move the averages towards the updates, and compare the updates with them."""
         averages = tracked.column("ema")
         own = [updates[i] for i in tracked.indices]
         found = tracked.averaged_(averages, own, self.slicing, from_update=self.ema_init == "update")
@@ -269,7 +268,6 @@ class ClipValueByEMA(Elementwise, Composite):
 
     @override
     def apply_tensors(self, updates: list[Tensor], step: Step) -> Sequence[Tensor]:
-        """Clip every element, in place."""
         if step.apply_child is None:
             return super().apply_tensors(updates, step)
         averages, flags = step.column("ema"), self.flags(updates, step, None)
@@ -288,18 +286,15 @@ class ClipValueByEMA(Elementwise, Composite):
 
     @override
     def formula(self, x: Tensor, state: Sequence[Tensor], setting: Setting) -> tuple[Tensor, Sequence[Tensor]]:
-        """Move the averages towards the magnitudes, and clip the elements to them."""
         ema = state[0].lerp(x.abs(), 1 - setting["beta"])
         return x.clamp(-ema, ema), (ema,)
 
     @override
     def start(self, x: Tensor, setting: Setting) -> Sequence[Tensor] | None:
-        """The magnitudes of the first update, unless the average starts at zeros."""
         return (x.abs(),) if self.ema_init == "update" else None
 
     @override
     def change(self, x: Tensor, result: Tensor, state: Sequence[Tensor], setting: Setting, at: Elements) -> Tensor:
-        """Move the averages and clip the elements, in memory that is there."""
         (ema,) = state
         size = torch.abs(x, out=at.memory("size", ema))
         at = self._follow(size, ema, setting, at)

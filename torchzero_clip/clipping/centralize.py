@@ -78,7 +78,6 @@ class Centralize(Shifting):
 
     @override
     def shifts(self, updates: list[Tensor], scratch: Scratch) -> Tensor | None:
-        """The means of the updates, if each is one slice; else None."""
         if self.dim is not None or self.inverse_dims or type(self).apply_tensors is not Centralize.apply_tensors:
             return None
         counts, acts, all_act = scratch.plan("means", updates, lambda: self._counted(updates), self.min_size)
@@ -93,6 +92,5 @@ class Centralize(Shifting):
 
     @override
     def apply_tensors(self, updates: list[Tensor], step: Step) -> Sequence[Tensor]:
-        """Subtract the mean of every slice, in place."""
         centralize_([] if step.tools.is_stand_in else updates, self._slicing, step.tools.process_group)
         return updates

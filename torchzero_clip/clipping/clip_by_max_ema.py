@@ -99,13 +99,11 @@ class ClipByMaxEMA(Elementwise):
 
     @override
     def formula(self, x: Tensor, state: Sequence[Tensor], setting: Setting) -> tuple[Tensor, Sequence[Tensor]]:
-        """Scale down the elements above the limit."""
         limit, ratio = state
         return torch.where(x.abs() > limit, x * ratio, x), ()
 
     @override
     def change(self, x: Tensor, result: Tensor, state: Sequence[Tensor], setting: Setting, at: Elements) -> Tensor:
-        """Scale down the elements above the limit, without tensors of booleans."""
         limit, ratio = state
         factor = torch.abs(x, out=at.memory("factor", x))
         within = torch.le(factor, limit, out=factor)  # writing numbers is several times faster than booleans

@@ -89,7 +89,6 @@ class ClipNorm(Scaling):
 
     @override
     def factors(self, measured: Measured, updates: list[Tensor], step: Step) -> Tensor:
-        """The factors that bring every slice to at most ``max_norm``."""
         return measured.by_setting(step.settings, lambda norms, s: clip_factors(measured.metric, norms, s["max_norm"]))
 
     def _factor(self, norm: float, setting: Setting) -> float:  # pyright: ignore[reportUnusedFunction]

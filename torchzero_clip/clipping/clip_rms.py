@@ -57,7 +57,6 @@ class ClipRMS(Scaling):
 
     @override
     def factors(self, measured: Measured, updates: list[Tensor], step: Step) -> Tensor:
-        """The factors that bring every tensor to at most ``max_rms``."""
         device = measured.vector.device
 
         def made() -> Tensor:

@@ -61,13 +61,11 @@ class ClipValue(Elementwise):
 
     @override
     def formula(self, x: Tensor, state: Sequence[Tensor], setting: Setting) -> tuple[Tensor, Sequence[Tensor]]:
-        """Clamp the elements."""
         value = usable_limit(setting["value"], x.dtype)
         return x.clamp(-value, value), ()
 
     @override
     def change(self, x: Tensor, result: Tensor, state: Sequence[Tensor], setting: Setting, at: Elements) -> Tensor:
-        """Clamp the elements, with fewer passes over memory."""
         value = setting["value"]
         size = torch.abs(x, out=at.memory("size", x))
         count = at.count(at.compare(torch.gt, size, value, size))

@@ -83,7 +83,6 @@ class GradientStabilizer(NormStatistics):
 
     @override
     def limit(self, tracked: Tracked, updates: list[Tensor]) -> Tensor:
-        """The factors that bring the norms to the ratio of the averages."""
         norms, count = tracked.norms, tracked["started"] + 1
         seen = norms.clamp(max=SQUARABLE)
         norm = tracked.by_setting(partial(averaged, key="beta1"), tracked["norm"], seen)

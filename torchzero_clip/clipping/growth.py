@@ -101,7 +101,6 @@ class ClipValueGrowth(Elementwise):
 
     @override
     def acts_with(self, setting: Setting) -> bool:
-        """True if there is a limit."""
         return _limits(setting)
 
     @override
@@ -112,7 +111,6 @@ class ClipValueGrowth(Elementwise):
 
     @override
     def formula(self, x: Tensor, state: Sequence[Tensor], setting: Setting) -> tuple[Tensor, Sequence[Tensor]]:
-        """Limit the elements."""
         (prev,) = state
         add, mul, low, decay = (setting[key] for key in ("add", "mul", "min_value", "max_decay"))
         floor = prev if low is None else prev.clamp(min=low)
@@ -123,12 +121,10 @@ class ClipValueGrowth(Elementwise):
 
     @override
     def start(self, x: Tensor, setting: Setting) -> Sequence[Tensor]:
-        """The magnitudes of the first update."""
         return (x.abs(),)
 
     @override
     def change(self, x: Tensor, result: Tensor, state: Sequence[Tensor], setting: Setting, at: Elements) -> Tensor:
-        """Limit the elements, in memory that is there."""
         (prev,) = state
         add, mul, low, decay = (setting[key] for key in ("add", "mul", "min_value", "max_decay"))
         size, limit, other = (at.memory(name, prev) for name in ("size", "limit", "other"))
@@ -247,18 +243,15 @@ class ClipNormGrowth(NormStatistics):
 
     @override
     def takes_part(self, setting: Setting) -> bool:
-        """True if there is a limit."""
         return _limits(setting)
 
     @override
     def factors(self, measured: Measured, updates: list[Tensor], step: Step) -> Tensor:
-        """The factor of each tensor. Tensors without a limit are not tracked."""
         _end_without_limit(step, joint=self.joint)
         return super().factors(measured, updates, step)
 
     @override
     def limit(self, tracked: Tracked, updates: list[Tensor]) -> Tensor:
-        """The factors that bring each norm to the largest that is allowed."""
         size, prev = tracked.metric(tracked.norms), tracked["prev"]
         allowed = tracked.where_started(tracked.by_setting(_allowed, prev), torch.inf)
         limited, ratio = tracked.limited(size, allowed)

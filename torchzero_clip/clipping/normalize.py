@@ -81,6 +81,5 @@ class Normalize(Scaling):
 
     @override
     def factors(self, measured: Measured, updates: list[Tensor], step: Step) -> Tensor:
-        """The factors that bring every slice to ``norm_value``."""
         metric = measured.metric
         return measured.by_setting(step.settings, lambda norms, s: normalize_factors(metric, norms, s["norm_value"]))

@@ -109,7 +109,6 @@ class SkipStep(Gate):
 
     @override
     def check_groups(self, settings: Sequence[Setting]) -> None:
-        """Raise if a setting is out of range, or differs between groups."""
         super().check_groups(settings)
         if not self.needs_loss and settings[0]["sigma"] is not None:
             raise ValueError("sigma cannot be set later: SkipStep stores no values without sigma in its constructor")
@@ -128,7 +127,6 @@ class SkipStep(Gate):
 
     @override
     def refuses(self, norm: Tensor, step: Step) -> Tensor:
-        """True if the norm or the loss exceeds a limit, or is not finite."""
         setting, state = step.settings[0], step.global_state
         limit = torch.full_like(norm, torch.inf if setting["max_norm"] is None else setting["max_norm"])
         if setting["max_ratio"] is not None:

@@ -71,7 +71,6 @@ class SoftSpectralClip(TensorwiseTransform):
     def apply_tensor(
         self, tensor: Tensor, param: Tensor, grad: Tensor, loss: Tensor | float | None, state: State, setting: Setting
     ) -> Tensor:
-        """Limit the singular values of one update."""
         limit, dtype = setting["limit"], torch.promote_types(tensor.dtype, torch.float32)
         if tensor.ndim < 2:
             length = norm(tensor).to(tensor.device)

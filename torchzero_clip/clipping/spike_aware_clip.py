@@ -86,7 +86,6 @@ class SpikeAwareClip(Elementwise):
 
     @override
     def formula(self, x: Tensor, state: Sequence[Tensor], setting: Setting) -> tuple[Tensor, Sequence[Tensor]]:
-        """Clip the elements, and move the averages."""
         square, limits = state
         limit = (setting["threshold"] * square).sqrt()
         new = torch.where((square > 0) & (limits > 0), x.clamp(-limit, limit), x)
@@ -95,7 +94,6 @@ class SpikeAwareClip(Elementwise):
 
     @override
     def change(self, x: Tensor, result: Tensor, state: Sequence[Tensor], setting: Setting, at: Elements) -> Tensor:
-        """Clip the elements, and move the averages, in memory that is there."""
         (square,) = state
         new, other = (at.memory(name, square) for name in ("new", "other"))
         if at.usual and _are_within(x, square, setting["threshold"], new, other):  # so it is in most steps

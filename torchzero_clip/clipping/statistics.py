@@ -198,7 +198,6 @@ class NormStatistics(Scaling):
 
     @override
     def check_groups(self, settings: Sequence[Setting]) -> None:
-        """Raise if a setting is out of range, or differs between groups where it must be the same."""
         super().check_groups(settings)
         if self.joint:
             same_in_all_groups(self, settings, self.defaults if self.common is None else self.common)
@@ -224,7 +223,6 @@ class NormStatistics(Scaling):
 
     @override
     def factors(self, measured: Measured, updates: list[Tensor], step: Step) -> Tensor:
-        """The factor of each tensor."""
         if not any(self.takes_part(setting) for setting, _ in step.by_setting()):
             return torch.ones_like(measured.vector)
         tracked = Tracked(measured, step, self.joint, self.takes_part)

@@ -103,7 +103,6 @@ class ZClip(NormStatistics):
 
     @override
     def limit(self, tracked: Tracked, updates: list[Tensor]) -> Tensor:
-        """Judge the norm, and let it or its limit enter the statistics."""
         norm, count, maximum = tracked.norms, tracked["started"], tracked.shared[0][0]["max_norm"]
         warms_up = count < self.warmup_steps
         if not may_look(warms_up):

@@ -126,7 +126,6 @@ class Chain(Composite):
 
     @override
     def apply_tensors(self, updates: list[Tensor], step: Step) -> NoReturn:
-        """Raise, because the optimizer applies the transforms one by one."""
         raise RuntimeError(f"{self!r} only lists transforms: apply it in Modular")
 
     def __repr__(self) -> str:

@@ -216,7 +216,6 @@ class Elementwise(TensorwiseTransform):
 
     @override
     def check_parameter(self, name: str, param: Tensor) -> None:
-        """Raise if the class has neither `formula` nor `change`."""
         if self.is_elementwise() and not (self.has_formula or self.has_change):
             raise TypeError(
                 f"{self!r} changes no elements: its class has neither formula(self, x, state, setting) nor change"
@@ -229,7 +228,6 @@ class Elementwise(TensorwiseTransform):
 
     @override
     def possible_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
-        """Return every entry that the state of one parameter may ever have, as in `Transform.possible_state`."""
         state = {key: torch.zeros_like(param, dtype=wide_dtype(param.dtype)) for key in self.keys}
         if self.keeps_statistics:
             state |= zero_numbers("started", device=param.device)
@@ -283,7 +281,6 @@ class Elementwise(TensorwiseTransform):
 
     @override
     def apply_tensors(self, updates: list[Tensor], step: Step) -> Sequence[Tensor]:
-        """Change every tensor, in place."""
         if overridden_last(type(self), *_WAYS, "apply_tensor") == "apply_tensor":
             return super().apply_tensors(updates, step)
         self._change_each_(updates, step)

@@ -31,7 +31,6 @@ class NeverApplied(Transform):
 
     @override
     def apply_tensors(self, updates: list[Tensor], step: Step) -> NoReturn:
-        """Raise, because the optimizer does not call this method."""
         raise RuntimeError(f"{self!r} cannot be applied alone: pass it to Modular(params, ...)")
 
 

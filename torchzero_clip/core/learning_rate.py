@@ -52,7 +52,6 @@ class LR(Transform):
 
     @override
     def apply_tensors(self, updates: list[Tensor], step: Step) -> Sequence[Tensor]:
-        """Multiply by the ``lr`` of each parameter."""
         for setting, own in step.by_setting():
             foreach.multiply_(updates[own], setting["lr"])
         return updates

@@ -99,7 +99,6 @@ class VectorStates(States):
 
     @override
     def column(self, key: str, indices: Sequence[int] | None = None) -> list[Any]:
-        """The values of one key: of all parameters, or of some."""
         name = f"{self._path}/{key}"
         if self.touched is not None or indices is not None or name not in self._known:
             return super().column(key, indices)
@@ -108,13 +107,11 @@ class VectorStates(States):
 
     @override
     def numbers(self, key: str, indices: Sequence[int] | None = None) -> Tensor:
-        """The numbers of one key, of all parameters or of some: a float64 vector, not to be modified."""
         vector = self._vector(key, indices)
         return super().numbers(key, indices) if vector is None else vector.double()
 
     @override
     def keep(self, key: str, values: Tensor, indices: Sequence[int] | None = None) -> None:
-        """Replace the numbers of one key."""
         vector = self._vector(key, indices)
         if vector is None:
             super().keep(key, values, indices)
@@ -123,7 +120,6 @@ class VectorStates(States):
 
     @override
     def add(self, key: str, number: float) -> None:
-        """Add to the numbers of one key."""
         vector = self._vector(key, None)
         if vector is None:
             super().add(key, number)

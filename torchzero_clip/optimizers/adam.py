@@ -97,14 +97,12 @@ class Adam(UpdateRule):
 
     @override
     def init_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
-        """Averages of zeros, and a step count."""
         dtype = self.state_dtype and (self.state_dtype.to_complex() if param.is_complex() else self.state_dtype)
         averages = {key: torch.zeros_like(param, dtype=dtype) for key in self._keys}
         return {"step": torch.zeros((), dtype=torch.float32, device=param.device), **averages}
 
     @override
     def apply_tensors(self, updates: list[Tensor], step: Step) -> Sequence[Tensor]:
-        """Update the averages and return new tensors."""
         columns = [step.column(key) for key in (*self._keys, "step")]
         result: list[Tensor] = []
         for setting, own in step.by_setting():

@@ -69,7 +69,6 @@ class Hyperball(Retraction):
 
     @override
     def init_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
-        """The norm of the parameter."""
         return {"radius": norm(param.detach()).to(_wide(param))}
 
     @override
@@ -88,7 +87,6 @@ class Hyperball(Retraction):
 
     @override
     def check_chain(self, before: Sequence[Transform], after: Sequence[Transform]) -> None:
-        """Raise if a `WeightDecay` comes before it."""
         for other in before:
             if isinstance(other, WeightDecay):
                 raise ValueError(
@@ -98,7 +96,6 @@ class Hyperball(Retraction):
 
     @override
     def take_step(self, updates: list[Tensor], step: Step) -> None:
-        """Move the parameters, and scale them back to their norms."""
         params, states = step.params, step.states
         if new := [i for i, state in enumerate(states) if not state]:
             for i, radius in zip(new, each_norm([params[i] for i in new]).unbind(), strict=True):

@@ -95,7 +95,6 @@ class Muon(UpdateRule):
 
     @override
     def check_parameter(self, name: str, param: Tensor) -> None:
-        """Raise if the parameter is not a real matrix."""
         if param.ndim != 2 or param.is_complex():
             raise ValueError(
                 f"Muon takes real matrices, got {name} of shape {tuple(param.shape)} and {param.dtype}: limit it, for "
@@ -104,7 +103,6 @@ class Muon(UpdateRule):
 
     @override
     def check_chain(self, before: Sequence[Transform], after: Sequence[Transform]) -> None:
-        """Warn of norm clips after this transform."""
         later = next((other for other in after if isinstance(other, Scaling)), None)
         if later is not None:
             warn_user(
@@ -114,12 +112,10 @@ class Muon(UpdateRule):
 
     @override
     def init_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
-        """The momentum buffer."""
         return {"momentum_buffer": torch.zeros_like(param)}
 
     @override
     def apply_tensors(self, updates: list[Tensor], step: Step) -> Sequence[Tensor]:
-        """Update the buffers and return new tensors."""
         result: list[Tensor] = []
         for setting, own in step.by_setting():
             given = updates[own]

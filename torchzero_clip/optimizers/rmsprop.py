@@ -70,7 +70,6 @@ class RMSprop(UpdateRule):
 
     @override
     def init_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
-        """Averages of zeros."""
         return {key: torch.zeros_like(param) for key in ("square_avg", *(["grad_avg"] if self.centered else []))}
 
     @override
@@ -80,7 +79,6 @@ class RMSprop(UpdateRule):
 
     @override
     def apply_tensors(self, updates: list[Tensor], step: Step) -> Sequence[Tensor]:
-        """Update the averages and return new tensors."""
         result: list[Tensor] = []
         for setting, own in step.by_setting():
             given, params, states = updates[own], step.params[own], step.states[own]

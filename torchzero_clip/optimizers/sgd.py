@@ -79,7 +79,6 @@ class SGD(UpdateRule):
 
     @override
     def check(self, setting: Setting) -> None:
-        """Raise if a setting is out of range, or does not go with ``nesterov``."""
         super().check(setting)
         if self.nesterov and not (setting.get("momentum", 1) > 0 and setting.get("dampening", 0) == 0):
             raise ValueError(f"nesterov needs momentum > 0 and dampening = 0, got {dict(setting)}")
@@ -96,7 +95,6 @@ class SGD(UpdateRule):
 
     @override
     def kernel(self, rest: Sequence[Transform], step: Step) -> Fused | None:
-        """Return torch's fused kernel, if it computes this step."""
         if self.fused is False or [type(t) for t in rest] != [LR] or any(t.target != "update" for t in (self, *rest)):
             return None
         # in torch 2.13, the kernel leaves half precision as it is on CPU, and has no version for fake tensors
@@ -119,7 +117,6 @@ class SGD(UpdateRule):
 
     @override
     def apply_tensors(self, updates: list[Tensor], step: Step) -> Sequence[Tensor]:
-        """Update the buffers and return them, or the given updates without momentum."""
         result: list[Tensor] = []
         for setting, own in step.by_setting():
             given, has_momentum = updates[own], setting["momentum"]

@@ -53,7 +53,6 @@ class WeightDecay(Transform):
 
     @override
     def check_chain(self, before: Sequence[Transform], after: Sequence[Transform]) -> None:
-        """Warn if another transform decays the same weights."""
         others = [other for other in before if isinstance(other, WeightDecay) and other.defaults["weight_decay"]]
         if others and self.defaults["weight_decay"]:
             warn_user(
@@ -63,7 +62,6 @@ class WeightDecay(Transform):
 
     @override
     def apply_tensors(self, updates: list[Tensor], step: Step) -> Sequence[Tensor]:
-        """Add the decay, in place."""
         for setting, own in step.by_setting():
             foreach.add_(updates[own], step.params[own], alpha=setting["weight_decay"])
         return updates

@@ -94,7 +94,6 @@ class Wrap(FinalRule):
 
     @override
     def check(self, setting: Setting) -> None:
-        """Raise if the optimizer raises for a setting."""
         if tensors := [key for key in self._settings if isinstance(setting.get(key), Tensor)]:
             raise TypeError(f"{tensors[0]} must be a number, got a tensor")
         arguments = self._with(setting)
@@ -104,7 +103,6 @@ class Wrap(FinalRule):
 
     @override
     def check_parameter(self, name: str, param: Tensor) -> None:
-        """Raise if the optimizer raises for the parameter."""
         try:
             constructed(self.optimizer_class, self.kwargs, param)
         except (TypeError, ValueError) as error:
@@ -129,7 +127,6 @@ class Wrap(FinalRule):
     @override
     @never_compiled
     def take_step(self, updates: list[Tensor], step: Step) -> None:
-        """Take a step of the optimizer on the parameters, with the updates as their gradients."""
         optimizer = object.__new__(self.optimizer_class)
         optimizer.__dict__.update(self.template.__dict__)
         # detached tensors share the memory of the parameters; setting their .grad leaves that of the parameters alone
