@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Mapping
 from types import FunctionType
 from typing import Any, ParamSpec, Self, TypeVar
 
+import torch
+from torch import Tensor
 from typing_extensions import override
 
 from torchzero_clip.checks import are_parameters
@@ -207,6 +209,14 @@ def _reads_loss(error: Exception) -> bool:
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     own = [f.f_code for f in frames if not f.f_globals.get("__name__", "").startswith("torchzero_clip.")]
     return any("loss" in str(i.argval) for code in own for i in dis.get_instructions(code))
+
+
+def described(value: object) -> str:
+    """A value of the wrong kind."""
+    if not isinstance(value, Tensor):
+        return f"{value!r} ({type(value).__name__})" if isinstance(value, int | float) else type(value).__name__
+    layout = "" if value.layout == torch.strided else f", {value.layout}"
+    return f"a tensor of shape {tuple(value.shape)} of {value.dtype}{layout}"
 
 
 class Named(dict[str, Any]):

@@ -18,6 +18,7 @@ from torchzero_clip.core.schedules import Schedules
 from torchzero_clip.core.scope import NamedParam, named_params
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.functional.shards import local
+from torchzero_clip.hints import described
 from torchzero_clip.types import Group
 
 Statistics: TypeAlias = dict[str, tuple[Tensor, torch.dtype]]
@@ -190,11 +191,11 @@ def _check_value(what: str, value: Any, expected: Any) -> None:
             raise ValueError(f"{what} is {kind} in this chain, got {type(value).__name__}")
         return
     if not isinstance(value, Tensor) or value.layout != torch.strided:
-        raise ValueError(f"{what} is a dense tensor in this chain, got {_describe(value)}")
+        raise ValueError(f"{what} is a dense tensor in this chain, got {described(value)}")
     # dtypes may differ, because torch's load_state_dict casts state to the dtype of the parameter too
     if value.shape != expected.shape or _kind_of(value) != _kind_of(expected):
         raise ValueError(
-            f"{what} has {_describe(value)} in the checkpoint and {_describe(expected)} in this chain: "
+            f"{what} has {described(value)} in the checkpoint and {described(expected)} in this chain: "
             "build the optimizer on a model of the same shapes"
         )
     if is_distributed(expected) != is_distributed(value):
@@ -204,12 +205,6 @@ def _check_value(what: str, value: Any, expected: Any) -> None:
 def _kind_of(value: Tensor) -> torch.dtype | str:
     """Equal for dtypes of which one may be converted to the other, as torch's optimizers do."""
     return "complex" if value.is_complex() else "real" if value.is_floating_point() else value.dtype
-
-
-def _describe(value: Any) -> str:
-    if not isinstance(value, Tensor):
-        return type(value).__name__
-    return f"shape {tuple(value.shape)}, {value.dtype}, {value.layout}"
 
 
 def _changed_chain_message(number: Any, missing: list[str], extra: list[str], nodes: Nodes) -> str:

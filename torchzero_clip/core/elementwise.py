@@ -17,7 +17,7 @@ from torchzero_clip.functional import foreach
 from torchzero_clip.functional.foreach import reals, wide_dtype
 from torchzero_clip.functional.measure import counted
 from torchzero_clip.functional.norms import may_look
-from torchzero_clip.hints import explanation
+from torchzero_clip.hints import described, explanation
 from torchzero_clip.types import Setting, State
 
 WRITE_ALL = ". Write every element to result, for example by at.write(new, x, result)"
@@ -183,8 +183,9 @@ class Elementwise(TensorwiseTransform):
             parts = (
                 "the new elements and a tuple of the new state" if name == "formula" else "a tuple of the first state"
             )
+            got = " and ".join(map(described, tensors)) or "nothing"
             raise RuntimeError(
-                f"{self!r}.{name} returned {_described(found)}. Return {parts}, of the shape and the dtype of x: "
+                f"{self!r}.{name} returned {got}. Return {parts}, of the shape and the dtype of x: "
                 f"write `return {f'new, {state}' if name == 'formula' else state}`"
             )
         return tensors
@@ -209,7 +210,7 @@ class Elementwise(TensorwiseTransform):
             raise RuntimeError(text) from error
         if not isinstance(count, Tensor) or (count.numel() != 1 and count.shape != x.shape[:-1]):
             raise RuntimeError(
-                f"{self!r}.change returned {_described(count)} instead of the number of elements that changed, a 0-d "
+                f"{self!r}.change returned {described(count)} instead of the number of elements that changed, a 0-d "
                 "tensor: return at.count(...)"
             )
         return count
@@ -338,15 +339,6 @@ def _leaves(found: Any) -> Iterator[Any]:
             yield from _leaves(part)
     else:
         yield found
-
-
-def _described(found: Any) -> str:
-    """What a method returned, for an error."""
-    names = [
-        f"a tensor of shape {tuple(x.shape)} of {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
-        for x in _leaves(found)
-    ]
-    return " and ".join(names) or "nothing"
 
 
 def _of_one_dtype(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -16,7 +16,7 @@ from torchzero_clip.core.step import Step
 from torchzero_clip.core.transform import Transform, overridden_last, storable
 from torchzero_clip.functional.foreach import is_one_number
 from torchzero_clip.functional.measure import Measured
-from torchzero_clip.hints import explanation
+from torchzero_clip.hints import described, explanation
 from torchzero_clip.types import State
 
 
@@ -67,7 +67,7 @@ def factors_of(node: Node, measured: Measured, updates: list[Tensor], step: Step
     count = len(measured.vector)
     if not isinstance(factors, Tensor) or factors.shape != (count,) or not factors.is_floating_point():
         raise RuntimeError(
-            f"{node.transform!r}.factors returned {_described(factors)} instead of {count} numbers to multiply by, one "
+            f"{node.transform!r}.factors returned {described(factors)} instead of {count} numbers to multiply by, one "
             "for each slice: return measured.by_setting(step.settings, rule), measured.by_norm(rule), or "
             "measured.joined(factors) of a list like measured.norms"
         )
@@ -95,7 +95,7 @@ def take_step(node: Node, updates: list[Tensor], step: Step) -> None:
     except Exception as error:
         _explain(error, node, step)
     if returned is not None:
-        raise RuntimeError(f"{rule!r}.take_step returned {_described(returned)}: change step.params and return None")
+        raise RuntimeError(f"{rule!r}.take_step returned {described(returned)}: change step.params and return None")
     check_state(node, step)
 
 
@@ -111,7 +111,7 @@ def refusal(node: Node, norm: Tensor, step: Step) -> Tensor:
         raise RuntimeError(f"{gate!r}.refuses changed step.global_state: change it in accept, and in refused")
     if not isinstance(refuses, Tensor) or refuses.dtype != torch.bool or refuses.ndim:
         raise RuntimeError(
-            f"{gate!r}.refuses returned {_described(refuses)} instead of a 0-d tensor of booleans: return a comparison "
+            f"{gate!r}.refuses returned {described(refuses)} instead of a 0-d tensor of booleans: return a comparison "
             "of tensors, such as norm > limit, without bool() or .item()"
         )
     return refuses
@@ -143,7 +143,7 @@ def check_state(node: Node, step: Step) -> None:
     for key, value in step.metrics.items():
         if not isinstance(value, Tensor) or value.ndim:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise RuntimeError(
-                f"{node.transform!r} has {_described(value)} as metric {key!r}: a metric is a 0-d tensor, such as "
+                f"{node.transform!r} has {described(value)} as metric {key!r}: a metric is a 0-d tensor, such as "
                 "norms.mean()"
             )
         if not node.is_ours:  # it may be a view of state, which this and later steps overwrite
@@ -177,7 +177,7 @@ def _put_right(method: str, stored: State, declared: Mapping[str, Any]) -> list[
         elif _kind(value) != _kind(declared[key]):
             stored[key] = declared[key]
             wrong.append(
-                f"replaced the state {key!r}, {_described(declared[key])}, by {_described(value)}, which checkpoints "
+                f"replaced the state {key!r}, {described(declared[key])}, by {described(value)}, which checkpoints "
                 f"would not load: keep the kind that {method} returns"
             )
     return wrong
@@ -185,12 +185,6 @@ def _put_right(method: str, stored: State, declared: Mapping[str, Any]) -> list[
 
 def _kind(value: Any) -> object:
     return (value.shape, value.dtype) if isinstance(value, Tensor) else isinstance(value, int | float)
-
-
-def _described(value: Any) -> str:
-    if not isinstance(value, Tensor):
-        return f"{value!r} ({type(value).__name__})" if isinstance(value, int | float) else type(value).__name__
-    return f"a tensor of shape {tuple(value.shape)} of {value.dtype}"
 
 
 def versions(values: Iterable[Any]) -> list[int | None]:
@@ -223,7 +217,7 @@ def _watched(
             if value is not before and (isinstance(value, Tensor) or (type(value) in (int, float) and value != before)):
                 setattr(transform, key, before) if key in attributes else delattr(transform, key)
                 raise RuntimeError(
-                    f"{transform!r} stored {_described(value)} in its attribute {key!r}, which checkpoints do not "
+                    f"{transform!r} stored {described(value)} in its attribute {key!r}, which checkpoints do not "
                     "have: store it in state, which init_state or init_global_state returns"
                 )
 
