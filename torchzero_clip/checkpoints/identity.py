@@ -38,7 +38,6 @@ class Member:
 
 
 def members_of(nodes: Nodes) -> list[Member]:
-    """The transforms of the outermost chain."""
     found: list[Member] = []
     for outermost in nodes:
         if outermost.outer:

@@ -288,7 +288,6 @@ class Elementwise(TensorwiseTransform):
         return updates
 
     def _change_each_(self, updates: list[Tensor], step: Step) -> None:
-        """Change every tensor, one after the other."""
         rows = self.rows_of(step)
         indices = range(len(updates)) if rows is None else rows
         if not indices:

@@ -101,7 +101,6 @@ class States(Sequence[State]):
         return found
 
     def has(self, key: str) -> bool:
-        """Whether all parameters have state under a key."""
         name = key if self.touched is not None else f"{self._path}/{key}"
         return all(name in row for row in self.touched or self._stored)
 

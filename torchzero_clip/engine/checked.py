@@ -88,7 +88,6 @@ def slice_dims(scaling: Scaling, tensor: Tensor) -> tuple[int, ...]:
 
 
 def take_step(node: Node, updates: list[Tensor], step: Step) -> None:
-    """Let a final rule change the parameters."""
     rule = cast(FinalRule, node.transform)
     try:
         returned: Any = rule.take_step(updates, step)  # pyright: ignore
@@ -125,7 +124,6 @@ def record(node: Node, norm: Tensor, step: Step, *, taken: bool) -> None:
 
 
 def _asked(method: Callable[[Tensor, Step], Any], node: Node, norm: Tensor, step: Step) -> Any:
-    """Call a method of a gate, and return its result."""
     if not cast(Gate, node.transform).needs_loss:
         step.loss = None
     check = _watched(node, step, {"the norm": [norm]}) if step.is_first else None

@@ -76,7 +76,6 @@ class Company(ABC):
         """The rows on which this process applies a transform; none if a stand-in has acted for it."""
 
     def report(self, node: Node, measured: Measured, factors: Tensor) -> None:
-        """Collect the numbers of a scaling."""
         own = self._own.pop(node.path)
         self.numbers[node.path] = torch.cat([effect_numbers(measured, factors).to(own.device), own])
 

@@ -100,7 +100,6 @@ class Others(Company):
 
 
 def _path(name: str) -> str:
-    """The path of the transform that has a metric."""
     return name.rpartition("/")[0]
 
 

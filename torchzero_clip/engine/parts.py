@@ -27,7 +27,6 @@ class Parts:
         self.updated.update({id(param): param for param in params})
 
     def refuse_second(self, params: Iterable[Tensor]) -> None:
-        """Raise if a parameter was updated already."""
         if any(id(param) in self.updated for param in params):
             raise second_gradient()
 
@@ -43,7 +42,6 @@ class Parts:
 
 
 def scaled_gradients() -> RuntimeError:
-    """The error for a gradient scaler."""
     return RuntimeError(
         "step_in_backward cannot be used with GradScaler: the backward has updated parameters by gradients that the "
         "scaler multiplied. Use bfloat16, which needs no scaler, or take ordinary steps"

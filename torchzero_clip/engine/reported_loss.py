@@ -66,18 +66,15 @@ class ReportedLoss:
         self._begins_anew = True
 
     def clear(self) -> None:
-        """Forget all reports."""
         self._sum: Tensor | float = 0.0
         self.count = 0  # how many losses were reported
         self._begins_anew = False
 
     def loss(self) -> Loss:
-        """The mean of the reports."""
         return Loss(self._sum / self.count, self.count) if self.count else Loss()
 
 
 def _check_loss(loss: Any) -> None:
-    """Raise if a loss is not one number."""
     if isinstance(loss, bool) or not isinstance(loss, Real | Tensor):
         raise TypeError(f"loss must be a number or a 0-d tensor, got {type(loss).__name__}")
     if isinstance(loss, Tensor) and loss.numel() != 1:

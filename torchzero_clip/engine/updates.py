@@ -75,7 +75,6 @@ class Updates:
         foreach.copy_([grad for grad, _ in changed], [new for _, new in changed])
 
     def _put_own(self, rows: Sequence[int], updates: Sequence[Tensor]) -> None:
-        """Store updates in memory of their own."""
         for i, update in zip(rows, updates, strict=True):
             self._updates[i], self._borrowed[i], self.untouched = update, False, False
 

@@ -151,7 +151,6 @@ class Walk:
         return [result[i] for i in rows]
 
     def _measured(self, node: Node, rows: list[int], updates: list[Tensor]) -> tuple[Measured, Tensor]:
-        """The norms of updates, and the factors that a scaling computes from them."""
         step, company = self.step_for(node, rows), self.company
         measured, factors = find_factors(node, rows, updates, step, self.judged, company, self.chain_state)
         # with company the metrics are those of all processes, and are computed when the step has ended
@@ -200,7 +199,6 @@ class Walk:
         return step
 
     def store(self, node: Node, step: Step) -> None:
-        """Store the state and the metrics of a transform."""
         store_state(node, step, self.chain_state, self.company)
         if step.metrics:
             self.metrics.update(node.qualified(step.metrics))

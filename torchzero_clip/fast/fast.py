@@ -142,7 +142,6 @@ class Fast(Averaging, Executor):
                 self.settle(queue.rows)
 
     def _carry_out(self, op: Op, rows: list[int]) -> None:
-        """Carry out one operation alone."""
         if isinstance(op, Scale):
             if not op.does_nothing:
                 waiting = op.measured.with_targets(self.memory.own(rows, op.over_grads))

@@ -91,7 +91,6 @@ class Pointwise:
 
     @property
     def keeps_finite(self) -> bool:
-        """True if finite updates stay finite."""
         return self.transform.stays_finite()
 
     def begin(self, scratch: Scratch) -> None:
@@ -114,7 +113,6 @@ class Pointwise:
         self.counts.append(self.transform.counted(x, result, state, self.settings[row], at, by_formula=False))
 
     def finish(self) -> None:
-        """Report how many elements changed."""
         if self.done is not None:
             self.done(pack(self.counts).sum())
 

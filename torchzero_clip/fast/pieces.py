@@ -211,7 +211,6 @@ def _run(stage: Pointwise, piece: _Piece, source: Tensor, columns: list[list[Ten
 
 
 def _change(stage: Pointwise, source: Tensor, result: Tensor, state: list[Tensor], row: int) -> None:
-    """Change elements of one tensor."""
     at = stage.elements() if stage.known[row] else stage.flags.elements(row, source.device, stage.scratch)
     state = [*state, *(vector.select(0, row).to(source.dtype) for vector in stage.flags.numbers)]
     stage.run(source, result, state, row, at)

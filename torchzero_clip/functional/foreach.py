@@ -41,7 +41,6 @@ def reals(tensor: Tensor) -> Tensor:
 
 
 def reals_of(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Each tensor as `reals`."""
     return [torch.view_as_real(t) if t.is_complex() else t for t in locals_of(tensors)]
 
 
@@ -159,7 +158,6 @@ def kind(tensors: Sequence[Tensor]) -> tuple[torch.dtype, bool, torch.device] | 
 
 
 def all_contiguous(tensors: Sequence[Tensor]) -> bool:
-    """Whether all are contiguous."""
     return all(map(Tensor.is_contiguous, tensors))
 
 
@@ -233,7 +231,6 @@ def subtract_squares(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> lis
 
 
 def multiply_(tensors: Sequence[Tensor], number: float | Tensor) -> None:
-    """Multiply all tensors by one number, in place."""
     if isinstance(number, Tensor):
         scale_(tensors, [number.reshape(())] * len(tensors))
     else:
@@ -241,7 +238,6 @@ def multiply_(tensors: Sequence[Tensor], number: float | Tensor) -> None:
 
 
 def _multiply_(tensors: Sequence[Tensor], number: float) -> None:
-    """Multiply plain tensors by one number, in place."""
     # on CPU the foreach function rounds the number to the dtype: in bfloat16 a decay rate of 0.999 would be 1
     if any(tensor.device.type == "cpu" and tensor.dtype in (torch.float16, torch.bfloat16) for tensor in tensors):
         for tensor in tensors:
@@ -257,18 +253,15 @@ def add_(tensors: Sequence[Tensor], others: Sequence[Tensor], alpha: float = 1) 
 
 
 def add_number_(tensors: Sequence[Tensor], number: float) -> None:
-    """Add one number to all tensors, in place."""
     _foreach._foreach_add_(reals_of(tensors), number)
 
 
 def subtract_(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> None:
-    """``tensors -= others``, in place."""
     if tensors:
         _foreach._foreach_sub_(locals_of(tensors), locals_of(others))
 
 
 def subtract(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
-    """``tensors - others``, as new tensors."""
     result = clone(tensors)
     subtract_(result, others)
     return result
@@ -346,7 +339,6 @@ def maximum_(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> None:
 
 
 def square_roots(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The square root of each element, as new tensors."""
     return _wrap(_foreach._foreach_sqrt(reals_of(tensors)), tensors)
 
 

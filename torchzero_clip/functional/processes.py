@@ -48,7 +48,6 @@ class SharedGroup:
 
 
 def refuse_lost() -> NoReturn:
-    """Raise for an optimizer that has lost its group."""
     raise RuntimeError(
         "the optimizer was unpickled without its process_group: set optimizer.process_group to the group, or to None"
     )
@@ -73,7 +72,6 @@ def gathered(numbers: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 def gathered_texts(text: str, group: ProcessGroup, device: torch.device) -> list[str]:
-    """The texts of all processes of a group."""
     # `all_gather_object` would send from the current device, which several processes may share
     own = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
     lengths = gathered(torch.tensor([len(own)], device=device), group).flatten().tolist()

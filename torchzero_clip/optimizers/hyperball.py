@@ -121,6 +121,5 @@ def _scale_(tensors: list[Tensor], factors: Tensor) -> None:
 
 
 def _rates(lr: float | Tensor, own: slice, norms: Tensor) -> Tensor:
-    """The learning rate of each parameter of one setting."""
     ones = torch.ones_like(norms.narrow(0, own.start, own.stop - own.start))
     return ones * (lr.to(norms).view(()) if isinstance(lr, Tensor) else lr)
