@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
+from traceback import walk_stack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -153,10 +154,7 @@ def torch_loads() -> bool:
     """True while torch.distributed.checkpoint loads an optimizer."""
     # With full_state_dict=True it asks for the state dict of the optimizer, takes the device of the first tensor with a
     # dimension in it, and raises "Expected device to be set" without one; in torch 2.13 also for SGD without momentum.
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_code.co_name != "_load_optim_state_dict":
-        frame = frame.f_back
-    return frame is not None
+    return any(frame.f_code.co_name == "_load_optim_state_dict" for frame, _ in walk_stack(sys._getframe()))
 
 
 def is_distributed(tensor: object) -> "TypeIs[DTensor]":

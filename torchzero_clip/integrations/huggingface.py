@@ -1,9 +1,10 @@
 """A callback for the Trainer of Hugging Face."""
 
-import inspect
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -124,13 +125,11 @@ class TrainerCallback(transformers.TrainerCallback):
     def _come_first(self) -> None:
         """Move to the front of the Trainer's callbacks, where `on_log` runs before those that write logs."""
         # a callback gets neither the Trainer nor the other callbacks, so the caller's frames are searched
-        frame = inspect.currentframe()
-        while frame is not None:
+        for frame, _ in walk_stack(sys._getframe()):
             handler = frame.f_locals.get("self")
             if isinstance(handler, CallbackHandler) and any(callback is self for callback in handler.callbacks):
                 handler.callbacks[:] = [self, *(callback for callback in handler.callbacks if callback is not self)]
                 return
-            frame = frame.f_back
 
 
 def _checkpoint(args: Any, state: Any) -> Path:

@@ -2,8 +2,10 @@
 
 import inspect
 import json
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
+from traceback import walk_stack
 
 import torch.distributed as dist
 from torch import Tensor
@@ -72,11 +74,9 @@ def _check_not_local(params: Sequence[NamedParam]) -> None:
             )
     if not (dist.is_available() and dist.is_initialized()):
         return
-    frame = inspect.currentframe()
-    while frame is not None:  # until it is None, because a frame that refers to itself would keep the optimizer alive
-        if type(frame.f_locals.get("self")).__name__ == "ZeroRedundancyOptimizer":
-            raise ValueError(NOT_ZERO_REDUNDANCY)
-        frame = frame.f_back
+    callers = (frame.f_locals.get("self") for frame, _ in walk_stack(sys._getframe()))
+    if any(type(caller).__name__ == "ZeroRedundancyOptimizer" for caller in callers):
+        raise ValueError(NOT_ZERO_REDUNDANCY)
 
 
 def check_places(chain: Chain, nodes: Nodes, params: Sequence[NamedParam]) -> None:
