@@ -2,17 +2,15 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn, Self, TypeAlias
+from typing import Any, Self, TypeAlias
 
-from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from torchzero_clip.checks import instance
-from torchzero_clip.core.kinds import FinalRule, Gate
+from torchzero_clip.core.kinds import FinalRule, Gate, NeverApplied
 from torchzero_clip.core.nodes import Node, Nodes
 from torchzero_clip.core.schedules import at
-from torchzero_clip.core.step import Step
 from torchzero_clip.core.transform import T, Transform, altered, is_ours, override_groups
 from torchzero_clip.types import Setting, Target
 
@@ -62,7 +60,7 @@ class Composite(Transform):
         return Nodes(found)
 
 
-class Chain(Composite):
+class Chain(NeverApplied, Composite):
     """Applies transforms one after the other, as one transform.
 
     A plain chain inside another (or inside `Modular`) is the same as its transforms written there. A chain with another
@@ -124,10 +122,6 @@ class Chain(Composite):
                 added[f"/{node.path}"].append({"params": params, own: value})
         return rebuilt(self, lambda transform, path: {"overrides": [*transform.overrides, *added.get(path, ())]})
 
-    @override
-    def apply_tensors(self, updates: list[Tensor], step: Step) -> NoReturn:
-        raise RuntimeError(f"{self!r} only lists transforms: apply it in Modular")
-
     def __repr__(self) -> str:
         target = [] if self.target == "update" else [f"target={self.target!r}"]
         return f"Chain({', '.join([*map(repr, self.written), *target])}){self.scope}"
@@ -135,16 +129,23 @@ class Chain(Composite):
 
 def flatten(transforms: Iterable[Transforms]) -> Iterator[Transform]:
     """The transforms of nested lists and plain chains, in order."""
+    for item in as_written(transforms):
+        if not isinstance(item, Chain) or item.target != "update":
+            yield item
+            continue
+        for transform in item.transforms.values():
+            yield altered(transform, scope=transform.scope.within(item.scope)) if item.scope.limited else transform
+
+
+def as_written(transforms: Iterable[Transforms]) -> Iterator[Transform]:
+    """The transforms and chains as they were written, without the lists around them. Raises for anything else."""
     for item in transforms:
         if isinstance(item, Transform) and "defaults" not in vars(item):
             raise TypeError(f"{type(item).__name__} is incomplete: its __init__ has to call super().__init__(settings)")
-        if isinstance(item, Chain) and item.target == "update":
-            for transform in item.transforms.values():
-                yield altered(transform, scope=transform.scope.within(item.scope)) if item.scope.limited else transform
-        elif isinstance(item, Transform):
+        if isinstance(item, Transform):
             yield item
         elif isinstance(item, list | tuple):
-            yield from flatten(item)
+            yield from as_written(item)
         elif isinstance(item, Optimizer) or (isinstance(item, type) and issubclass(item, Optimizer)):
             name = item.__name__ if isinstance(item, type) else type(item).__name__
             raise TypeError(
@@ -155,15 +156,6 @@ def flatten(transforms: Iterable[Transforms]) -> Iterator[Transform]:
             raise TypeError(f"a chain takes transforms, got the class {item.__name__}: write {item.__name__}(...)")
         else:
             raise TypeError(f"a chain takes transforms and lists of them, got {type(item).__name__}")
-
-
-def as_written(transforms: Iterable[Transforms]) -> Iterator[Transform]:
-    """The transforms and chains as they were written, without the lists around them."""
-    for item in transforms:
-        if isinstance(item, Transform):
-            yield item
-        else:
-            yield from as_written(item)
 
 
 def rebuilt(transform: T, change: Callable[[Transform, str], dict[str, Any]], path: str = "") -> T:

@@ -23,7 +23,7 @@ class NeverApplied(Transform):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "apply_tensors" in vars(cls):
-            kind = next(base.__name__ for base in cls.__mro__ if base.__module__ == __name__)
+            kind = next(base.__name__ for base in cls.__mro__ if NeverApplied in base.__bases__)
             raise TypeError(
                 f"{cls.__name__}.apply_tensors would never be called, because {cls.__name__} is a {kind}: implement "
                 "the abstract methods of that class, or derive from Transform"
