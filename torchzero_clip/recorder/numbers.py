@@ -62,10 +62,6 @@ def joined_norms(norms: Tensor) -> Tensor:
 
 def medians(norms: Tensor) -> Tensor:
     """The median of the finite numbers >= 0 in each column; NaN for a column without such numbers."""
-    if not len(norms):
+    if not norms.numel():
         return norms.new_full((norms.shape[1],), torch.nan)
-    usable = norms.isfinite() & (norms >= 0)
-    ordered, count = torch.where(usable, norms, torch.inf).sort(dim=0).values, usable.sum(dim=0)
-    middle = torch.stack([(count - 1).clamp(min=0) // 2, count // 2])
-    low, high = ordered.gather(0, middle)
-    return torch.where(count > 0, low + (high - low) / 2, torch.nan)
+    return torch.where(norms.isfinite() & (norms >= 0), norms, torch.nan).nanquantile(0.5, dim=0)
