@@ -12,7 +12,7 @@ from torchzero_clip import get_total_norm, norm, rms
 from torchzero_clip.functional.blocks import BLOCK
 from torchzero_clip.functional.measure import Slicing, Way, measure
 from torchzero_clip.functional.metric import parse_ord
-from torchzero_clip.functional.norms import slice_metrics, whole_norm, whole_norm_beside
+from torchzero_clip.functional.norms import slice_metrics, whole_norm
 from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.functional.shards import part
 
@@ -203,11 +203,11 @@ def test_dimensions_that_a_tensor_does_not_have(dim):
 @pytest.mark.parametrize("sizes", [[70_000, 5, 3], [5, 3], [7, 200_000], [1, 65_536, 65_537, 131_072, 7]])
 def test_the_joint_norm_beside_single_ones_is_the_same_to_the_last_bit(sizes):
     tensors = [torch.randn(size) for size in sizes]
-    joint, norms = whole_norm_beside(tensors, Scratch())
-    assert torch.equal(joint, whole_norm(tensors, Scratch()))
+    joint, norms = whole_norm(tensors, Scratch(), beside=True)
+    assert torch.equal(joint, whole_norm(tensors, Scratch())[0])
     torch.testing.assert_close(norms, torch.stack([t.double().norm() for t in tensors]), rtol=1e-6, atol=0)
     tensors[-1][0] = 1e-20
     tensors[-1][1:] = 0
-    torch.testing.assert_close(whole_norm_beside(tensors, Scratch())[1][-1].item(), 1e-20, rtol=1e-6, atol=0)
+    torch.testing.assert_close(whole_norm(tensors, Scratch(), beside=True)[1][-1].item(), 1e-20, rtol=1e-6, atol=0)
     tensors[0][0] = torch.nan
-    assert whole_norm_beside(tensors, Scratch()) is None
+    assert whole_norm(tensors, Scratch(), beside=True) is None

@@ -8,6 +8,7 @@ from torch.distributed import ProcessGroup
 
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.measure import Measured, Slicing, Way, measure
+from torchzero_clip.functional.norms import JointNorm
 from torchzero_clip.functional.processes import device_of, gathered
 from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.types import Runs
@@ -25,9 +26,7 @@ class Tools:
     someone: Tensor | None = None
     """For a stand-in, after numbers were gathered: a 0-d tensor, True if any process has tensors for the transform."""
 
-    def measure(
-        self, tensors: Sequence[Tensor], slicing: Slicing, known: tuple[Tensor, Tensor] | None = None
-    ) -> Measured:
+    def measure(self, tensors: Sequence[Tensor], slicing: Slicing, known: JointNorm | None = None) -> Measured:
         """The norms of tensors, as `torchzero_clip.functional.measure.measure` returns them.
 
         A joint norm is that of the tensors of all processes of the ``process_group``. ``known`` is as in `Way`.
@@ -72,7 +71,7 @@ class Tools:
         started: Tensor,
         *,
         from_update: bool,
-    ) -> tuple[Tensor, Tensor] | None:
+    ) -> JointNorm | None:
         """Move the averages that are usable towards updates by ``1 - beta``, each by its setting, in place.
 
         Return their joint L2 norm and the norm of each if moving them has measured them; else None.

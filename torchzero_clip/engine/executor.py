@@ -13,6 +13,7 @@ from torchzero_clip.core.tools import Tools
 from torchzero_clip.engine.table import Table
 from torchzero_clip.engine.updates import Updates
 from torchzero_clip.functional.measure import Measured
+from torchzero_clip.functional.norms import JointNorm
 from torchzero_clip.types import Setting, State
 
 
@@ -39,7 +40,7 @@ class Measurer(Tools):
     """Measures tensors and gradients."""
 
     @abstractmethod
-    def joint_norm(self, grads: list[Tensor], *, beside: bool) -> tuple[Tensor, Tensor | None] | None:
+    def joint_norm(self, grads: list[Tensor], *, beside: bool) -> JointNorm | None:
         """The L2 norm of all gradients together, and with ``beside`` that of each; None if the latter takes as long."""
 
     @abstractmethod

@@ -12,7 +12,7 @@ from torchzero_clip.core.states import States
 from torchzero_clip.engine.executor import DeliveredScale, Executor, Host
 from torchzero_clip.engine.updates import Updates
 from torchzero_clip.functional.measure import Measured, scale_
-from torchzero_clip.functional.norms import all_ones, mesh_norm, p_norms
+from torchzero_clip.functional.norms import JointNorm, all_ones, mesh_norm, p_norms
 from torchzero_clip.functional.shards import pack, wholes
 from torchzero_clip.types import State
 
@@ -58,7 +58,7 @@ class Readable(Executor):
         self.memory.write_back(rows)
 
     @override
-    def joint_norm(self, grads: list[Tensor], *, beside: bool) -> tuple[Tensor, Tensor | None] | None:
+    def joint_norm(self, grads: list[Tensor], *, beside: bool) -> JointNorm | None:
         return mesh_norm(grads, beside=beside)
 
     @override

@@ -28,7 +28,7 @@ from torchzero_clip.fast.vectors import VectorStates
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.blocks import SHORT, Moves
 from torchzero_clip.functional.measure import Measured, scale_
-from torchzero_clip.functional.norms import each_norm, may_look, mesh_norm, whole_norm, whole_norm_beside, whole_norms
+from torchzero_clip.functional.norms import JointNorm, each_norm, may_look, mesh_norm, whole_norm, whole_norms
 from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.functional.shards import is_partial, locals_of
 from torchzero_clip.types import Columns, Runs, Setting, State
@@ -49,7 +49,7 @@ class Averaging(Measurer):
         started: Tensor,
         *,
         from_update: bool,
-    ) -> tuple[Tensor, Tensor] | None:
+    ) -> JointNorm | None:
         each = [setting for setting, own in runs for _ in range(own.start, own.stop)]
         if not averages[0].is_cpu and _fit_pieces(updates, [averages]):
             op = Pointwise(Average(from_update), each, [averages], Flags(usable, started))
@@ -58,7 +58,8 @@ class Averaging(Measurer):
         may_move = max(map(Tensor.numel, averages)) > SHORT and may_look(usable)
         all_move = may_move and bool((usable & started if from_update else usable).all())
         if all_move and foreach.fit_kernels([averages, updates]):
-            return whole_norm_beside(averages, self._scratch, Moves(updates, [1 - own["beta"] for own in each]))
+            moves = Moves(updates, [1 - own["beta"] for own in each])
+            return whole_norm(averages, self._scratch, beside=True, moves=moves)
         return super().average_(averages, updates, runs, usable, started, from_update=from_update)
 
 
@@ -116,13 +117,10 @@ class Fast(Averaging, Executor):
         return self._scratch if is_plain else None
 
     @override
-    def joint_norm(self, grads: list[Tensor], *, beside: bool) -> tuple[Tensor, Tensor | None] | None:
+    def joint_norm(self, grads: list[Tensor], *, beside: bool) -> JointNorm | None:
         if self._layout is None and not foreach.are_plain(grads):
             return mesh_norm(grads, beside=beside)
-        if beside:
-            return whole_norm_beside(grads, self._scratch)
-        total = whole_norm(grads, self._scratch)
-        return None if total is None else (total, None)
+        return whole_norm(grads, self._scratch, beside=beside)
 
     @override
     def norm_of_each(self, grads: list[Tensor]) -> Tensor:

@@ -94,11 +94,15 @@ class Planned:
         return Fast(self.workspace, updates, self.columns)
 
     @cached_property
+    def scratch(self) -> Scratch:
+        """Memory for intermediate results of the gradients, whose layout is that of the plan."""
+        return self.workspace.scratch.knowing(self.columns["grads"], self.plan.layout)
+
+    @cached_property
     def judged(self) -> Judged:
         alone = self.plan.in_place and not self.is_watched
         grads = self.columns["grads"]
-        known = self.workspace.scratch.knowing(grads, self.plan.layout)
-        measurer = _Measurer(grads, known) if alone else self.executor
+        measurer = _Measurer(grads, self.scratch) if alone else self.executor
         return Judged(self.plan.judging, grads, measurer, listens=self.listener is not None)
 
     @cached_property
@@ -113,9 +117,10 @@ class Planned:
         """The joint norm of the gradients, which is finite; None if a step by this plan does not need it alone."""
         if not self.plan.needs_total:
             return None
-        grads = self.columns["grads"]
-        known = self.workspace.scratch.knowing(grads, self.plan.layout)
-        return self.judged.total() if self.is_watched else whole_norm(grads, known)
+        if self.is_watched:
+            return self.judged.total()
+        found = whole_norm(self.columns["grads"], self.scratch)
+        return found and found[0]
 
     def take(self) -> Metrics:
         """Take a step that has a ``walk``, as `Plan.take`."""
@@ -165,17 +170,16 @@ class _ByRule:
         for counter in step.counters:  # before the kernel, which reads the counts
             counter.add_(1)
         try:
-            columns, scratch = step.columns, step.workspace.scratch
+            columns = step.columns
             params, grads = columns["params"], columns["grads"]
             state = [columns[key] for key in self._state]
             if step.plan.in_place:
-                run_kernel(self._kernel, [params, grads, *state], self._runs, factor, scratch, "")
+                run_kernel(self._kernel, [params, grads, *state], self._runs, factor, step.workspace.scratch, "")
             elif factor is None:
                 step.executor.run(self._kernel, step.table.rows, params, state, self._settings, self._runs)
             else:
-                scratch = scratch.knowing(grads, step.plan.layout)
                 scale = Scale.by_number(float(factor))
-                run_pieces([scale], grads, self._settings, scratch, self._kernel, [params, *state])
+                run_pieces([scale], grads, self._settings, step.scratch, self._kernel, [params, *state])
         except BaseException:
             for counter in step.counters:
                 counter.add_(-1)

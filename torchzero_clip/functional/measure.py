@@ -14,6 +14,7 @@ from torchzero_clip.checks import boolean, count, dims
 from torchzero_clip.functional import foreach, rows
 from torchzero_clip.functional.metric import Metric, parse_ord
 from torchzero_clip.functional.norms import (
+    JointNorm,
     beyond_float32,
     combine,
     extent,
@@ -29,7 +30,6 @@ from torchzero_clip.functional.norms import (
     total_norm,
     whole_maxima,
     whole_norm,
-    whole_norm_beside,
     whole_norms,
 )
 from torchzero_clip.functional.processes import device_of, gathered
@@ -265,7 +265,7 @@ class Way(NamedTuple):
     """The name of what is measured, the same in each step, under which ``scratch`` has the plan for slices."""
     beside: bool = False
     """The norm of each tensor is wanted beside the joint norm where that takes less than two passes."""
-    known: tuple[Tensor, Tensor] | None = None
+    known: JointNorm | None = None
     """The joint L2 norm and the norm of each tensor, if the tensors are plain and were measured before."""
 
 
@@ -349,19 +349,16 @@ def _measure_plain(tensors: Sequence[Tensor], metric: Metric, joint: bool, each:
     targets, indices = locals_of(tensors), list(range(len(tensors)))
     are_local = all(map(operator.is_, targets, tensors))
     if metric == L2 and joint and are_local and not each:
-        both = way.known
-        if both is None and way.beside and way.scratch is not None:
-            both = whole_norm_beside(targets, way.scratch)
-        total, norms = both or (whole_norm(targets, way.scratch), None)
-        if total is not None:
+        both = way.known or whole_norm(targets, way.scratch, beside=way.beside)
+        if both is not None:
+            total, norms = both
             return Measured(L2, indices, total.expand(len(targets)), total, targets, True, norms)
     # the joint norm takes one collective of one number, and those of each take one of as many as tensors
     if joint and not are_local and not each:
         return _measure_jointly(tensors, metric, each, way.beside)
     # also if the joint norm above is extreme or not finite, and so None
-    if way.known is not None and metric == L2:
-        norms = way.known[1]
-    else:
+    norms = None if way.known is None or metric != L2 else way.known[1]
+    if norms is None:
         norms = (whole_norms if metric == L2 else whole_maxima)(targets, way.scratch)
     if not are_local:  # one collective for all tensors of a mesh
         norms = merged(wholes(tensors), norms, metric.p)

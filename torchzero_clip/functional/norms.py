@@ -6,7 +6,7 @@ rule serves all metrics: the factor is ``limit_root / root``.
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,6 +25,8 @@ from torchzero_clip.functional.shards import replicated as replicated
 from torchzero_clip.types import Ord
 
 SQUARABLE = 1e150  # the square of a larger norm, or a sum of such squares, may be infinite
+
+JointNorm: TypeAlias = tuple[Tensor, Tensor | None]  # of all tensors together, and beside it that of each if wanted
 
 _TINY, _MAX = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
@@ -124,7 +126,7 @@ def slice_metrics(parts: Sequence[Part], metric: Metric, known: Moments | None =
     return [_deviation(spread, mean, p.size) for spread, mean, p in rows]
 
 
-def joint_norm_of_meshes(parts: Sequence[Part], p: float, *, beside: bool = False) -> tuple[Tensor, Tensor | None]:
+def joint_norm_of_meshes(parts: Sequence[Part], p: float, *, beside: bool = False) -> JointNorm:
     """The p-norm of whole tensors together, and ``beside`` it that of each, by one collective for each mesh."""
     # norms of local parts first, so that a collective has one number for all tensors of a mesh
     local = p_norms([part._replace(groups=()) for part in parts], p)
@@ -141,7 +143,7 @@ def joint_norm_of_meshes(parts: Sequence[Part], p: float, *, beside: bool = Fals
     return combine(pack(found[:count]), p), pack(found[count:]) if beside else None
 
 
-def mesh_norm(tensors: Sequence[Tensor], *, beside: bool) -> tuple[Tensor, Tensor | None] | None:
+def mesh_norm(tensors: Sequence[Tensor], *, beside: bool) -> JointNorm | None:
     """The result of `joint_norm_of_meshes` for the L2 norm of tensors; None if none of them is distributed."""
     return joint_norm_of_meshes(wholes(tensors), 2.0, beside=beside) if any_distributed(tensors) else None
 
@@ -302,26 +304,26 @@ def each_norm(tensors: Sequence[Tensor], scratch: Scratch | None = None) -> Tens
     return pack(p_norms(wholes(tensors), 2.0))
 
 
-def whole_norm(tensors: Sequence[Tensor], scratch: Scratch | None) -> Tensor | None:
-    """The L2 norm of all tensors together, each as in `whole_norms`: 0-d, float64."""
-    # None if each tensor has to be measured, because the total is extreme or not finite, or if that is as fast
-    if not may_look(tensors[0]) or not foreach.is_real_and_wide(tensors[0].dtype):
-        return None
-    total = blocks.direct_joint_norm(tensors) if scratch is None else blocks.joint_norm(tensors, scratch)
-    return total if blocks.SMALLEST < total.item() < blocks.LARGEST else None
-
-
-def whole_norm_beside(
-    tensors: Sequence[Tensor], scratch: Scratch, moves: blocks.Moves | None = None
-) -> tuple[Tensor, Tensor] | None:
-    """The result of `whole_norm`, to the last bit, and those of `whole_norms`; None where `whole_norm` is None.
+def whole_norm(
+    tensors: Sequence[Tensor], scratch: Scratch | None, *, beside: bool = False, moves: blocks.Moves | None = None
+) -> JointNorm | None:
+    """The L2 norm of all tensors together, 0-d, float64; and ``beside`` it `whole_norms`, which needs scratch memory.
 
     With ``moves``, tensors move before they are measured.
     """
+    # None if each tensor has to be measured, because the total is extreme or not finite, or if that is as fast
     if not may_look(tensors[0]) or not foreach.is_real_and_wide(tensors[0].dtype):
         return None
-    total, norms = blocks.joint_and_each(tensors, scratch, moves)
-    return (total, _mended(norms, tensors)) if blocks.SMALLEST < total.item() < blocks.LARGEST else None
+    norms = None
+    if scratch is None:
+        total = blocks.direct_joint_norm(tensors)
+    elif beside:
+        total, norms = blocks.joint_and_each(tensors, scratch, moves)
+    else:
+        total = blocks.joint_norm(tensors, scratch)
+    if not blocks.SMALLEST < total.item() < blocks.LARGEST:
+        return None
+    return total, None if norms is None else _mended(norms, tensors)
 
 
 def whole_sums(tensors: Sequence[Tensor], scratch: Scratch) -> Tensor:
