@@ -33,12 +33,16 @@ SMALLEST, LARGEST = 1e-12, 1e30
 _NORMS = partial(torch.linalg.vector_norm, dim=1)
 
 
-class _Chunk(NamedTuple):
-    """Tensors that are copied together. Each fills whole rows; the rest of its last row is 0."""
+class Chunk(NamedTuple):
+    """Some of the tensors, and memory in which each fills whole rows. Chunks share their memory."""
 
-    own: slice
-    views: list[Tensor]
-    rows: Tensor
+    indices: list[int]
+    views: list[Tensor]  # memory in the shape of each tensor
+    rows: Tensor  # the same memory as a matrix
+
+    def given(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Those of the tensors that are in this chunk."""
+        return tensors if len(self.indices) == len(tensors) else [tensors[i] for i in self.indices]
 
 
 class Moves(NamedTuple):
@@ -51,7 +55,7 @@ class Moves(NamedTuple):
 class _Plan(NamedTuple):
     short: list[int]
     long: list[int]
-    chunks: list[_Chunk]
+    chunks: list[Chunk]
     owner: Tensor  # the tensor that each measured block belongs to
 
 
@@ -138,15 +142,14 @@ def _reduced(
 ) -> tuple[Tensor, Tensor]:
     """Reduce each row in the dtype of the tensors. Return the results in float64, and the tensor of each row."""
     plan = scratch.plan("blocks", tensors, lambda: _planned(tensors, scratch))
-    short = tensors if not plan.long else [tensors[i] for i in plan.short]
     found: list[Tensor] = []
     if moves is not None:
         for i in plan.short:
             tensors[i].lerp_(moves.ends[i], moves.weights[i])
     for chunk in plan.chunks:
         if len(plan.chunks) > 1:
-            chunk.rows.zero_()  # the chunks share their memory
-        foreach.copy_plain_(chunk.views, short[chunk.own])
+            chunk.rows.zero_()  # the rest of the last row of each tensor
+        foreach.copy_plain_(chunk.views, chunk.given(tensors))
         found.append(reduce(chunk.rows))
     for i in plan.long:
         found += [reduce(rows) for rows in (_rows_of(tensors[i]) if moves is None else _moved(tensors[i], moves, i))]
@@ -164,15 +167,23 @@ def _planned(tensors: Sequence[Tensor], scratch: Scratch) -> _Plan:
     sizes = [tensor.numel() for tensor in tensors]
     short = [i for i, size in enumerate(sizes) if size <= SHORT]
     long = [i for i, size in enumerate(sizes) if size > SHORT]
-    rows = [-(-sizes[i] // ROW) for i in short]
-    cuts = spans(rows, ROWS)
-    most = max((sum(rows[own]) for own in cuts), default=0)
-    memory = scratch.memory("blocks", most * ROW, tensors[0]).zero_()
-    chunks = [_Chunk(own, *in_rows(memory, [tensors[i] for i in short[own]], ROW)) for own in cuts]
-    blocks = [*rows, *(-(-sizes[i] // BLOCK) for i in long)]
-    places, counts = (torch.tensor(column, device=memory.device) for column in ([*short, *long], blocks))
+    chunks = in_chunks("blocks", tensors, short, ROW, ROWS, tensors[0], scratch)
+    for chunk in chunks:
+        chunk.rows.zero_()
+    blocks = [*(-(-sizes[i] // ROW) for i in short), *(-(-sizes[i] // BLOCK) for i in long)]
+    places, counts = (torch.tensor(column, device=tensors[0].device) for column in ([*short, *long], blocks))
     owner = torch.repeat_interleave(places, counts)
     return _Plan(short, long, chunks, owner)
+
+
+def in_chunks(
+    name: str, tensors: Sequence[Tensor], indices: list[int], row: int, most: int, like: Tensor, scratch: Scratch
+) -> list[Chunk]:
+    """Chunks of at most ``most`` rows of ``row`` elements, for the tensors at ``indices``; memory is as ``like``."""
+    counts = [-(-tensors[i].numel() // row) for i in indices]
+    cuts = spans(counts, most)
+    memory = scratch.memory(name, max((sum(counts[own]) for own in cuts), default=0) * row, like)
+    return [Chunk(indices[own], *in_rows(memory, [tensors[i] for i in indices[own]], row)) for own in cuts]
 
 
 def in_rows(memory: Tensor, tensors: Sequence[Tensor], row: int) -> tuple[list[Tensor], Tensor]:

@@ -6,28 +6,18 @@ are first spread over rows. Tensors of half precision are copied to rows instead
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchzero_clip.functional import foreach
-from torchzero_clip.functional.blocks import SHORT, in_rows, spans
+from torchzero_clip.functional.blocks import SHORT, Chunk, in_chunks
 from torchzero_clip.functional.scratch import Scratch
 
 ROW = 256
 """Elements of a row. Shorter rows need more numbers, and longer ones leave more of their last row unused."""
 
 MOST = 2**24  # elements of all rows together, 64 MiB of float32
-
-
-class _Chunk(NamedTuple):
-    """Some of the tensors, and memory in which each tensor has whole rows."""
-
-    indices: list[int]
-    owner: Tensor  # the index of the tensor that each row belongs to
-    views: list[Tensor]  # memory in the shape of each tensor
-    rows: Tensor  # the same memory as a matrix
 
 
 def multiply_short_(
@@ -39,9 +29,9 @@ def multiply_short_(
     wide = foreach.wide_dtype(tensors[0].dtype)
     own = foreach.as_factors(factors, wide)
     chunks = scratch.plan(f"rows {wide} {name}", tensors, lambda: _planned(tensors, own, scratch, most), most)
-    for chunk in chunks:
-        spread = own.index_select(0, chunk.owner).unsqueeze(1)
-        short = [tensors[i] for i in chunk.indices]
+    for chunk, owner in chunks:
+        spread = own.index_select(0, owner).unsqueeze(1)
+        short = chunk.given(tensors)
         if tensors[0].dtype == wide:
             foreach.copy_plain_([chunk.rows], [spread.expand_as(chunk.rows)])
             foreach.multiply_plain_(short, chunk.views)
@@ -58,16 +48,13 @@ def multiply_each_(tensors: Sequence[Tensor], factors: Tensor, scratch: Scratch,
         foreach.multiply_each_([tensors[i]], factors.narrow(0, i, 1))
 
 
-def _planned(tensors: Sequence[Tensor], like: Tensor, scratch: Scratch, most: int) -> list[_Chunk]:
-    sizes = list(map(Tensor.numel, tensors))
-    short = [i for i, size in enumerate(sizes) if 0 < size <= most]
-    counts = [-(-sizes[i] // ROW) for i in short]
-    parts = spans(counts, MOST // ROW)
-    memory = scratch.memory("rows", max((sum(counts[part]) for part in parts), default=0) * ROW, like)
-    chunks: list[_Chunk] = []
-    for part in parts:
-        indices, own = short[part], counts[part]
-        places, repeats = (torch.tensor(column, device="cpu") for column in (indices, own))
-        owner = torch.repeat_interleave(places, repeats, output_size=sum(own)).to(like.device)
-        chunks.append(_Chunk(indices, owner, *in_rows(memory, [tensors[i] for i in indices], ROW)))
-    return chunks
+def _planned(tensors: Sequence[Tensor], like: Tensor, scratch: Scratch, most: int) -> list[tuple[Chunk, Tensor]]:
+    """Short tensors in chunks, each with the index of the tensor that each row belongs to."""
+    short = [i for i, tensor in enumerate(tensors) if 0 < tensor.numel() <= most]
+    chunks = in_chunks("rows", tensors, short, ROW, MOST // ROW, like, scratch)
+    return [(chunk, _owner(chunk, tensors).to(like.device)) for chunk in chunks]
+
+
+def _owner(chunk: Chunk, tensors: Sequence[Tensor]) -> Tensor:
+    counts = [-(-tensors[i].numel() // ROW) for i in chunk.indices]
+    return torch.repeat_interleave(torch.tensor(chunk.indices, device="cpu"), torch.tensor(counts, device="cpu"))

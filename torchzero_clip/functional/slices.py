@@ -10,18 +10,10 @@ from torch import Tensor
 
 from torchzero_clip.compat import unflatten
 from torchzero_clip.functional import foreach
-from torchzero_clip.functional.blocks import BLOCK, LARGEST, ROW, ROWS, SHORT, SMALLEST, in_rows, spans
+from torchzero_clip.functional.blocks import BLOCK, LARGEST, ROW, ROWS, SHORT, SMALLEST, Chunk, in_chunks
 from torchzero_clip.functional.norms import extent, norm_along, p_norms
 from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.functional.shards import Part, pack, part
-
-
-class _Chunk(NamedTuple):
-    """Short tensors whose slices have one length. Their copies fill the rows."""
-
-    own: list[int]
-    views: list[Tensor]
-    rows: Tensor
 
 
 class Slices(NamedTuple):
@@ -31,7 +23,7 @@ class Slices(NamedTuple):
     counts: list[int]  # how many slices each tensor has
     owner: Tensor  # the tensor that each slice belongs to
     templates: list[Tensor]  # tensors of the shapes of one number per slice
-    chunks: list[_Chunk]
+    chunks: list[Chunk]  # short tensors whose slices have one length, each a row
     others: list[int]  # the tensors that are measured one by one
     order: Tensor  # where each slice stands in the order in which they are measured
 
@@ -59,13 +51,12 @@ def plan(tensors: Sequence[Tensor], dims: Sequence[tuple[int, ...]], scratch: Sc
         length = tensor.numel() // count
         is_short = tensor.numel() <= SHORT and length <= BLOCK and _are_rows(tensor, dims[i])
         (alike.setdefault(length, []) if is_short else others).append(i)
-    memory = scratch.memory("slices", ROWS * ROW, like)
     chunks = [
-        _Chunk(own, *in_rows(memory, [tensors[i] for i in own], length))
+        chunk
         for length, together in alike.items()
-        for own in (together[cut] for cut in spans([tensors[i].numel() for i in together], ROWS * ROW))
+        for chunk in in_chunks("slices", tensors, together, length, ROWS * ROW // length, like, scratch)
     ]
-    measured = [i for chunk in chunks for i in chunk.own] + others
+    measured = [i for chunk in chunks for i in chunk.indices] + others
     starts = list(accumulate(counts, initial=0))
     places = torch.cat([torch.arange(starts[i], starts[i] + counts[i], device="cpu") for i in measured])
     templates = [like.new_zeros(()).expand(shape) for shape in shapes]
@@ -77,7 +68,7 @@ def sliced_norms(tensors: Sequence[Tensor], slices: Slices) -> Tensor:
     """The L2 norm of each slice of tensors of the shapes for which ``slices`` was planned: a float64 vector."""
     found: list[Tensor] = []
     for chunk in slices.chunks:
-        foreach.copy_plain_(chunk.views, [tensors[i] for i in chunk.own])
+        foreach.copy_plain_(chunk.views, chunk.given(tensors))
         found.append(torch.linalg.vector_norm(chunk.rows, dim=1).double())
     for i in slices.others:
         tensor, dims = tensors[i], slices.dims[i]
