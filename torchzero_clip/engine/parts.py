@@ -41,13 +41,6 @@ class Parts:
         return {key: found[key] for node in nodes for key in found if key.rpartition("/")[0] == node.path}
 
 
-def scaled_gradients() -> RuntimeError:
-    return RuntimeError(
-        "step_in_backward cannot be used with GradScaler: the backward has updated parameters by gradients that the "
-        "scaler multiplied. Use bfloat16, which needs no scaler, or take ordinary steps"
-    )
-
-
 def second_gradient() -> RuntimeError:
     """The error for a parameter that was updated already, and got another gradient in the same step."""
     return RuntimeError(

@@ -1,7 +1,7 @@
 """Groups of processes with different tensors. Each process gets the numbers of all, and combines them in one way."""
 
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,22 +35,23 @@ def check_group(group: object, tensors: Sequence[Tensor]) -> None:
 
 
 class SharedGroup:
-    """A process group as an attribute of an optimizer. Copies share it. Pickles lose it, and say so by ``is_lost``."""
+    """A process group as an attribute of an optimizer. Copies share it. Pickles lose it, and `check` says so."""
 
     def __init__(self, group: ProcessGroup | None, is_lost: bool = False) -> None:
         self.group, self.is_lost = group, is_lost
+
+    def check(self) -> None:
+        if self.is_lost:
+            raise RuntimeError(
+                "the optimizer was unpickled without its process_group: set optimizer.process_group to the group, or "
+                "to None"
+            )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "SharedGroup":
         return self
 
     def __reduce__(self) -> tuple[type["SharedGroup"], tuple[None, bool]]:
         return SharedGroup, (None, self.is_lost or self.group is not None)
-
-
-def refuse_lost() -> NoReturn:
-    raise RuntimeError(
-        "the optimizer was unpickled without its process_group: set optimizer.process_group to the group, or to None"
-    )
 
 
 def device_of(tensors: Sequence[Tensor], group: ProcessGroup | None = None) -> torch.device:

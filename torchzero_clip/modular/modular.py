@@ -27,7 +27,7 @@ from torchzero_clip.engine.judged import Judged, Judging
 from torchzero_clip.engine.listener import Listener
 from torchzero_clip.engine.nonfinite import Nonfinite, StepPolicy
 from torchzero_clip.engine.others import Others
-from torchzero_clip.engine.parts import Parts, scaled_gradients
+from torchzero_clip.engine.parts import Parts
 from torchzero_clip.engine.readable import Readable
 from torchzero_clip.engine.reported_loss import Loss, ReportedLoss
 from torchzero_clip.engine.run import run
@@ -37,7 +37,7 @@ from torchzero_clip.engine.walk import Walk
 from torchzero_clip.fast.door import FastWay
 from torchzero_clip.functional.bad import BadGradients
 from torchzero_clip.functional.gradients import own_gradients
-from torchzero_clip.functional.processes import SharedGroup, check_group, device_of, refuse_lost
+from torchzero_clip.functional.processes import SharedGroup, check_group, device_of
 from torchzero_clip.hints import Explained, Named
 from torchzero_clip.modular import validation
 from torchzero_clip.modular.classes import ClassMaker, configured
@@ -194,7 +194,12 @@ class Modular(Explained, ClassMaker, Optimizer):
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """`torch.amp.GradScaler` asks for it before each step. Trainers must not find it, so it does not exist else."""
-        raise AttributeError("_step_supports_amp_scaling") if self.parts is None else scaled_gradients()
+        if self.parts is None:
+            raise AttributeError("_step_supports_amp_scaling")
+        raise RuntimeError(
+            "step_in_backward cannot be used with GradScaler: the backward has updated parameters by gradients that "
+            "the scaler multiplied. Use bfloat16, which needs no scaler, or take ordinary steps"
+        )
 
     @property
     def transforms(self) -> dict[str, Transform]:
@@ -280,8 +285,7 @@ class Modular(Explained, ClassMaker, Optimizer):
         """
         try:
             self.skipped_by = ()
-            if self._shared.is_lost:
-                refuse_lost()
+            self._shared.check()
             if closure is None and self._fast_way.plan is not None and self._repeat(self._reported.loss):
                 return None
             if closure is None and "closure" in self.nodes.targets:
@@ -523,8 +527,7 @@ class Modular(Explained, ClassMaker, Optimizer):
                 on another rank of a mesh or of the ``process_group``, or a hook fails there: all ranks raise.
             RuntimeError: If the optimizer was unpickled and had a ``process_group``, which has to be set again.
         """
-        if self._shared.is_lost:
-            refuse_lost()
+        self._shared.check()
         with self.new_load(new, dropped).hooked(self):
             super().load_state_dict(state_dict)
         if self._origin is not None:
