@@ -16,7 +16,6 @@ from torchzero_clip.functional.blocks import (
     direct_joint_norm,
     direct_norms,
     in_rows,
-    joint_and_each,
     joint_norm,
     spans,
 )
@@ -48,9 +47,9 @@ def test_each_result_is_that_of_a_loop_in_float64(sizes, dtype):
         tensors = tensors_of(sizes, dtype, seed)
         wide = [tensor.double() for tensor in tensors]
         norms = torch.stack([tensor.norm() for tensor in wide])
-        joint, each = joint_and_each(tensors, scratch)
+        joint, each = joint_norm(tensors, scratch, beside=True)
         torch.testing.assert_close(each, norms, rtol=rtol, atol=0)
-        assert torch.equal(joint, joint_norm(tensors, scratch))
+        assert torch.equal(joint, joint_norm(tensors, scratch)[0])
         torch.testing.assert_close(joint, norms.norm(), rtol=rtol, atol=0)
         assert torch.equal(block_norms(tensors, scratch), each)
         torch.testing.assert_close(torch.tensor(direct_norms(tensors), dtype=norms.dtype), norms, rtol=rtol, atol=0)
@@ -67,8 +66,8 @@ def test_moving_and_measuring_together_gives_the_bits_of_first_moving_then_measu
     tensors, ends = [tensor.clone() for tensor in tensors_of(sizes, dtype)], tensors_of(sizes, dtype, 1)
     weights = [0.1 + 0.05 * i for i in range(len(tensors))]
     moved = [torch.lerp(tensor, end, weight) for tensor, end, weight in zip(tensors, ends, weights, strict=True)]
-    found = joint_and_each(tensors, Scratch(), Moves(ends, weights))
-    assert_equal([*tensors, *found], [*moved, *joint_and_each(moved, Scratch())])
+    found = joint_norm(tensors, Scratch(), beside=True, moves=Moves(ends, weights))
+    assert_equal([*tensors, *found], [*moved, *joint_norm(moved, Scratch(), beside=True)])
 
 
 def test_the_largest_magnitude_may_be_negative_and_nan_is_not_hidden():

@@ -64,15 +64,13 @@ def block_norms(tensors: Sequence[Tensor], scratch: Scratch) -> Tensor:
     return _norms_of(*_reduced(tensors, scratch, _NORMS), len(tensors))
 
 
-def joint_norm(tensors: Sequence[Tensor], scratch: Scratch) -> Tensor:
-    """The L2 norm of all tensors together, at least one: a 0-d float64 tensor."""
-    return torch.linalg.vector_norm(_reduced(tensors, scratch, _NORMS)[0])
-
-
-def joint_and_each(tensors: Sequence[Tensor], scratch: Scratch, moves: Moves | None = None) -> tuple[Tensor, Tensor]:
-    """The results of `joint_norm` and of `block_norms`, from one pass, in which tensors may also move."""
+def joint_norm(
+    tensors: Sequence[Tensor], scratch: Scratch, *, beside: bool = False, moves: Moves | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """The L2 norm of all tensors together, 0-d, and ``beside`` it `block_norms`: one pass, in which they may move."""
     values, owner = _reduced(tensors, scratch, _NORMS, moves)
-    return torch.linalg.vector_norm(values), _norms_of(values, owner, len(tensors))
+    total = torch.linalg.vector_norm(values)
+    return total, _norms_of(values, owner, len(tensors)) if beside else None
 
 
 def _norms_of(values: Tensor, owner: Tensor, count: int) -> Tensor:

@@ -314,13 +314,10 @@ def whole_norm(
     # None if each tensor has to be measured, because the total is extreme or not finite, or if that is as fast
     if not may_look(tensors[0]) or not foreach.is_real_and_wide(tensors[0].dtype):
         return None
-    norms = None
     if scratch is None:
-        total = blocks.direct_joint_norm(tensors)
-    elif beside:
-        total, norms = blocks.joint_and_each(tensors, scratch, moves)
+        total, norms = blocks.direct_joint_norm(tensors), None
     else:
-        total = blocks.joint_norm(tensors, scratch)
+        total, norms = blocks.joint_norm(tensors, scratch, beside=beside, moves=moves)
     if not blocks.SMALLEST < total.item() < blocks.LARGEST:
         return None
     return total, None if norms is None else _mended(norms, tensors)
