@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from torchzero_clip.compat import is_distributed
 from torchzero_clip.functional.bad import bad_gradients, labels
 from torchzero_clip.functional.foreach import PLAIN, all_contiguous, are_plain, wide_dtype
 from torchzero_clip.functional.measure import Slicing
 from torchzero_clip.functional.norms import p_norms
 from torchzero_clip.functional.processes import check_group
-from torchzero_clip.functional.shards import aligned, mesh_groups, present_elsewhere, wholes
+from torchzero_clip.functional.shards import aligned, mesh_groups, wholes, without_gradient
 from torchzero_clip.types import Tensors
 
 NamedTensors: TypeAlias = list[tuple[str | None, Tensor]]
@@ -71,10 +70,7 @@ def with_gradients(
     if PLAIN.issuperset(map(type, params)):
         return list(zip(having, grads, strict=True))
     found = dict(zip(map(id, having), grads, strict=True))
-    distributed = [param for param in once.values() if param.requires_grad and is_distributed(param)]
-    missing = [param for param in distributed if param.grad is None]
-    if zeros_count and distributed:
-        missing = present_elsewhere(distributed, missing)
+    missing = without_gradient(list(once.values()), zeros_count=zeros_count)
     found |= {id(param): torch.zeros_like(param) for param in missing}
     return [(param, found[key]) for key, param in once.items() if key in found]
 

@@ -165,13 +165,20 @@ def all_reduce(parts: Sequence[Part], values: list[Tensor], op: ReduceOp.RedOpTy
     return values
 
 
-def present_elsewhere(params: Sequence[Tensor], missing: Sequence[Tensor]) -> list[Tensor]:
-    """The ``missing`` ones of all distributed parameters that have a gradient on another process of their mesh."""
+def without_gradient(params: Sequence[Tensor], *, zeros_count: bool) -> list[Tensor]:
+    """The distributed parameters that lack a gradient here, and so get zeros, because the others may have one.
+
+    If zeros count, these are only those with a gradient on another process of their mesh.
+    """
     # all processes call it, and only those where a gradient is missing wait for the result
+    distributed = [param for param in params if param.requires_grad and is_distributed(param)]
+    missing: list[Tensor] = [param for param in distributed if param.grad is None]
+    if not zeros_count:
+        return missing
     parts: list[Part] = []
     flags: list[Tensor] = []
-    for param in params:
-        mesh = param.device_mesh  # pyright: ignore[reportAttributeAccessIssue]
+    for param in distributed:
+        mesh = param.device_mesh
         groups = tuple(mesh.get_group(k) for k in range(mesh.ndim))
         flag = torch.full((1,), float(param.grad is not None), dtype=torch.float64, device=param.device)
         parts.append(Part(flag, (0,), 1, groups))
@@ -179,8 +186,8 @@ def present_elsewhere(params: Sequence[Tensor], missing: Sequence[Tensor]) -> li
     counts = all_reduce(parts, flags, ReduceOp.SUM)
     if not missing:
         return []
-    wanted = {id(param) for param in missing}
-    return [param for param, count in zip(params, counts, strict=True) if id(param) in wanted and count.item() > 0]
+    found = zip(distributed, counts, strict=True)
+    return [param for param, count in found if param.grad is None and count.item() > 0]
 
 
 def largest_on_all_ranks(values: Tensor, tensors: Sequence[Tensor]) -> Tensor:

@@ -5,11 +5,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torchzero_clip.compat import is_distributed
 from torchzero_clip.core.nodes import Nodes
 from torchzero_clip.core.scope import named_params
 from torchzero_clip.engine.listener import Seen
-from torchzero_clip.functional.shards import present_elsewhere
+from torchzero_clip.functional.shards import without_gradient
 from torchzero_clip.types import Group, State
 
 
@@ -21,11 +20,8 @@ class Missing:
     def __init__(self, nodes: Nodes, groups: Sequence[Group], states: dict[Tensor, State]) -> None:
         self._nodes, self._groups, self._states = nodes, groups, states
         self._kept: list[tuple[Tensor, Tensor, State | None]] = []  # each parameter, with copies of it and of its state
-        params = [p for group in groups for p in group["params"] if is_distributed(p) and p.requires_grad]
-        missing = [param for param in params if param.grad is None]
-        if nodes.zeros_matter:
-            missing = present_elsewhere(params, missing)
-        for param in missing:
+        params = [param for group in groups for param in group["params"]]
+        for param in without_gradient(params, zeros_count=nodes.zeros_matter):
             param.grad = torch.zeros_like(param)
             state = states.get(param)
             copies = None if state is None else {k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()}
