@@ -8,12 +8,12 @@ from torch import Tensor
 from typing_extensions import override
 
 from torchzero_clip.checks import at_least_one, non_negative, optional, positive, steps, unit_interval
+from torchzero_clip.clipping.statistics import filled, written
 from torchzero_clip.core.kinds import Gate
 from torchzero_clip.core.states import zero_numbers
 from torchzero_clip.core.step import Step
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.norms import SQUARABLE
-from torchzero_clip.functional.rings import filled, written
 from torchzero_clip.types import Schedule, Setting, State, Target
 
 VALUES = ("norms", "losses")

@@ -15,7 +15,6 @@ from torchzero_clip.core.step import Step
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.measure import Measured, Slicing, by_setting
 from torchzero_clip.functional.norms import combine, extent, may_look
-from torchzero_clip.functional.rings import filled, written
 from torchzero_clip.functional.shards import elements_at
 from torchzero_clip.types import Ord, Setting, Target
 
@@ -168,6 +167,17 @@ class Tracked:
             return vector
         own, one = dict(zip(self._taken, vector.unbind(), strict=True)), torch.ones_like(vector.select(0, 0))
         return torch.stack([own.get(k, one) for k in range(self._count)])
+
+
+def written(ring: Tensor, count: Tensor, value: Tensor, where: Tensor) -> Tensor:
+    """The last values, with one more in place of the oldest one if ``where`` is true; ``count`` were written before."""
+    places = torch.arange(len(ring), device=ring.device)
+    return torch.where((places == count % len(ring)) & where, value, ring)
+
+
+def filled(ring: Tensor, count: Tensor) -> Tensor:
+    """A ring buffer with NaN in places that were not written yet, which `Tensor.nanquantile` leaves out."""
+    return torch.where(torch.arange(len(ring), device=ring.device) < count, ring, torch.nan)
 
 
 def averaged(setting: Setting, average: Tensor, new: Tensor, key: str = "beta") -> Tensor:

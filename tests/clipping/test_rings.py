@@ -2,7 +2,7 @@
 
 import torch
 
-from torchzero_clip.functional.rings import filled, written
+from torchzero_clip.clipping.statistics import filled, written
 
 
 def test_the_oldest_value_is_replaced_and_one_that_is_not_wanted_is_left_out():
