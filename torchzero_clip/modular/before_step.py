@@ -229,7 +229,7 @@ class BeforeStep:
         """Divide by the scale of a gradient scaler. Return False if it has found gradients that are not finite."""
         if optimizer.found_inf.item():
             self._front.skipped_by = (FOUND_INF,)
-            self._front.forget_loss()
+            self._front._reported.clear()  # of this step
             return False
         scale = getattr(optimizer, "grad_scale", None)
         if scale is not None:

@@ -57,10 +57,6 @@ class Front(Modular):
         """True if a gate or ``nonfinite="skip"`` may refuse a step."""
         return self._policy.may_skip
 
-    def forget_loss(self) -> None:
-        """Forget what was reported for a step that is not taken."""
-        self._reported.clear()
-
     def change_gradients(self, groups: Sequence[Group], result: Any) -> None:
         """Apply the transforms to the gradients of param groups. ``result`` is what a closure has returned.
 

@@ -184,16 +184,11 @@ def check_tensors(nodes: Nodes, table: Table, known: set[object]) -> None:
             if value.ndim and value.shape != expected.shape:
                 raise RuntimeError(_shape_message(f"state {key!r}", value, param, group))
             if is_strict and value.dtype != expected.dtype:
-                raise RuntimeError(_dtype_message(key, value, param, group))
+                raise RuntimeError(
+                    f"the state {key!r} of {_named(param, group)} is of {value.dtype}, and the parameter of {dtype}. "
+                    "After changing its dtype, reload the state: optimizer.load_state_dict(optimizer.state_dict())"
+                )
             known.add(found)
-
-
-def _dtype_message(key: str, value: Tensor, param: Tensor, group: Group) -> str:
-    name = _named(param, group).name or "a parameter"
-    return (
-        f"the state {key!r} of {name} is of {value.dtype}, and the parameter of {param.dtype}. After changing its "
-        "dtype, reload the state: optimizer.load_state_dict(optimizer.state_dict())"
-    )
 
 
 def _named(param: Tensor, group: Group) -> NamedParam:
