@@ -101,10 +101,7 @@ class Chain(NeverApplied, Composite):
         """Return a copy of this chain that gives some parameters settings of their own.
 
         Each key goes to the first transform that has it. A call on the copy adds to its settings. This chain and its
-        transforms do not change.
-
-        Args:
-            param_groups: As in `Transform.set_param_groups`.
+        transforms do not change. The groups are as in `Transform.set_param_groups`.
         """
         nodes = self.nodes()
         owners: dict[str, tuple[Node, str]] = {}

@@ -277,17 +277,7 @@ class Gate(NeverApplied):
 
     @abstractmethod
     def accept(self, norm: Tensor, step: Step) -> None:
-        """Record a step that no gate refused: change ``step.global_state``, set ``step.metrics``.
-
-        Args:
-            norm: As in `refuses`.
-            step: As in `refuses`.
-        """
+        """Record a step that no gate refused: change ``step.global_state``, set ``step.metrics``."""
 
     def refused(self, norm: Tensor, step: Step) -> None:
-        """Record a step that this gate or another one refused: change ``step.global_state``.
-
-        Args:
-            norm: As in `refuses`.
-            step: As in `refuses`.
-        """
+        """Record a step that this gate or another one refused: change ``step.global_state``."""

@@ -37,11 +37,7 @@ def unwrapped(optimizer: Any) -> Modular | BeforeStep:
 
 
 def metrics(optimizer: Any) -> dict[str, Tensor]:
-    """Return `Modular.metrics` of an optimizer that a trainer may have wrapped, or of its transforms before each step.
-
-    Args:
-        optimizer: As in `unwrapped`, for example what ``accelerator.prepare`` or ``self.optimizers()`` returns.
-    """
+    """Return `Modular.metrics` of what `unwrapped` returns, for example for what ``accelerator.prepare`` returned."""
     return unwrapped(optimizer).metrics()
 
 
@@ -49,9 +45,6 @@ def numbers(optimizer: Any) -> dict[str, float]:
     """Return the metrics of an optimizer as Python numbers, for a log.
 
     The call waits for the device once. If you call ``item`` on each metric, each of these calls waits.
-
-    Args:
-        optimizer: As in `metrics`.
 
     Examples:
         >>> import torch

@@ -208,12 +208,7 @@ class Modular(Explained, ClassMaker, Optimizer):
 
     @property
     def process_group(self) -> ProcessGroup | None:
-        """The processes that hold other parameters. Set it between steps, on all processes, if they change.
-
-        Raises:
-            ValueError: As in `Modular`.
-            TypeError: As in `Modular`.
-        """
+        """The processes that hold other parameters. Set it between steps, on all processes, if they change."""
         return self._shared.group
 
     @process_group.setter
