@@ -11,7 +11,8 @@ from torchzero_clip.checks import instance
 from torchzero_clip.core.kinds import FinalRule, Gate, NeverApplied
 from torchzero_clip.core.nodes import Node, Nodes
 from torchzero_clip.core.schedules import at
-from torchzero_clip.core.transform import T, Transform, altered, is_ours, override_groups
+from torchzero_clip.core.transform import T, Transform, altered, override_groups
+from torchzero_clip.hints import did_you_mean
 from torchzero_clip.types import Setting, Target
 
 Transforms: TypeAlias = "Transform | Sequence[Transforms]"
@@ -51,7 +52,8 @@ class Composite(Transform):
                 inside = transform.transforms if isinstance(transform, Composite) else ()
                 global_keys = tuple(transform.init_global_state())
                 stored = taken if isinstance(transform, FinalRule) else None
-                facts = frozenset(inside), transform.has_state(), is_ours(transform), stored
+                is_ours = type(transform).__module__.startswith("torchzero_clip.")
+                facts = frozenset(inside), transform.has_state(), is_ours, stored
                 found.append(Node(path, transform, outer, keys, global_keys, *facts))
                 if isinstance(transform, Composite):
                     add(transform, f"{path}/", (*outer, transform), may_be_bare and isinstance(transform, Chain))
@@ -112,8 +114,8 @@ class Chain(NeverApplied, Composite):
         for params, settings in override_groups(param_groups):
             for key, value in settings.items():
                 if key not in owners:
-                    known = ", ".join(nodes.storage_keys.values())
-                    raise ValueError(f"no transform has a setting {key!r}; settings of this chain: {known}")
+                    hint = did_you_mean(key, nodes.storage_keys.values())
+                    raise ValueError(f"no transform has a setting {key!r}{hint}")
                 node, own = owners[key]
                 node.transform.check({own: at(value, 0)})
                 added[f"/{node.path}"].append({"params": params, own: value})

@@ -14,7 +14,7 @@ from torchzero_clip.checks import Check, as_builtin, one_of, setting_name, trans
 from torchzero_clip.core.schedules import at
 from torchzero_clip.core.scope import Scope, Where
 from torchzero_clip.core.step import Step
-from torchzero_clip.hints import Explained, check_override, explained
+from torchzero_clip.hints import Explained, check_override, did_you_mean, explained
 from torchzero_clip.types import Schedule, Setting, State, Target
 
 CALLED = {
@@ -193,9 +193,6 @@ class Transform(Explained, ABC):
             param_groups: Mappings with ``"params"`` (a tensor or an iterable of tensors) and settings of this
                 transform.
 
-        Returns:
-            The new transform. This one does not change.
-
         Raises:
             ValueError: For a key that is not a setting of this transform, or a value out of range.
 
@@ -212,13 +209,12 @@ class Transform(Explained, ABC):
         for params, settings in override_groups(param_groups):
             for key in settings:
                 if key not in self.defaults:
-                    known = ", ".join(self.defaults) or "none"
                     hints = {
                         "lr": ". The learning rate of parameters is the lr of their param group",
                         "name": ". A name belongs to a param group that Modular gets",
                     }
-                    hint = hints.get(key, "")
-                    raise ValueError(f"{type(self).__name__} has no setting {key!r}; its settings: {known}{hint}")
+                    hint = hints.get(key) or did_you_mean(key, self.defaults)
+                    raise ValueError(f"{type(self).__name__} has no setting {key!r}{hint}")
             self.check({key: at(value, 0) for key, value in settings.items()})
             overrides.append({"params": params, **settings})
         return altered(self, overrides=overrides)
@@ -233,9 +229,6 @@ class Transform(Explained, ABC):
                 names such as ``"*.bias"``, or functions of a parameter such as ``lambda p: p.ndim >= 2``. Names need
                 a module or named parameters in `Modular`.
             groups: Param groups by their ``"name"``. Their parameters are selected too.
-
-        Returns:
-            The new transform. This one does not change.
 
         Raises:
             ValueError: Without an argument.
@@ -256,15 +249,8 @@ class Transform(Explained, ABC):
         """Return a copy of this transform that acts on all parameters except selected ones.
 
         Args:
-            *where: The parameters to leave out, selected as in `only`.
+            *where: The parameters to leave out, selected as in `only`, which also says what raises.
             groups: The param groups to leave out, as in `only`.
-
-        Returns:
-            The new transform. This one does not change.
-
-        Raises:
-            ValueError: Without an argument.
-            TypeError: If an argument is neither a string nor callable.
         """
         return altered(self, scope=self.scope.narrowed(False, where, groups))
 
@@ -352,7 +338,6 @@ T = TypeVar("T", bound=Transform)
 
 
 def altered(transform: T, **attributes: Any) -> T:
-    """A shallow copy with other attributes."""
     new = copy.copy(transform)
     if new is transform:
         raise TypeError(f"{type(transform).__name__}.__copy__ returns the transform itself, and has to return a copy")
@@ -393,11 +378,6 @@ def treats_each_alone(transform: Transform) -> bool:
     said_by = overridden_last(type(transform), "each_alone", *_SEE_ALL_TENSORS)
     joins = getattr(transform, "dim", None) == "global"
     return transform.each_alone and said_by == "each_alone" and not joins
-
-
-def is_ours(transform: Transform) -> bool:
-    """True for a class of this package, whose methods depend on their arguments, attributes and settings only."""
-    return type(transform).__module__.partition(".")[0] == __name__.partition(".")[0]
 
 
 def override_groups(param_groups: Iterable[Mapping[str, Any]]) -> Iterator[tuple[list[Tensor], dict[str, Any]]]:
