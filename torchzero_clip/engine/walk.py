@@ -161,19 +161,10 @@ class Walk:
         self.metrics.update(node.qualified(step.metrics))
         return measured, factors
 
-    def _settings(self, node: Node, rest: Sequence[Node]) -> list[Setting]:
-        """The settings of each group: those of a transform and, where it has none of that name, of the rest."""
-        own = self.settings[node.path]
-        if not rest:
-            return own
-        # a kernel takes the rest of the chain in one call, so it needs the settings of LR too. Its own come first
-        together = [*(self.settings[n.path] for n in rest[::-1]), own]
-        return [{k: v for settings in together for k, v in settings[g].items()} for g in range(len(own))]
-
     def step_for(self, node: Node, rows: list[int], rest: Sequence[Node] = ()) -> Step:
         """The `Step` for one transform, with its state before the step. Settings include those of the ``rest``."""
         transform, table, judged = node.transform, self.table, self.judged
-        of_groups = self._settings(node, rest)
+        of_groups = settings_of(node, rest, self.settings)
         params, grads, states, group_of = table.picked(rows)
         # one object for all parameters of a group: `by_setting` then finds a range without comparing
         settings = of_groups * len(rows) if len(of_groups) == 1 else [of_groups[g] for g in group_of]
@@ -202,6 +193,16 @@ class Walk:
         store_state(node, step, self.chain_state, self.company)
         if step.metrics:
             self.metrics.update(node.qualified(step.metrics))
+
+
+def settings_of(node: Node, rest: Sequence[Node], settings: Mapping[str, list[Setting]]) -> list[Setting]:
+    """The settings of each group: those of a transform and, where it has none of that name, of the rest."""
+    own = settings[node.path]
+    if not rest:
+        return own
+    # a kernel takes the rest of the chain in one call, so it needs the settings of LR too. Its own come first
+    together = [*(settings[n.path] for n in rest[::-1]), own]
+    return [{key: value for found in together for key, value in found[g].items()} for g in range(len(own))]
 
 
 def _begin(transform: Transform, params: Sequence[Tensor], settings: Sequence[Setting], i: int) -> State:

@@ -13,14 +13,10 @@ What a plan assumes, and what is compared in each step before anything changes:
 * Types, dtypes, sizes, strides and ``requires_grad`` of parameters, gradients and state are compared by a guard that is
   private to torch. Plans need this guard, because a check in Python takes ten times as long.
 * A parameter that moves to the next group keeps the order of all, so the groups of the parameters are compared too.
-* Attributes of transforms, which a user may set at any time, are compared by identity.
-* Immutable settings of our own classes are compared by identity and checked if they are new. All others are checked in
-  every step, because a tensor may change in place, and an author's check may have effects.
 * Numbers of state have to be views of the vectors that the last step made, because a load or a user may replace them.
 * A policy and a listener see a `Walk` and the norms of an ordinary step, made by the same functions when they ask. A
   usual joint norm answers ``nonfinite`` alone, and if a policy refuses the step, nothing has changed.
-* A statistic changes its state before the kernel runs. After that, an ordinary step can no longer be taken instead.
-* A plan has no tensor of a step, so that ``zero_grad()`` frees the gradients. Metrics are computed when they are read.
+* Metrics are computed when they are read.
 """
 
 import operator
@@ -45,7 +41,7 @@ from torchzero_clip.engine.reported_loss import Loss
 from torchzero_clip.engine.scaling import find_factors
 from torchzero_clip.engine.table import Table, taking_part
 from torchzero_clip.engine.updates import Updates
-from torchzero_clip.engine.walk import Walk
+from torchzero_clip.engine.walk import Walk, settings_of
 from torchzero_clip.fast.fast import Averaging, Fast
 from torchzero_clip.fast.kernels import Delivered, Ended, run_kernel
 from torchzero_clip.fast.layout import Workspace
@@ -154,11 +150,8 @@ class _ByRule:
         return set(map(rule.variant, settings[self._rule.path])) if isinstance(rule, UpdateRule) else set()
 
     def settle(self, settings: Mapping[str, list[Setting]]) -> None:
-        """Take over checked settings."""
-        together = [*(settings[node.path] for node in self._rest[::-1]), settings[self._rule.path]]
-        count = len(together[0])
-        merged = [{key: value for own in together for key, value in own[g].items()} for g in range(count)]
-        self._settings: list[Setting] = [merged[g] for g in self._group_of]
+        of_groups = settings_of(self._rule, self._rest, settings)
+        self._settings: list[Setting] = [of_groups[g] for g in self._group_of]
         self._runs = by_setting(self._settings)
 
     def takes(self, waiting: Scale) -> bool:
