@@ -57,4 +57,5 @@ def _planned(tensors: Sequence[Tensor], like: Tensor, scratch: Scratch, most: in
 
 def _owner(chunk: Chunk, tensors: Sequence[Tensor]) -> Tensor:
     counts = [-(-tensors[i].numel() // ROW) for i in chunk.indices]
-    return torch.repeat_interleave(torch.tensor(chunk.indices, device="cpu"), torch.tensor(counts, device="cpu"))
+    places, repeats = (torch.tensor(column, device="cpu") for column in (chunk.indices, counts))
+    return torch.repeat_interleave(places, repeats, output_size=sum(counts))
