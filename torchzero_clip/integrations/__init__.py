@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from torchzero_clip.functional.processes import device_of
 from torchzero_clip.modular.before_step import BeforeStep, chain_of
 from torchzero_clip.modular.host import unwrap
 from torchzero_clip.modular.modular import Modular
@@ -58,13 +59,9 @@ def numbers(optimizer: Any) -> dict[str, float]:
         {'clip_norm/norm': 5.0, 'clip_norm/factor': 0.2, 'clip_norm/clipped': 1.0}
     """
     found = metrics(optimizer)
-    devices: dict[torch.device, list[str]] = {}
-    for name, value in found.items():
-        devices.setdefault(value.device, []).append(name)
-    read: dict[str, float] = {}
-    for names in devices.values():
-        read |= zip(names, torch.stack([found[name].double() for name in names]).tolist(), strict=True)
-    return {name: read[name] for name in found}
+    device = device_of(list(found.values()))  # the count of skipped steps, which is on the CPU, comes last
+    values = [value.double().to(device) for value in found.values()]
+    return dict(zip(found, torch.stack(values).tolist() if values else [], strict=True))
 
 
 def __getattr__(name: str) -> Any:
