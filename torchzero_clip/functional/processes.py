@@ -1,7 +1,7 @@
 """Groups of processes with different tensors. Each process gets the numbers of all, and combines them in one way."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -35,17 +35,15 @@ def check_group(group: object, tensors: Sequence[Tensor]) -> None:
 
 
 class SharedGroup:
-    """A process group as an attribute of an optimizer. Copies share it. Pickles lose it, and `check` says so."""
+    """A process group as an attribute of an optimizer. Copies share it. Pickles lose it, and say so by ``is_lost``."""
 
     def __init__(self, group: ProcessGroup | None, is_lost: bool = False) -> None:
         self.group, self.is_lost = group, is_lost
 
-    def check(self) -> None:
-        if self.is_lost:
-            raise RuntimeError(
-                "the optimizer was unpickled without its process_group: set optimizer.process_group to the group, or "
-                "to None"
-            )
+    def refuse(self) -> NoReturn:
+        raise RuntimeError(
+            "the optimizer was unpickled without its process_group: set optimizer.process_group to the group, or None"
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "SharedGroup":
         return self

@@ -166,7 +166,7 @@ class BeforeStep:
                 return None
             self._end()  # the step before raised an error and was called without the wrapper
         is_of_torch = type(optimizer).__module__.startswith("torch.optim")
-        if not self._is_wrapped and self._front.may_refuse and not is_of_torch:
+        if not self._is_wrapped and self._front._policy.may_skip and not is_of_torch:
             raise RuntimeError(
                 f"this step of {type(optimizer).__name__} was stored before before_step was called, so transforms "
                 "cannot refuse it: call before_step first, for example before accelerator.prepare"
@@ -176,7 +176,7 @@ class BeforeStep:
         if closure is None:
             self._change(optimizer, None)
             return None
-        then = versions(_params(optimizer)) if self._front.may_refuse else None
+        then = versions(_params(optimizer)) if self._front._policy.may_skip else None
         closure = partial(self._evaluate, optimizer, closure, [], then)
         if "closure" in kwargs:
             return args, kwargs | {"closure": closure}
@@ -244,12 +244,10 @@ class BeforeStep:
         if grads[0].dtype != torch.float64 and takes_factor(optimizer, self._hooks[0].id, len(grads)):
             optimizer.grad_scale = inverse(factor)
             self._has_scaled = True
-        elif foreach.is_real_and_wide(grads[0].dtype):
+        else:
             # one tensor for all takes a quarter of the time of one Python number
             number = factor if isinstance(factor, Tensor) else torch.full((), factor, dtype=torch.float64, device="cpu")
             foreach.multiply_each_(grads, number.expand(len(grads)))
-        else:
-            foreach.multiply_(grads, factor)
 
     def after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """End the step, unless it is that of a base class."""
@@ -262,7 +260,6 @@ class BeforeStep:
         self._is_wrapped = True
 
     def finish(self) -> None:
-        """The wrapper ends."""
         self._is_wrapped = False
         self._end()
 

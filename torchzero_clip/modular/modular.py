@@ -280,7 +280,8 @@ class Modular(Explained, ClassMaker, Optimizer):
         """
         try:
             self.skipped_by = ()
-            self._shared.check()
+            if self._shared.is_lost:
+                self._shared.refuse()
             if closure is None and self._fast_way.plan is not None and self._repeat(self._reported.loss):
                 return None
             if closure is None and "closure" in self.nodes.targets:
@@ -522,7 +523,8 @@ class Modular(Explained, ClassMaker, Optimizer):
                 on another rank of a mesh or of the ``process_group``, or a hook fails there: all ranks raise.
             RuntimeError: If the optimizer was unpickled and had a ``process_group``, which has to be set again.
         """
-        self._shared.check()
+        if self._shared.is_lost:
+            self._shared.refuse()
         with self.new_load(new, dropped).hooked(self):
             super().load_state_dict(state_dict)
         if self._origin is not None:
