@@ -146,8 +146,7 @@ def percent(name: str, value: Any) -> None:
 
 def steps(name: str, value: Any, least: int = 1) -> None:
     """An int that counts steps, at least ``least``."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, got {value!r}")
+    count(name, value)
     if value < least:
         raise ValueError(f"{name} must be at least {least}, got {value}")
 
