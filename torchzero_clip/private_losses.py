@@ -11,9 +11,7 @@ from torch.optim import Optimizer
 class TrainsPrivately(Protocol):
     """Releases the gradients of parameters with noise."""
 
-    def released_params(self) -> Collection[Tensor]:
-        """The parameters."""
-        ...
+    def released_params(self) -> Collection[Tensor]: ...
 
 
 _OWNERS: "weakref.WeakSet[TrainsPrivately]" = weakref.WeakSet()

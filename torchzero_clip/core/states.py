@@ -1,7 +1,7 @@
 """The state of one transform in one step: by parameter, or by key as columns and vectors of numbers."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,12 +38,8 @@ class States(Sequence[State]):
     def __len__(self) -> int:
         return len(self._stored)
 
-    @overload
-    def __getitem__(self, index: int) -> State: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[State]: ...
     @override
-    def __getitem__(self, index: int | slice) -> Any:
+    def __getitem__(self, index: Any) -> Any:
         return self.dicts[index]
 
     @override
@@ -109,11 +105,9 @@ class States(Sequence[State]):
         return pack(self.column(key, indices))
 
     def keep(self, key: str, values: Tensor, indices: Sequence[int] | None = None) -> None:
-        """Replace the numbers of one key."""
         foreach.copy_(self.column(key, indices), list(values.unbind()))
 
     def add(self, key: str, number: float) -> None:
-        """Add to the numbers of one key."""
         foreach.add_number_(self.column(key), number)
 
 

@@ -23,9 +23,7 @@ class Walking(Host, Protocol):
     nodes: Nodes
     judged: Judged
 
-    def apply(self, node: Node, rows: list[int], updates: list[Tensor]) -> list[Tensor]:
-        """Return the result of one transform for tensors."""
-        ...
+    def apply(self, node: Node, rows: list[int], updates: list[Tensor]) -> list[Tensor]: ...
 
 
 class Absence:

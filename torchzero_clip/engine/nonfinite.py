@@ -141,7 +141,6 @@ class StepPolicy:
             )
 
     def _record(self, walk: Undecided, judged: Sequence[tuple[Node, Tensor, Tensor]], *, taken: bool) -> None:
-        """Tell the gates what was decided."""
         for node, norm, _ in judged:
             step = _step_of_gate(walk, node)
             record(node, norm, step, taken=taken)

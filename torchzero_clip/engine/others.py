@@ -95,12 +95,8 @@ class Others(Company):
         found = joint_metrics(nodes, rows.narrow(1, len(ran), rows.shape[1] - len(ran)))
         acted = dict(zip(paths, ran[1:], strict=True))
         # leave out what a transform has shown for a stand-in if no process has an element for the transform
-        shown = {name: value for name, value in own.items() if acted.get(_path(name), 1.0) == 1}
-        return shown | {name: value for name, value in found.items() if acted[_path(name)]}
-
-
-def _path(name: str) -> str:
-    return name.rpartition("/")[0]
+        shown = {name: value for name, value in own.items() if acted.get(name.rpartition("/")[0], 1.0) == 1}
+        return shown | {name: value for name, value in found.items() if acted[name.rpartition("/")[0]]}
 
 
 def _stand_in(walk: Walk, group: ProcessGroup, device: torch.device) -> Walk:

@@ -37,7 +37,9 @@ class FastWay:
     def beside(self, key: object) -> "FastWay":
         """The fast way of some of the parameters, which take their steps in turns and share memory."""
         if key not in self._beside:
-            self._beside[key] = FastWay(self._workspace.beside())
+            workspace, own = Workspace(), self._workspace
+            workspace.scratch, workspace.tried = own.scratch, own.tried
+            self._beside[key] = FastWay(workspace)
         return self._beside[key]
 
     def begin(self, groups: list[Group], kept: Mapping[Tensor, State], options: Options, *given: Any) -> Planned | None:

@@ -87,12 +87,6 @@ class Workspace:
         self.tried: set[tuple[int, torch.dtype]] = set()
         """The ids of elementwise transforms that were tried out, see `fast.trial`."""
 
-    def beside(self) -> "Workspace":
-        """A workspace with the same scratch memory, for other parameters that take their steps in turns with these."""
-        other = Workspace()
-        other.scratch, other.tried = self.scratch, self.tried
-        return other
-
     def columns(self, table: Table) -> dict[str, list[Tensor]] | None:
         """Parameters, gradients and state by key, if they have a layout, which becomes that of this step; else None."""
         states = table.states

@@ -35,7 +35,6 @@ class Scale:
 
     @property
     def is_one_number(self) -> bool:
-        """True if there is one factor for all updates."""
         return self.measured.joint and foreach.is_one_number(self.factors)
 
     @property
@@ -109,7 +108,6 @@ class Pointwise:
         return Elements(finite=self.follows_finite and is_judged, scratch=self.scratch)
 
     def run(self, x: Tensor, result: Tensor, state: Sequence[Tensor], row: int, at: Elements) -> None:
-        """Change elements, and note how many changed."""
         self.counts.append(self.transform.counted(x, result, state, self.settings[row], at, by_formula=False))
 
     def finish(self) -> None:

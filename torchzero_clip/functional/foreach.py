@@ -296,7 +296,6 @@ def widened(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def cast(tensors: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
-    """Each tensor in the dtype of another one."""
     return [tensor.to(other.dtype) for tensor, other in zip(tensors, like, strict=True)]
 
 

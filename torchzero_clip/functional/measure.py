@@ -361,7 +361,7 @@ def _measure_plain(tensors: Sequence[Tensor], metric: Metric, joint: bool, each:
     if norms is None:
         norms = (whole_norms if metric == L2 else whole_maxima)(targets, way.scratch)
     if not are_local:  # one collective for all tensors of a mesh
-        norms = merged(wholes(tensors), norms, metric.p)
+        norms = pack(merged(wholes(tensors), list(norms.unbind()), metric.p))
     wide = tensors[0].dtype == torch.float64  # the squares of other dtypes are in the range of float64
     total = torch.linalg.vector_norm(norms) if metric == L2 and not wide else combine(norms, metric.p)
     vector = total.expand(len(norms)) if joint else norms

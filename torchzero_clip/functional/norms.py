@@ -342,7 +342,7 @@ def p_norms(parts: Sequence[Part], p: float) -> list[Tensor]:
         parts = [p._replace(tensor=p.tensor.to(_wide(p.tensor)).abs()) if p.tensor.is_complex() else p for p in parts]
     norms = _local_norms(parts, p)
     if any(part.groups for part in parts):
-        norms = _merged(parts, norms, p)
+        norms = merged(parts, norms, p)
     if p == 0 or math.isinf(p) or not parts:
         return norms
     if not may_look(*(part.tensor for part in parts)):
@@ -363,17 +363,17 @@ def _redone(parts: Sequence[Part], norms: list[Tensor], indices: Sequence[int], 
     """Take some norms again, in float64, of slices divided by their largest magnitude (the smallest if p < 0)."""
     risky = [parts[i] for i in indices]
     extreme = math.copysign(math.inf, p)
-    scales = [_usable_scale(n) for n in _merged(risky, [_local_norm(part, extreme) for part in risky], extreme)]
+    scales = [_usable_scale(n) for n in merged(risky, [_local_norm(part, extreme) for part in risky], extreme)]
     # one after the other, so that only one rescaled copy exists at a time
     found = [_local_norm(x._replace(tensor=x.tensor / scale), p) for x, scale in zip(risky, scales, strict=True)]
-    again = _merged(risky, found, p)
+    again = merged(risky, found, p)
     result = list(norms)
     for i, scale, value in zip(indices, scales, again, strict=True):
         result[i] = scale * value
     return result
 
 
-def _merged(parts: Sequence[Part], norms: list[Tensor], p: float) -> list[Tensor]:
+def merged(parts: Sequence[Part], norms: list[Tensor], p: float) -> list[Tensor]:
     """Combine the norms of local slices with those of the other ranks."""
     if not any(part.groups for part in parts):
         return norms
@@ -384,11 +384,6 @@ def _merged(parts: Sequence[Part], norms: list[Tensor], p: float) -> list[Tensor
     powers = [n**p if part.groups else n for n, part in zip(norms, parts, strict=True)]
     powers = all_reduce(parts, powers, ReduceOp.SUM)
     return [n ** (1 / p) if part.groups else n for n, part in zip(powers, parts, strict=True)]
-
-
-def merged(parts: Sequence[Part], norms: Tensor, p: float) -> Tensor:
-    """The p-norms of tensors from those of their local parts: a vector."""
-    return pack(_merged(parts, list(norms.unbind()), p)) if any(part.groups for part in parts) else norms
 
 
 def _local_norms(parts: Sequence[Part], p: float) -> list[Tensor]:

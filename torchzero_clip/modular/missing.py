@@ -49,7 +49,6 @@ class Missing:
         self._kept.clear()
 
     def _first_state(self, param: Tensor) -> State:
-        """The state that a parameter has before its first gradient."""
         pairs = ((named, group) for group in self._groups for named in named_params(group))
         return next(self._nodes.possible_state(named, group) for named, group in pairs if named.param is param)
 
