@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from torchzero_clip.functional.processes import device_of
 from torchzero_clip.modular.before_step import BeforeStep, chain_of
 from torchzero_clip.modular.host import unwrap
 from torchzero_clip.modular.modular import Modular
@@ -59,7 +58,7 @@ def numbers(optimizer: Any) -> dict[str, float]:
         {'clip_norm/norm': 5.0, 'clip_norm/factor': 0.2, 'clip_norm/clipped': 1.0}
     """
     found = metrics(optimizer)
-    device = device_of(list(found.values()))  # the count of skipped steps, which is on the CPU, comes last
+    device = next((value.device for value in found.values() if not value.is_cpu), torch.device("cpu"))
     values = [value.double().to(device) for value in found.values()]
     return dict(zip(found, torch.stack(values).tolist() if values else [], strict=True))
 
