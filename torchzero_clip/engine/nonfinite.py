@@ -73,10 +73,7 @@ class StepPolicy:
     def allows(self, walk: Undecided, counts: MutableMapping[str, Any]) -> bool:
         """Return True if the step is to be taken. It waits for the device once.
 
-        If no process has a gradient, the step is not taken, and does not count as skipped.
-
-        Raises:
-            RuntimeError: For a non-finite gradient with ``nonfinite="raise"``, or after too many skips in a row.
+        If no process has a gradient, the step is not taken, and does not count as skipped. It raises as `Modular` says.
         """
         self._refuse_capture(walk)
         norms = walk.judged.measure(jointly=self._judges_all)

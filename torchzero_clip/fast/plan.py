@@ -59,7 +59,6 @@ Options: TypeAlias = tuple[bool, bool, object, object]
 Factor: TypeAlias = Callable[[float, Setting], float]
 Metrics: TypeAlias = Callable[[], dict[str, Tensor]]  # computes the metrics of a step when they are read
 
-_FLOAT32 = torch.finfo(torch.float32)
 _IMMUTABLE = {float, int, bool, str, type(None)}
 
 
@@ -351,7 +350,7 @@ class Plan:
             return None
         factor = factor_of(total.item(), self._alone)
         # the kernel divides by the inverse in float32: a factor beyond its range is left to `_scaled`
-        if not _FLOAT32.tiny <= factor <= _FLOAT32.max:
+        if not foreach.TINY32 <= factor <= foreach.MAX32:
             return None
 
         def metrics() -> dict[str, Tensor]:

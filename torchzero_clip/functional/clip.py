@@ -14,8 +14,6 @@ from torchzero_clip.functional.metric import Metric
 from torchzero_clip.functional.norms import all_ones, beyond_float32, joint_mean, may_look, slice_sums
 from torchzero_clip.functional.shards import wholes
 
-_LARGEST = torch.finfo(torch.float32).max
-
 TINY = 1e-12  # slices with a norm up to this are not normalized, because only noise is left of them
 
 
@@ -87,7 +85,7 @@ def inverse(factors: Tensor | float) -> Tensor:
     """The numbers that kernels of torch divide by, in float32: inf for a factor of 0, so that the quotient is 0."""
     if not isinstance(factors, Tensor) or (factors.is_cpu and not factors.ndim):
         factor = float(factors)
-        exact = min(max(1 / factor, -_LARGEST), _LARGEST) if factor else torch.inf
+        exact = min(max(1 / factor, -foreach.MAX32), foreach.MAX32) if factor else torch.inf
         return torch.full((), exact, dtype=torch.float32, device="cpu")
     exact = factors.reciprocal()
-    return torch.where(factors == 0, exact, exact.clamp(min=-_LARGEST, max=_LARGEST)).float()
+    return torch.where(factors == 0, exact, exact.clamp(min=-foreach.MAX32, max=foreach.MAX32)).float()

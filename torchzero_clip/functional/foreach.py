@@ -23,6 +23,9 @@ from torchzero_clip.types import Columns, Setting
 PLAIN = {Tensor, nn.Parameter, FakeTensor}
 """Types of tensors without a structure beyond their memory. Fake tensors stand for such ones."""
 
+TINY32, MAX32 = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+"""The smallest and the largest number that float32 holds with full precision."""
+
 _DTYPE = attrgetter("dtype")
 _DTYPE_AND_PLACE = attrgetter("dtype", "is_cpu")
 

@@ -28,8 +28,6 @@ SQUARABLE = 1e150  # the square of a larger norm, or a sum of such squares, may 
 
 JointNorm: TypeAlias = tuple[Tensor, Tensor | None]  # of all tensors together, and beside it that of each if wanted
 
-_TINY, _MAX = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
-
 
 def norm(tensor: Tensor, ord: Ord = 2, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
     """Return the norm of one tensor, or of each of its slices, in float64.
@@ -247,8 +245,8 @@ def beyond_float32(factors: Tensor, known: tuple[float, float] | None = None) ->
     smallest, largest = extent(factors) if known is None else known
     # a factor of 0 is exact in float32, so the smallest positive one has to be found
     if smallest <= 0:
-        return largest > _MAX or bool(((factors > 0) & (factors < _TINY)).any())
-    return smallest < _TINY or largest > _MAX
+        return largest > foreach.MAX32 or bool(((factors > 0) & (factors < foreach.TINY32)).any())
+    return smallest < foreach.TINY32 or largest > foreach.MAX32
 
 
 def extent(vector: Tensor) -> tuple[float, float]:

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from torchzero_clip.functional.blocks import LARGEST, SMALLEST, direct_joint_norm, direct_norms
-from torchzero_clip.functional.foreach import all_contiguous, multiply_plain_
+from torchzero_clip.functional.foreach import MAX32, TINY32, all_contiguous, multiply_plain_
 from torchzero_clip.functional.measure import L2, Slicing
 
-_TINY, _LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 _KINDS = {Tensor, nn.Parameter}
 _GRAD, _FACTS = attrgetter("grad"), attrgetter("dtype", "layout", "is_cpu")
 _ORDINARY = {(torch.float32, torch.strided, True)}
@@ -50,7 +49,7 @@ def scale_ordinary_(
     factors = [rule(norm) for norm in norms]
     if not joint and slicing.min_size > 1:
         factors = [f if grad.numel() >= slicing.min_size else 1.0 for f, grad in zip(factors, grads, strict=True)]
-    if not all(_TINY <= factor <= _LARGEST for factor in factors if factor):
+    if not all(TINY32 <= factor <= MAX32 for factor in factors if factor):
         return None
     if any(factor != 1 for factor in factors):
         each = None if joint else torch.tensor(factors, dtype=torch.float32, device="cpu").unbind()
