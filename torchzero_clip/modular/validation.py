@@ -82,10 +82,9 @@ def _check_not_local(params: Sequence[NamedParam]) -> None:
 def check_places(chain: Chain, nodes: Nodes, params: Sequence[NamedParam]) -> None:
     """Raise if a transform cannot stand at its place in the chain."""
     for node in nodes:
-        if node.outer and isinstance(node.transform, Gate):
-            raise ValueError(f"{node.transform!r} decides about whole steps: it cannot stand inside another transform")
-        if node.outer and isinstance(node.transform, FinalRule):
-            raise ValueError(f"{node.transform!r} takes the step by itself: it cannot stand inside another transform")
+        if node.outer and isinstance(node.transform, Gate | FinalRule):
+            deed = "decides about whole steps" if isinstance(node.transform, Gate) else "takes the step by itself"
+            raise ValueError(f"{node.transform!r} {deed}: it cannot stand inside another transform")
     transforms = list(chain.transforms.values())
     for i, transform in enumerate(transforms):
         own = [named for named in params if transform.scope.has(named)]

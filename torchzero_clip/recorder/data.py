@@ -161,8 +161,7 @@ class Data:
         if not self.layer_steps:
             raise ValueError("the record does not have the layers of any step")
         norms = [math.inf if self._is_bad(i) else _or_zero(norm) for i, norm in enumerate(self.norm.tolist())]
-        known = set(self.layer_steps)
-        rows = [i for i, step in enumerate(self.steps) if step in known]
+        rows = [i for i, step in enumerate(self.steps) if step in self._layer_rows]
         return self.steps[max(rows, key=lambda i: norms[i])]
 
     def _is_bad(self, row: int) -> bool:
