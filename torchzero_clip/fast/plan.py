@@ -89,15 +89,11 @@ class Planned:
         return Fast(self.workspace, updates, self.columns)
 
     @cached_property
-    def scratch(self) -> Scratch:
-        """Memory for intermediate results of the gradients, whose layout is that of the plan."""
-        return self.workspace.scratch.knowing(self.columns["grads"], self.plan.layout)
-
-    @cached_property
     def judged(self) -> Judged:
         alone = self.plan.in_place and not self.is_watched
         grads = self.columns["grads"]
-        measurer = _Measurer(grads, self.scratch) if alone else self.executor
+        known = self.workspace.scratch.knowing(grads, self.plan.layout)
+        measurer = _Measurer(grads, known) if alone else self.executor
         return Judged(self.plan.judging, grads, measurer, listens=self.listener is not None)
 
     @cached_property
@@ -114,7 +110,8 @@ class Planned:
             return None
         if self.is_watched:
             return self.judged.total()
-        found = whole_norm(self.columns["grads"], self.scratch)
+        grads = self.columns["grads"]
+        found = whole_norm(grads, self.workspace.scratch.knowing(grads, self.plan.layout))
         return found and found[0]
 
     def take(self) -> Metrics:
@@ -162,16 +159,17 @@ class _ByRule:
         for counter in step.counters:  # before the kernel, which reads the counts
             counter.add_(1)
         try:
-            columns = step.columns
+            columns, scratch = step.columns, step.workspace.scratch
             params, grads = columns["params"], columns["grads"]
             state = [columns[key] for key in self._state]
             if step.plan.in_place:
-                run_kernel(self._kernel, [params, grads, *state], self._runs, factor, step.workspace.scratch, "")
+                run_kernel(self._kernel, [params, grads, *state], self._runs, factor, scratch, "")
             elif factor is None:
                 step.executor.run(self._kernel, step.table.rows, params, state, self._settings, self._runs)
             else:
+                scratch = scratch.knowing(grads, step.plan.layout)
                 scale = Scale.by_number(float(factor))
-                run_pieces([scale], grads, self._settings, step.scratch, self._kernel, [params, *state])
+                run_pieces([scale], grads, self._settings, scratch, self._kernel, [params, *state])
         except BaseException:
             for counter in step.counters:
                 counter.add_(-1)

@@ -34,15 +34,11 @@ _NORMS = partial(torch.linalg.vector_norm, dim=1)
 
 
 class Chunk(NamedTuple):
-    """Some of the tensors, and memory in which each fills whole rows. Chunks share their memory."""
+    """Some neighbours of a list of tensors, and memory in which each fills whole rows. Chunks share their memory."""
 
-    indices: list[int]
+    own: slice
     views: list[Tensor]  # memory in the shape of each tensor
     rows: Tensor  # the same memory as a matrix
-
-    def given(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Those of the tensors that are in this chunk."""
-        return tensors if len(self.indices) == len(tensors) else [tensors[i] for i in self.indices]
 
 
 class Moves(NamedTuple):
@@ -140,6 +136,7 @@ def _reduced(
 ) -> tuple[Tensor, Tensor]:
     """Reduce each row in the dtype of the tensors. Return the results in float64, and the tensor of each row."""
     plan = scratch.plan("blocks", tensors, lambda: _planned(tensors, scratch))
+    short = tensors if not plan.long else [tensors[i] for i in plan.short]
     found: list[Tensor] = []
     if moves is not None:
         for i in plan.short:
@@ -147,7 +144,7 @@ def _reduced(
     for chunk in plan.chunks:
         if len(plan.chunks) > 1:
             chunk.rows.zero_()  # the rest of the last row of each tensor
-        foreach.copy_plain_(chunk.views, chunk.given(tensors))
+        foreach.copy_plain_(chunk.views, short[chunk.own])
         found.append(reduce(chunk.rows))
     for i in plan.long:
         found += [reduce(rows) for rows in (_rows_of(tensors[i]) if moves is None else _moved(tensors[i], moves, i))]
@@ -165,7 +162,7 @@ def _planned(tensors: Sequence[Tensor], scratch: Scratch) -> _Plan:
     sizes = [tensor.numel() for tensor in tensors]
     short = [i for i, size in enumerate(sizes) if size <= SHORT]
     long = [i for i, size in enumerate(sizes) if size > SHORT]
-    chunks = in_chunks("blocks", tensors, short, ROW, ROWS, tensors[0], scratch)
+    chunks = in_chunks("blocks", [tensors[i] for i in short], ROW, ROWS, tensors[0], scratch)
     for chunk in chunks:
         chunk.rows.zero_()
     blocks = [*(-(-sizes[i] // ROW) for i in short), *(-(-sizes[i] // BLOCK) for i in long)]
@@ -174,14 +171,12 @@ def _planned(tensors: Sequence[Tensor], scratch: Scratch) -> _Plan:
     return _Plan(short, long, chunks, owner)
 
 
-def in_chunks(
-    name: str, tensors: Sequence[Tensor], indices: list[int], row: int, most: int, like: Tensor, scratch: Scratch
-) -> list[Chunk]:
-    """Chunks of at most ``most`` rows of ``row`` elements, for the tensors at ``indices``; memory is as ``like``."""
-    counts = [-(-tensors[i].numel() // row) for i in indices]
+def in_chunks(name: str, tensors: list[Tensor], row: int, most: int, like: Tensor, scratch: Scratch) -> list[Chunk]:
+    """Chunks of at most ``most`` rows of ``row`` elements, whose memory is as ``like``."""
+    counts = [-(-tensor.numel() // row) for tensor in tensors]
     cuts = spans(counts, most)
     memory = scratch.memory(name, max((sum(counts[own]) for own in cuts), default=0) * row, like)
-    return [Chunk(indices[own], *in_rows(memory, [tensors[i] for i in indices[own]], row)) for own in cuts]
+    return [Chunk(own, *in_rows(memory, tensors[own], row)) for own in cuts]
 
 
 def in_rows(memory: Tensor, tensors: Sequence[Tensor], row: int) -> tuple[list[Tensor], Tensor]:

@@ -28,17 +28,18 @@ def multiply_short_(
     tensors = [tensor if tensor.ndim else tensor.view(1) for tensor in tensors]
     wide = foreach.wide_dtype(tensors[0].dtype)
     own = foreach.as_factors(factors, wide)
-    chunks = scratch.plan(f"rows {wide} {name}", tensors, lambda: _planned(tensors, own, scratch, most), most)
+    indices, chunks = scratch.plan(f"rows {wide} {name}", tensors, lambda: _planned(tensors, own, scratch, most), most)
+    short = [tensors[i] for i in indices]
     for chunk, owner in chunks:
         spread = own.index_select(0, owner).unsqueeze(1)
-        short = chunk.given(tensors)
+        given = short[chunk.own]
         if tensors[0].dtype == wide:
             foreach.copy_plain_([chunk.rows], [spread.expand_as(chunk.rows)])
-            foreach.multiply_plain_(short, chunk.views)
+            foreach.multiply_plain_(given, chunk.views)
         else:  # multiplied in float32, so that only the product is rounded
-            foreach.copy_plain_(chunk.views, short)
+            foreach.copy_plain_(chunk.views, given)
             chunk.rows.mul_(spread)
-            foreach.copy_plain_(short, chunk.views)
+            foreach.copy_plain_(given, chunk.views)
     return [i for i, tensor in enumerate(tensors) if tensor.numel() > most]
 
 
@@ -48,14 +49,16 @@ def multiply_each_(tensors: Sequence[Tensor], factors: Tensor, scratch: Scratch,
         foreach.multiply_each_([tensors[i]], factors.narrow(0, i, 1))
 
 
-def _planned(tensors: Sequence[Tensor], like: Tensor, scratch: Scratch, most: int) -> list[tuple[Chunk, Tensor]]:
-    """Short tensors in chunks, each with the index of the tensor that each row belongs to."""
+def _planned(
+    tensors: Sequence[Tensor], like: Tensor, scratch: Scratch, most: int
+) -> tuple[list[int], list[tuple[Chunk, Tensor]]]:
+    """The indices of short tensors, and chunks of them, each with the index of the tensor that a row belongs to."""
     short = [i for i, tensor in enumerate(tensors) if 0 < tensor.numel() <= most]
-    chunks = in_chunks("rows", tensors, short, ROW, MOST // ROW, like, scratch)
-    return [(chunk, _owner(chunk, tensors).to(like.device)) for chunk in chunks]
+    chunks = in_chunks("rows", [tensors[i] for i in short], ROW, MOST // ROW, like, scratch)
+    return short, [(chunk, _owner(short[chunk.own], tensors).to(like.device)) for chunk in chunks]
 
 
-def _owner(chunk: Chunk, tensors: Sequence[Tensor]) -> Tensor:
-    counts = [-(-tensors[i].numel() // ROW) for i in chunk.indices]
-    places, repeats = (torch.tensor(column, device="cpu") for column in (chunk.indices, counts))
+def _owner(indices: list[int], tensors: Sequence[Tensor]) -> Tensor:
+    counts = [-(-tensors[i].numel() // ROW) for i in indices]
+    places, repeats = (torch.tensor(column, device="cpu") for column in (indices, counts))
     return torch.repeat_interleave(places, repeats, output_size=sum(counts))

@@ -23,7 +23,7 @@ class Slices(NamedTuple):
     counts: list[int]  # how many slices each tensor has
     owner: Tensor  # the tensor that each slice belongs to
     templates: list[Tensor]  # tensors of the shapes of one number per slice
-    chunks: list[Chunk]  # short tensors whose slices have one length, each a row
+    chunks: list[tuple[list[int], Chunk]]  # short tensors whose slices have one length, each a row
     others: list[int]  # the tensors that are measured one by one
     order: Tensor  # where each slice stands in the order in which they are measured
 
@@ -52,11 +52,11 @@ def plan(tensors: Sequence[Tensor], dims: Sequence[tuple[int, ...]], scratch: Sc
         is_short = tensor.numel() <= SHORT and length <= BLOCK and _are_rows(tensor, dims[i])
         (alike.setdefault(length, []) if is_short else others).append(i)
     chunks = [
-        chunk
+        (together[chunk.own], chunk)
         for length, together in alike.items()
-        for chunk in in_chunks("slices", tensors, together, length, ROWS * ROW // length, like, scratch)
+        for chunk in in_chunks("slices", [tensors[i] for i in together], length, ROWS * ROW // length, like, scratch)
     ]
-    measured = [i for chunk in chunks for i in chunk.indices] + others
+    measured = [i for own, _ in chunks for i in own] + others
     starts = list(accumulate(counts, initial=0))
     places = torch.cat([torch.arange(starts[i], starts[i] + counts[i], device="cpu") for i in measured])
     templates = [like.new_zeros(()).expand(shape) for shape in shapes]
@@ -67,8 +67,8 @@ def plan(tensors: Sequence[Tensor], dims: Sequence[tuple[int, ...]], scratch: Sc
 def sliced_norms(tensors: Sequence[Tensor], slices: Slices) -> Tensor:
     """The L2 norm of each slice of tensors of the shapes for which ``slices`` was planned: a float64 vector."""
     found: list[Tensor] = []
-    for chunk in slices.chunks:
-        foreach.copy_plain_(chunk.views, chunk.given(tensors))
+    for own, chunk in slices.chunks:
+        foreach.copy_plain_(chunk.views, [tensors[i] for i in own])
         found.append(torch.linalg.vector_norm(chunk.rows, dim=1).double())
     for i in slices.others:
         tensor, dims = tensors[i], slices.dims[i]
