@@ -11,7 +11,8 @@ from torch.optim import Optimizer
 class TrainsPrivately(Protocol):
     """Releases the gradients of parameters with noise."""
 
-    def released_params(self) -> Collection[Tensor]: ...
+    def released_params(self) -> Collection[Tensor]:
+        """The parameters."""
 
 
 _OWNERS: "weakref.WeakSet[TrainsPrivately]" = weakref.WeakSet()

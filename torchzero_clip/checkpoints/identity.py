@@ -38,6 +38,7 @@ class Member:
 
 
 def members_of(nodes: Nodes) -> list[Member]:
+    """The transforms of the outermost chain."""
     found: list[Member] = []
     for outermost in nodes:
         if outermost.outer:

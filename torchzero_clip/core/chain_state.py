@@ -38,6 +38,7 @@ class ChainState:
         self.show(groups)
 
     def show(self, groups: Iterable[dict[str, Any]]) -> None:
+        """Write the state to param groups."""
         for group in groups:
             group.update({**self.values, **self.identity})
 

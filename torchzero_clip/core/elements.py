@@ -178,6 +178,7 @@ class Flags(NamedTuple):
         return self._replace(numbers=(*self.numbers, *self.beside), beside=())
 
     def elements(self, row: int, device: torch.device, scratch: Scratch | None = None) -> Elements:
+        """The elements of one tensor."""
         usable, started = (None if flag is None else flag.select(0, row).to(device) for flag in self[:2])
         return Elements(usable, started, scratch=scratch)
 

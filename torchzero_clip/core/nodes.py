@@ -62,6 +62,7 @@ class Node:
             return self.qualified(storable(self.transform, self.transform.init_global_state()))
 
     def qualified(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Values under keys with the prefix."""
         return {f"{self.path}/{key}": value for key, value in values.items()}
 
     def init_state(self, named: NamedParam, setting: Setting) -> dict[str, Any]:
@@ -102,6 +103,7 @@ class Nodes:
         return {n.storage_keys[key]: schedule for n in self for key, schedule in n.transform.schedules.items()}
 
     def init_global_state(self) -> dict[str, Any]:
+        """The state of the whole chain before its first step, by qualified keys."""
         return {key: value for n in self for key, value in n.init_global_state().items()}
 
     def checked_settings(
@@ -136,6 +138,7 @@ class Nodes:
         return state
 
     def possible_state(self, named: NamedParam, group: Mapping[str, Any]) -> dict[str, Any]:
+        """Every entry that the state of a parameter may ever have."""
         return {key: value for n in self for key, value in n.possible_state(named, n.settings(group)).items()}
 
 

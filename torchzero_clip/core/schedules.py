@@ -22,6 +22,7 @@ class Schedules:
 
     @property
     def any(self) -> bool:
+        """True if some setting is a function of the step."""
         return any(own for _, own in self.of_groups)
 
     def split(self, group: Group, was_at: int | None) -> tuple[Group, dict[str, Schedule]]:

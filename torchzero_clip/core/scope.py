@@ -29,6 +29,7 @@ class NamedParam(NamedTuple):
 
 
 def named_params(group: dict[str, Any]) -> list[NamedParam]:
+    """The parameters of a param group, with their names."""
     names = group.get("param_names") or [None] * len(group["params"])
     return [NamedParam(p, name, group.get("name")) for p, name in zip(group["params"], names, strict=True)]
 
@@ -47,6 +48,7 @@ class Condition:
         return f".{'only' if self.keep else 'without'}({', '.join(given)})"
 
     def holds(self, named: NamedParam) -> bool:
+        """True if the parameter passes."""
         found = _in_group(named, self.groups) or any(_matches(where, named) for where in self.where)
         return found == self.keep
 
@@ -63,6 +65,7 @@ class Scope:
         return len(self.conditions) > 0  # `not` of a tuple breaks the graphs of `torch.compile`
 
     def narrowed(self, keep: bool, where: Sequence[Any], groups: str | Iterable[str]) -> "Scope":
+        """The scope with one more condition."""
         for item in where:
             if not isinstance(item, str) and (not callable(item) or isinstance(item, type | nn.Module)):
                 kind = type(item).__name__
@@ -84,9 +87,11 @@ class Scope:
         return Scope((*self.conditions, Condition(keep, tuple(where), named)))
 
     def within(self, outer: "Scope") -> "Scope":
+        """The parameters that are in both scopes."""
         return Scope((*outer.conditions, *self.conditions))
 
     def has(self, named: NamedParam) -> bool:
+        """True if the parameter is in the scope."""
         return all(condition.holds(named) for condition in self.conditions)
 
     def __str__(self) -> str:

@@ -97,6 +97,7 @@ class States(Sequence[State]):
         return found
 
     def has(self, key: str) -> bool:
+        """Whether all parameters have state under a key."""
         name = key if self.touched is not None else f"{self._path}/{key}"
         return all(name in row for row in self.touched or self._stored)
 
@@ -105,9 +106,11 @@ class States(Sequence[State]):
         return pack(self.column(key, indices))
 
     def keep(self, key: str, values: Tensor, indices: Sequence[int] | None = None) -> None:
+        """Replace the numbers of one key."""
         foreach.copy_(self.column(key, indices), list(values.unbind()))
 
     def add(self, key: str, number: float) -> None:
+        """Add to the numbers of one key."""
         foreach.add_number_(self.column(key), number)
 
 

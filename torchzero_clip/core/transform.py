@@ -338,6 +338,7 @@ T = TypeVar("T", bound=Transform)
 
 
 def altered(transform: T, **attributes: Any) -> T:
+    """A shallow copy with other attributes."""
     new = copy.copy(transform)
     if new is transform:
         raise TypeError(f"{type(transform).__name__}.__copy__ returns the transform itself, and has to return a copy")

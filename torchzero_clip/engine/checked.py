@@ -80,6 +80,7 @@ def factors_of(node: Node, measured: Measured, updates: list[Tensor], step: Step
 
 
 def slice_dims(scaling: Scaling, tensor: Tensor) -> tuple[int, ...]:
+    """The dimensions of a slice, which a subclass returns."""
     dims: Any = scaling.slice_dims(tensor)
     if not isinstance(dims, tuple | list):
         raise TypeError(f"{scaling!r}.slice_dims returned {dims!r}: return a tuple, () to leave the tensor alone")
@@ -87,6 +88,7 @@ def slice_dims(scaling: Scaling, tensor: Tensor) -> tuple[int, ...]:
 
 
 def take_step(node: Node, updates: list[Tensor], step: Step) -> None:
+    """Let a final rule change the parameters."""
     rule = cast(FinalRule, node.transform)
     try:
         returned: Any = rule.take_step(updates, step)  # pyright: ignore
@@ -116,6 +118,7 @@ def refusal(node: Node, norm: Tensor, step: Step) -> Tensor:
 
 
 def record(node: Node, norm: Tensor, step: Step, *, taken: bool) -> None:
+    """Tell a gate whether the step is taken."""
     gate = cast(Gate, node.transform)
     _asked(gate.accept if taken else gate.refused, node, norm, step)
     check_state(node, step)

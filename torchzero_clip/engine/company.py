@@ -23,7 +23,8 @@ class Walking(Host, Protocol):
     nodes: Nodes
     judged: Judged
 
-    def apply(self, node: Node, rows: list[int], updates: list[Tensor]) -> list[Tensor]: ...
+    def apply(self, node: Node, rows: list[int], updates: list[Tensor]) -> list[Tensor]:
+        """Return the result of one transform for tensors."""
 
 
 class Absence:
@@ -74,6 +75,7 @@ class Company(ABC):
         """The rows on which this process applies a transform; none if a stand-in has acted for it."""
 
     def report(self, node: Node, measured: Measured, factors: Tensor) -> None:
+        """Collect the numbers of a scaling."""
         own = self._own.pop(node.path)
         self.numbers[node.path] = torch.cat([effect_numbers(measured, factors).to(own.device), own])
 

@@ -27,6 +27,7 @@ class Parts:
         self.updated.update({id(param): param for param in params})
 
     def refuse_second(self, params: Iterable[Tensor]) -> None:
+        """Raise if a parameter was updated already."""
         if any(id(param) in self.updated for param in params):
             raise second_gradient()
 

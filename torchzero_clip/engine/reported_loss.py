@@ -66,11 +66,13 @@ class ReportedLoss:
         self._begins_anew = True
 
     def clear(self) -> None:
+        """Forget all reports."""
         self._sum: Tensor | float = 0.0
         self.count = 0  # how many losses were reported
         self._begins_anew = False
 
     def loss(self) -> Loss:
+        """The mean of the reports."""
         return Loss(self._sum / self.count, self.count) if self.count else Loss()
 
 

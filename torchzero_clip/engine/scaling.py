@@ -36,6 +36,7 @@ def find_factors(
 
 
 def store_state(node: Node, step: Step, chain_state: MutableMapping[str, Any], company: Company | None) -> None:
+    """Store the state of a transform."""
     if node.has_state:
         step.stored.write()
     if company is not None:

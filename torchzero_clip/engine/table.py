@@ -43,10 +43,12 @@ class Table:
 
     @property
     def rows(self) -> list[int]:
+        """All rows."""
         return list(range(len(self.params)))
 
     @property
     def named_params(self) -> list[NamedParam]:
+        """The parameters with their names."""
         named = [n for group in self.groups for n in named_params(group)]
         return [n for n in named if n.param.grad is not None and n.param.requires_grad]
 

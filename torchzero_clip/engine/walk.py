@@ -190,6 +190,7 @@ class Walk:
         return step
 
     def store(self, node: Node, step: Step) -> None:
+        """Store the state and the metrics of a transform."""
         store_state(node, step, self.chain_state, self.company)
         if step.metrics:
             self.metrics.update(node.qualified(step.metrics))

@@ -35,6 +35,7 @@ class Scale:
 
     @property
     def is_one_number(self) -> bool:
+        """True if there is one factor for all updates."""
         return self.measured.joint and foreach.is_one_number(self.factors)
 
     @property
@@ -90,6 +91,7 @@ class Pointwise:
 
     @property
     def keeps_finite(self) -> bool:
+        """True if finite updates stay finite."""
         return self.transform.stays_finite()
 
     def begin(self, scratch: Scratch) -> None:
@@ -108,9 +110,11 @@ class Pointwise:
         return Elements(finite=self.follows_finite and is_judged, scratch=self.scratch)
 
     def run(self, x: Tensor, result: Tensor, state: Sequence[Tensor], row: int, at: Elements) -> None:
+        """Change elements, and note how many changed."""
         self.counts.append(self.transform.counted(x, result, state, self.settings[row], at, by_formula=False))
 
     def finish(self) -> None:
+        """Report how many elements changed."""
         if self.done is not None:
             self.done(pack(self.counts).sum())
 

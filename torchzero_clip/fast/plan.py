@@ -146,6 +146,7 @@ class _ByRule:
         return set(map(rule.variant, settings[self._rule.path])) if isinstance(rule, UpdateRule) else set()
 
     def settle(self, settings: Mapping[str, list[Setting]]) -> None:
+        """Take over checked settings."""
         of_groups = settings_of(self._rule, self._rest, settings)
         self._settings: list[Setting] = [of_groups[g] for g in self._group_of]
         self._runs = by_setting(self._settings)

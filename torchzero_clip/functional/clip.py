@@ -78,6 +78,7 @@ def normalize_factors(metric: Metric, norms: Tensor, value: float) -> Tensor:
 
 
 def normalize_factor(norm: float, value: float) -> float:
+    """The factor of one norm, in the units of the norm."""
     return 1.0 if norm <= TINY else value / norm
 
 

@@ -44,6 +44,7 @@ def reals(tensor: Tensor) -> Tensor:
 
 
 def reals_of(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Each tensor as `reals`."""
     return [torch.view_as_real(t) if t.is_complex() else t for t in locals_of(tensors)]
 
 
@@ -161,6 +162,7 @@ def kind(tensors: Sequence[Tensor]) -> tuple[torch.dtype, bool, torch.device] | 
 
 
 def all_contiguous(tensors: Sequence[Tensor]) -> bool:
+    """Whether all are contiguous."""
     return all(map(Tensor.is_contiguous, tensors))
 
 
@@ -234,6 +236,7 @@ def subtract_squares(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> lis
 
 
 def multiply_(tensors: Sequence[Tensor], number: float | Tensor) -> None:
+    """Multiply all tensors by one number, in place."""
     if isinstance(number, Tensor):
         scale_(tensors, [number.reshape(())] * len(tensors))
     else:
@@ -256,15 +259,18 @@ def add_(tensors: Sequence[Tensor], others: Sequence[Tensor], alpha: float = 1) 
 
 
 def add_number_(tensors: Sequence[Tensor], number: float) -> None:
+    """Add one number to all tensors, in place."""
     _foreach._foreach_add_(reals_of(tensors), number)
 
 
 def subtract_(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> None:
+    """``tensors -= others``, in place."""
     if tensors:
         _foreach._foreach_sub_(locals_of(tensors), locals_of(others))
 
 
 def subtract(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
+    """``tensors - others``, as new tensors."""
     result = clone(tensors)
     subtract_(result, others)
     return result
@@ -299,6 +305,7 @@ def widened(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def cast(tensors: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
+    """Each tensor in the dtype of another one."""
     return [tensor.to(other.dtype) for tensor, other in zip(tensors, like, strict=True)]
 
 
@@ -341,6 +348,7 @@ def maximum_(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> None:
 
 
 def square_roots(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The square root of each element, as new tensors."""
     return _wrap(_foreach._foreach_sqrt(reals_of(tensors)), tensors)
 
 

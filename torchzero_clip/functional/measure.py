@@ -70,6 +70,7 @@ class Slicing(NamedTuple):
 
     @classmethod
     def checked(cls, ord: Ord, dim: Dim, inverse_dims: bool, min_size: int) -> "Slicing":
+        """Check the arguments of a user, and store them."""
         dims("dim", dim)
         boolean("inverse_dims", inverse_dims)
         count("min_size", min_size)
@@ -126,6 +127,7 @@ class Measured:
 
     @property
     def counts(self) -> list[int]:
+        """How many slices each tensor has."""
         if self.slices is not None:
             return self.slices.counts
         return [1] * len(self.targets) if self._parts is None else [p.slice_count for p in self._parts]

@@ -36,6 +36,7 @@ class Slices(NamedTuple):
         foreach.multiply_plain_(list(compress(tensors, changed)), list(compress(numbers, changed)))
 
     def parts(self, tensors: Sequence[Tensor]) -> list[Part]:
+        """The tensors, cut."""
         return list(map(part, tensors, self.dims))
 
 

@@ -260,6 +260,7 @@ class BeforeStep:
         self._is_wrapped = True
 
     def finish(self) -> None:
+        """The wrapper ends."""
         self._is_wrapped = False
         self._end()
 

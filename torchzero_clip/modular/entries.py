@@ -75,6 +75,7 @@ class Entries:
             group[KEY] = self._name
 
     def save(self, optimizer: Optimizer, saved: dict[str, Any]) -> None:
+        """Write the entries to a checkpoint."""
         self._was_saved = True
         self._front.sync(optimizer.param_groups)
         own = without_device(self._front.state_dict())

@@ -64,6 +64,7 @@ class Layout:
         return cls(tuple(names), tuple(labels[g] for _, g, _ in listed), has_names, frozen)
 
     def owners(self, by: By) -> list[str]:
+        """The layer of each parameter."""
         if by != "module":
             return list(self.names if by == "parameter" else self.groups)
         owners: list[str] = []

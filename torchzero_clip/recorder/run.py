@@ -135,6 +135,7 @@ class Run(Listener):
         self._began_without_loss = not self._taken and not has_loss
 
     def report_late(self, loss: Tensor | float, step: int) -> None:
+        """Store the loss of a step that was recorded before."""
         device = torch.device("cpu") if self.tape is None else self.tape.device
         value = _as_tensors({"loss": loss}, device)["loss"]
         if self.tape is not None:
