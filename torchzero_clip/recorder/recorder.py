@@ -225,7 +225,14 @@ class Recorder(Readable):
             self._run.output.live = Live(log, None)
 
     def close(self, *, warn: bool = False) -> None:
-        """Stop recording, and write the last steps to the file, as `flush` does. The steps can still be read."""
+        """Stop recording, and write the last steps to the file. The steps can still be read.
+
+        Args:
+            warn: As in `flush`.
+
+        Raises:
+            OSError: If the file cannot be written.
+        """
         self._run.finish()
         if self._hooks is not None:
             self._hooks.remove()
