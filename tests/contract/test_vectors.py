@@ -13,7 +13,7 @@ import torchzero_clip
 from torchzero_clip import LR, Centralize, Modular
 
 CASES = json.loads(Path(__file__).parents[1].joinpath("vectors.json").read_text())["vectors"]
-TARGETS = {"Mul": Mul, **vars(torchzero_clip)}
+TARGETS = {"Mul": Mul} | {name: getattr(torchzero_clip, name) for name in dir(torchzero_clip)}
 EMA_TFMS = {"mul": Mul, "ema": EMA, "centralize": lambda args: Centralize(**args)}
 
 
