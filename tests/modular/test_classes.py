@@ -289,6 +289,14 @@ def test_subclasses():
     assert issubclass(doubled, Doubled)
 
 
+@pytest.mark.parametrize("argument", [{"weight_decay": 0.0}, {"nesterov": False}, {"foreach": True}, {"fused": None}])
+def test_arguments_of_torch_without_effect_are_ignored(argument):
+    """The registry of timm passes ``weight_decay=0.0`` to each class."""
+    made = Modular.of(ClipNorm(1), LR(0.1))(parameters(), lr=0.5, **argument)
+    assert repr(made) == repr(Modular.of(ClipNorm(1), LR(0.1))(parameters(), lr=0.5))
+    assert not argument.keys() & made.param_groups[0].keys()
+
+
 REFUSED = {
     "a setting": (
         lambda: Clipped(parameters(), lr=0.1, max_nrom=1.0),
@@ -309,6 +317,10 @@ REFUSED = {
     "a structure of the optimizer": (
         lambda: Clipped(parameters(), fused=False),
         "write AdamW(fused=...) in Modular.of",
+    ),
+    "a weight decay": (
+        lambda: Modular.of(SGD())(parameters(), weight_decay=0.1),
+        "'weight_decay'; there are: momentum, dampening, lr. Put WeightDecay(...) after Adam",
     ),
     "a third argument": (lambda: Clipped(parameters(), 0.1, 0.9), "Modular takes at most 2 arguments without a name"),
     "several rates": (

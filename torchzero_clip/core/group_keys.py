@@ -19,7 +19,7 @@ from torchzero_clip.hints import did_you_mean, nearest
 BEFORE_STEP = "before_step"
 """The key under which `before_step` keeps its transforms in the groups of an optimizer. Chains leave it out."""
 
-_HINTS = {
+HINTS = {
     "decoupled_weight_decay": ". If it is True, put WeightDecay(...) after the optimizer, otherwise before it",
     "maximize": ". It is an argument of Modular",
     "weight_decay": ". Put WeightDecay(...) after Adam for that of torch.optim.AdamW, before it for that of "
@@ -39,10 +39,9 @@ def why_refused(group: Mapping[str, Any], nodes: Nodes, shown: Iterable[str] = (
     unread = {key: value for key, value in group.items() if key.partition(":")[0] not in known}
     torchs, unknown = torchs_arguments(group) if unread else set[str](), list[str]()
     for key, value in unread.items():
-        has_effect = value is not None and not (isinstance(value, int | float) and value == 0)
         inner = [f"{node.path}/{key}" for node in nodes if f"{node.path}/{key}" in stored]
         owners = [node.transform for node in nodes if _structural(node.transform, key)]
-        if inner and (has_effect or key not in torchs):
+        if inner and (has_effect(value) or key not in torchs):
             return f"no transform has a setting {key!r} under this bare name: write {inner[0]!r}"
         if owners and as_text(value) not in [_structural(owner, key) for owner in owners]:
             return (
@@ -52,14 +51,19 @@ def why_refused(group: Mapping[str, Any], nodes: Nodes, shown: Iterable[str] = (
         if key == "decoupled_weight_decay":
             is_lost = bool(group.get("weight_decay")) and _decays_elsewhere(bool(value), nodes)
         elif key in torchs or any(key in own for own in _signatures("torchzero_clip", Transform)):
-            is_lost = has_effect
+            is_lost = has_effect(value)
         else:
             is_lost = "/" in key or nearest(key, stored, likeness=0.85) is not None
         unknown += [key] if is_lost and not owners else []
     if not unknown:
         return None
     meant = did_you_mean(nodes.storage_keys.get(unknown[0], unknown[0]), sorted(stored))
-    return f"no transform has a setting {' or '.join(map(repr, unknown))}{meant}{_HINTS.get(unknown[0], '')}"
+    return f"no transform has a setting {' or '.join(map(repr, unknown))}{meant}{HINTS.get(unknown[0], '')}"
+
+
+def has_effect(value: object) -> bool:
+    """False for the values by which frameworks switch an argument off: None, False and 0."""
+    return value is not None and not (isinstance(value, int | float) and value == 0)
 
 
 def torchs_arguments(group: Iterable[str]) -> set[str]:

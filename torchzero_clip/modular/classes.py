@@ -11,6 +11,7 @@ from uuid import uuid4
 
 from torchzero_clip.checks import HOW, as_builtin
 from torchzero_clip.core.chain import Chain, Transforms, as_written, flatten, rebuilt
+from torchzero_clip.core.group_keys import HINTS, has_effect, torchs_arguments
 from torchzero_clip.core.learning_rate import rates_of, with_learning_rate
 from torchzero_clip.core.nodes import Nodes
 from torchzero_clip.core.schedules import at
@@ -111,12 +112,15 @@ copyreg.pickle(Ready, _reduced)  # pickle does not ask a class itself how it is 
 def _constructor(base: Any, transforms: tuple[Transform, ...], options: dict[str, Any]) -> Callable[..., None]:
     """The method ``__init__`` of a class. Its signature has the settings, because some frameworks read it."""
     nodes = Chain(*with_learning_rate(list(flatten(transforms)))).nodes()
-    # frameworks may pass arguments that change no result
-    ignored = {key for key in HOW if not any(key in inspect.signature(type(t)).parameters for t in transforms)}
+    of_transforms = {key for transform in transforms for key in inspect.signature(type(transform)).parameters}
+    stored = set(nodes.storage_keys.values())
 
     def __init__(self: Any, params: Any, lr: Any = None, **settings: Any) -> None:  # noqa: N807
+        # frameworks may pass arguments that change no result
+        others = torchs_arguments(settings) - of_transforms - stored
+        ignored = {key for key in others if key in HOW or not has_effect(settings[key])}
         settings = {key: value for key, value in settings.items() if key not in ignored}
-        if unknown := [key for key in settings if key not in nodes.storage_keys.values()]:
+        if unknown := [key for key in settings if key not in stored]:
             raise TypeError(f"no transform has a setting {unknown[0]!r}{_way_out(unknown[0], base, transforms, nodes)}")
         self.given = settings if lr is None else {"lr": lr, **settings}
         base.__init__(self, params, *transforms, **options)
@@ -136,7 +140,7 @@ def _way_out(name: str, base: type, transforms: Sequence[Transform], nodes: Node
         return f": write {kinds[0].__name__}({name}=...) in {base.__name__}.of(...)"
     if name in inspect.signature(base).parameters:
         return f": write {base.__name__}.of(..., {name}=...)"
-    return did_you_mean(name, nodes.storage_keys.values())
+    return f"{did_you_mean(name, nodes.storage_keys.values())}{HINTS.get(name, '')}"
 
 
 def configured(chain: Chain, given: Mapping[str, Any]) -> Chain:
