@@ -269,6 +269,8 @@ def test_refusals_of_optimizers():
         before_step(torch.optim.LBFGS([weight]), ClipNorm(1))
     with pytest.raises(TypeError, match="got list"):
         before_step([weight], ClipNorm(1))
+    with pytest.raises(TypeError, match="got ClipNorm"):
+        before_step(ClipNorm(1), sgd([one()]))
     optimizer = sgd([weight])
     with pytest.raises(ValueError, match="at least one transform"):
         before_step(optimizer)
@@ -520,6 +522,14 @@ def _less_state(saved):
     del saved["param_groups"][0]["before_step"]["state"][0]
 
 
+def _only_tensors(saved):
+    del saved["param_groups"][0]["before_step"]["states"]
+
+
+def _no_settings(saved):
+    del saved["param_groups"][0]["before_step"]["settings"]
+
+
 def test_a_checkpoint_of_other_transforms_names_the_call_that_loads_what_fits():
     params = parameters()
     optimizer = torch.optim.AdamW(params)
@@ -541,6 +551,8 @@ def test_a_checkpoint_of_other_transforms_names_the_call_that_loads_what_fits():
         (_another_shape, "has shape"),
         (_another_value, "beta must be in"),
         (_less_state, "lacks state of the transforms"),
+        (_only_tensors, "lacks state of the transforms"),
+        (_no_settings, "lacks state of the transforms"),
     ],
 )
 def test_a_checkpoint_that_does_not_fit_changes_nothing(spoil, message):

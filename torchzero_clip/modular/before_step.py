@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from torchzero_clip.checks import instance
 from torchzero_clip.compat import may_be_template, never_compiled, steps_being_taken, warn_user
-from torchzero_clip.core.chain import Transforms, flatten
+from torchzero_clip.core.chain import Transforms
 from torchzero_clip.core.group_keys import BEFORE_STEP as KEY
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.engine.checked import versions
@@ -341,8 +341,7 @@ def before_step(
         5.0
     """
     found = unwrapped_host(optimizer)
-    listed = list(flatten(transforms))
-    check_host(found, listed)
+    check_host(found, transforms)
     if handle_of(found) is not None:
         raise RuntimeError(
             "this optimizer already has transforms before its steps: first call remove() of their handle"

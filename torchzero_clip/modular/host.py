@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torchzero_clip.checks import needs_closure
+from torchzero_clip.core.chain import Transforms, flatten
 from torchzero_clip.engine.listener import Attached
 from torchzero_clip.modular.modular import Modular
 from torchzero_clip.modular.validation import NOT_ZERO_REDUNDANCY
@@ -39,16 +40,18 @@ def unwrapped_host(optimizer: Any) -> Any:
     return optimizer
 
 
-def check_host(found: Any, transforms: list[Any]) -> None:
+def check_host(found: Any, transforms: Sequence[Transforms]) -> None:
     """Raise if an optimizer cannot have transforms before its steps."""
-    shown, name = ", ".join(map(repr, transforms)) or "ClipNorm(1)", type(found).__name__
+    name = type(found).__name__
     inside = [key for key, value in getattr(found, "__dict__", {}).items() if isinstance(value, Optimizer)]
     way_out = f": call before_step on optimizer.{inside[0]}" if inside else ""
     if not isinstance(found, Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {name}{way_out}")
+    listed = list(flatten(transforms))
     if isinstance(found, Modular):
+        shown = ", ".join(map(repr, listed)) or "ClipNorm(1)"
         raise TypeError(f"this optimizer is a chain, which takes the transforms: Modular(params, {shown}, ...)")
-    if not transforms:
+    if not listed:
         raise ValueError("before_step needs at least one transform, as in before_step(optimizer, ClipNorm(1))")
     if name == "ZeroRedundancyOptimizer":
         raise TypeError(NOT_ZERO_REDUNDANCY)
