@@ -244,6 +244,18 @@ def test_factors_beyond_float32(grad, max_norm, min_norm, dtype):
     )
 
 
+@pytest.mark.parametrize("dim", [None, "global"])
+@pytest.mark.parametrize(("order", "bound"), [(2, 1e-6), (math.inf, 1e-6), (0.5, 3e-5), (1, 3e-5), (3, 3e-5)])
+def test_equal_elements_have_the_largest_rounding(order, bound, dim):
+    for count in (900, 70_000):
+        for value in (0.1, 0.3471, 0.5189, 0.9):
+            param = nn.Parameter(torch.zeros(count))
+            param.grad = torch.full((count,), value)
+            clip_grad_norm_([param], 1e-3, order, dim=dim)
+            found = torch.linalg.vector_norm(param.grad.double(), order).item()
+            assert found == pytest.approx(1e-3, rel=bound)
+
+
 def test_no_limit_changes_nothing_even_beside_a_nan():
     param = nn.Parameter(torch.zeros(2))
     param.grad = torch.tensor([5.0, math.nan])
