@@ -29,6 +29,7 @@ from torchzero_clip import (
     RMSprop,
     WeightDecay,
     Wrap,
+    adapt_state_dict,
     before_step,
     from_torch_optim,
     to_torch_optim,
@@ -248,6 +249,8 @@ def test_wrong_types_are_refused():
         from_torch_optim(adamw.state_dict(), adamw)  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match="optimizer must be of class Modular"):
         from_torch_optim(optimizer, adamw.state_dict())  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match=r"got AdamW: before_step has arguments new and dropped"):
+        adapt_state_dict(adamw, adamw.state_dict(), new=["clip_norm"])  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match=r"target must be of class Optimizer, got <class 'torch.optim.adamw.AdamW'>"):
         to_torch_optim(optimizer, optim.AdamW)  # pyright: ignore[reportArgumentType]
 

@@ -66,3 +66,27 @@ def test_it_resumes_exactly(name, chain, way, tmp_path):
     train(second, resumed, rows[5:])
     assert_equal(resumed, params)
     assert handle.metrics() == other.metrics()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("way", ["plain", "flattened"])
+def test_transforms_come_after_the_load_of_a_checkpoint_without_them(way, tmp_path):
+    options = WAYS[way]
+    model = Model(values(parameters()))
+    params = list(model.parameters())
+    optimizer = OPTIMIZERS["AdamW"](params)
+    rows = gradients(params, 4)
+    train(optimizer, params, rows[:3])
+    dcp.save({"optimizer": get_optimizer_state_dict(model, optimizer, options=options)}, checkpoint_id=tmp_path)
+
+    second_model = Model(values(params))
+    resumed = list(second_model.parameters())
+    second = OPTIMIZERS["AdamW"](resumed)
+    saved = get_optimizer_state_dict(second_model, second, options=options)
+    dcp.load({"optimizer": saved}, checkpoint_id=tmp_path)
+    set_optimizer_state_dict(second_model, second, saved, options=options)
+    handle = before_step(second, ZClip(max_norm=None))
+    train(optimizer, params, rows[3:])
+    train(second, resumed, rows[3:])
+    assert_equal(resumed, params)
+    assert handle.steps_taken == 1

@@ -105,6 +105,7 @@ def adapt_state_dict(
 
     Raises:
         ValueError: If the remaining transforms do not match in order, by kind and structure.
+        TypeError: If ``optimizer`` is not a `Modular`.
 
     Examples:
         >>> import torch
@@ -119,6 +120,7 @@ def adapt_state_dict(
         >>> optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["max_norm"]
         (0.5, 1.0)
     """
+    instance("optimizer", optimizer, Modular, "before_step has arguments new and dropped of its own")
     return adapted(state_dict, optimizer.param_groups, optimizer.nodes, new, dropped)
 
 
