@@ -90,7 +90,8 @@ def adamw_(
     before = [step - 1 for step in steps]  # torch counts this step itself
     rates |= {"lr": setting["lr"], "decoupled_weight_decay": True}
     # pairs of real numbers: torch decays complex ones, and then a NaN in one part reaches the other
-    adam(*map(reals_of, lists), before, foreach=False, fused=False, **rates)
+    params, updates, first, second, most = map(reals_of, lists)
+    adam(params, updates, first, second, most, before, foreach=False, fused=False, **rates)
 
 
 def sgd_(
@@ -112,8 +113,8 @@ def sgd_(
         rates |= {"is_first_step": False, "lr": _beside_params(setting["lr"], params)}
         _foreach._fused_sgd_(params, updates, buffers, grad_scale=scale, found_inf=None, **rates)
         return
-    lists = reals_of(params), reals_of(updates), reals_of(buffers) or [None] * len(params)
-    sgd(*lists, lr=setting["lr"], foreach=False, fused=False, **rates)
+    params, updates, buffers = map(reals_of, (params, updates, buffers))
+    sgd(params, updates, buffers or [None] * len(params), lr=setting["lr"], foreach=False, fused=False, **rates)
 
 
 def _beside_params(lr: float | Tensor, params: Sequence[Tensor]) -> float | Tensor:

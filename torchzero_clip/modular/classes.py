@@ -112,12 +112,12 @@ copyreg.pickle(Ready, _reduced)  # pickle does not ask a class itself how it is 
 def _constructor(base: Any, transforms: tuple[Transform, ...], options: dict[str, Any]) -> Callable[..., None]:
     """The method ``__init__`` of a class. Its signature has the settings, because some frameworks read it."""
     nodes = Chain(*with_learning_rate(list(flatten(transforms)))).nodes()
-    of_transforms = {key for transform in transforms for key in inspect.signature(type(transform)).parameters}
     stored = set(nodes.storage_keys.values())
+    accepted = stored.union(*(inspect.signature(type(transform)).parameters for transform in transforms))
 
     def __init__(self: Any, params: Any, lr: Any = None, **settings: Any) -> None:  # noqa: N807
         # frameworks may pass arguments that change no result
-        others = torchs_arguments(settings) - of_transforms - stored
+        others = torchs_arguments(settings) - accepted
         ignored = {key for key in others if key in HOW or not has_effect(settings[key])}
         settings = {key: value for key, value in settings.items() if key not in ignored}
         if unknown := [key for key in settings if key not in stored]:

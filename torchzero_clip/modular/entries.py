@@ -114,7 +114,7 @@ class Entries:
                     "with the state that they have"
                 )
             return
-        if not all(map(_is_complete, entries)):
+        if not all(isinstance(e, Mapping) and "settings" in e and len(_states(e)) == e.get("states") for e in entries):
             load.agree(ValueError(_INCOMPLETE), front.param_groups)
         load.check(_as_checkpoint(groups, entries), front.param_groups)
         self._load = load
@@ -146,10 +146,6 @@ def _as_checkpoint(groups: Sequence[Group], entries: Sequence[Mapping[str, Any]]
         known = dict(enumerate(numbers))  # if parameters are missing, `Load.check` says so
         state |= {known[int(k)]: values for k, values in _states(entry).items() if int(k) in known}
     return {"state": state, "param_groups": own}
-
-
-def _is_complete(entry: Any) -> bool:
-    return isinstance(entry, Mapping) and "settings" in entry and len(_states(entry)) == entry.get("states")
 
 
 def _states(entry: Mapping[str, Any]) -> Mapping[Any, Any]:
