@@ -5,6 +5,7 @@ from typing import Any, TypeAlias
 
 from torch import nn
 
+from torchzero_clip.checks import instance
 from torchzero_clip.compat import warn_user
 from torchzero_clip.core.chain import Transforms
 from torchzero_clip.modular.before_step import BeforeStep, before_step, chain_of
@@ -18,7 +19,10 @@ def attached(given: Given, current: Collection[BeforeStep | None], optimizer: An
     found = chain_of(optimizer)
     if isinstance(found, BeforeStep) and found in current:
         return found
-    return given(optimizer) if callable(given) else before_step(optimizer, given, module=model)
+    handle = given(optimizer) if callable(given) else before_step(optimizer, given, module=model)
+    way_out = "write transforms=lambda optimizer: before_step(optimizer, ...)"
+    instance("what the function in transforms= returns", handle, BeforeStep, way_out)
+    return handle
 
 
 def check_trained(optimizers: Sequence[Any], model: nn.Module, *, raises: bool) -> None:
