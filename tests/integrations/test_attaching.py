@@ -7,6 +7,7 @@ from torch import nn
 from torchzero_clip import AdamW, ClipNorm, Modular, ZClip, before_step
 from torchzero_clip.integrations.attaching import attached, check_trained
 from torchzero_clip.modular.before_step import chain_of
+from torchzero_clip.recorder.recorder import check_given
 
 
 def sgd(params):
@@ -69,3 +70,8 @@ def test_a_function_that_returns_no_handle_is_refused(wrong):
     layer = nn.Linear(1, 1)
     with pytest.raises(TypeError, match=r"must be of class BeforeStep.*lambda optimizer: before_step\(optimizer, "):
         attached(wrong, [], sgd(layer.parameters()), layer)
+
+
+def test_transforms_in_the_place_of_the_recorder_are_refused():
+    with pytest.raises(TypeError, match=r"recorder must be .* got list: .* as transforms=\[...\]"):
+        check_given([ClipNorm(1)])

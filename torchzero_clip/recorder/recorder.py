@@ -282,7 +282,7 @@ def check_given(recorder: object) -> None:
     if not isinstance(recorder, Recorder | None) and (not callable(recorder) or isinstance(recorder, nn.Module)):
         raise TypeError(
             f"recorder must be a Recorder or a function that makes one, got {type(recorder).__name__}: write "
-            "functools.partial(Recorder, path=...)"
+            "functools.partial(Recorder, path=...). Transforms are passed as transforms=[...]"
         )
 
 
