@@ -48,7 +48,8 @@ class ClassMaker:
 
         It is a subclass of `Modular`. Its constructor is ``(params, lr=None, **settings)``. The settings are those of
         the transforms, by their keys in param groups. ``lr`` and settings replace the numbers in the transforms. A
-        param group that has a setting of its own keeps it. Equal calls return the same class, also after a pickle.
+        param group that has a setting of its own keeps it. Arguments of torch's optimizers that have no effect, such as
+        ``weight_decay=0``, are ignored. Equal calls return the same class, also after a pickle.
 
         Args:
             *transforms: As in `Modular`.
