@@ -31,19 +31,6 @@ from torchzero_clip.per_sample.samples.broadcast_row import HOOKS, by_vmap, is_i
 from torchzero_clip.per_sample.samples.comparison import differ
 from torchzero_clip.per_sample.samples.labels import Place
 
-# words in errors of vmap; other errors are those of the module, and raise as they are
-OF_TORCH = ("Batching rule", "vmap", "functorch", "written-to tensor", "data-dependent", "dynamic shape")
-LOOP = (  # in errors of vmap after which a loop over samples may do
-    "Batching rule not implemented",
-    "data-dependent control flow",
-    "dynamic shape",
-    "vmap over",
-    "Cannot access ",  # the data pointer or the storage, as by tolist(), numpy() and deepcopy
-    "stack expects each tensor to be equal size",  # packed sequences
-    "is not possible because there exists a Tensor `other`",  # results of a sample written into a tensor of all
-    "setup_context",  # functions of autograd in the older form
-    "checkpoint",  # which would repeat its function outside of vmap
-)
 BY_VMAP = "by vmap"  # a key of `CapturedLayer.known`: False if vmap cannot run the module
 SHARED = "shared"  # a key of `CapturedLayer.known`: the arguments that all samples share, and those of samples
 COMPARED = "compared"  # a key of `CapturedLayer.known`: decisions with which the module agreed with its batch
@@ -82,8 +69,8 @@ class GenericRule(Rule):
         versions = [leaf._version for leaf in given]
         known = layer.known.setdefault(COMPARED, set())
         decision = (*dims, *[(x.ndim, x.dtype) if isinstance(x, Tensor) else type(x) for x in leaves])
-        with _alone(layer, leaves) as state:
-            tensors = _mapped(layer, state, one, copies, list(inputs.values()), count)
+        with _alone(layer, one) as state:
+            tensors = _mapped(layer, state, one, copies, list(inputs.values()))
             changed = versions != [leaf._version for leaf in given]  # so that it cannot run again
             if not is_known and not changed and decision not in known:
                 _refuse_reentrant(layer, tensors, inputs.values())
@@ -159,6 +146,7 @@ class _One:
         self._layer, self._leaves, self._structure, self._dims = layer, leaves, structure, dims
         self._output_dim = output_dim
         self._bare, self._inside = Bare(layer.module), _Inside(layer)
+        self.gets_cache = any(hasattr(x, "get_seq_length") for x in leaves)  # of transformers
         self._output: tuple[list[Any], Any] = [], None  # what it holds beside tensors, and its structure
         self._output_dims: dict[int, int | None] = {}  # of its tensors
 
@@ -203,7 +191,7 @@ class _One:
 
 
 @contextmanager
-def _alone(layer: CapturedLayer, leaves: Sequence[Any]) -> Generator[State]:
+def _alone(layer: CapturedLayer, one: _One) -> Generator[State]:
     """A block in which the module runs for one sample at a time. An error leaves its state as before."""
     layer.engine.inside, caches = True, parametrize._cache_enabled
     parametrize._cache_enabled = 0  # under parametrize.cached(), a run would get the weights of another run
@@ -212,7 +200,8 @@ def _alone(layer: CapturedLayer, leaves: Sequence[Any]) -> Generator[State]:
         yield state
     except BaseException as error:
         state.undo()
-        if isinstance(error, RuntimeError) and any(hasattr(x, "get_seq_length") for x in leaves):
+        layer.known.pop(BY_VMAP, None)
+        if isinstance(error, RuntimeError) and one.gets_cache:
             raise ValueError(
                 f"{layer} runs sample by sample, and got a cache that holds values of the whole batch: switch it "
                 "off with use_cache=False, in the call or in the config of the model"
@@ -349,10 +338,9 @@ def _batch_size(layer: CapturedLayer, leaves: Sequence[Any], counts: set[int]) -
 def _mapped(
     layer: CapturedLayer,
     state: State,
-    one: Callable[..., tuple[Tensor, ...]],
+    one: _One,
     copies: dict[str, Tensor],
     inputs: Sequence[Tensor],
-    count: int,
 ) -> Sequence[Tensor]:
     """Run ``one`` for every sample, by vmap or one by one. The results have the samples in the first dimension."""
     if layer.known.get(BY_VMAP, True):
@@ -361,14 +349,9 @@ def _mapped(
             outputs = by_vmap(one, copies, *inputs)
             state.end()
             return outputs
-        except (RuntimeError, ValueError) as error:
-            if not any(word in str(error) for word in (*OF_TORCH, *LOOP)):
+        except (RuntimeError, ValueError):  # those of the module itself raise again below
+            if one.gets_cache:  # which each sample would go on with
                 raise
-            if not any(word in str(error) for word in LOOP):
-                raise RuntimeError(
-                    f"{layer} cannot be run sample by sample: {error}\n"
-                    f"Give its class a rule with register_rule, or freeze its parameters"
-                ) from error
             layer.known[BY_VMAP] = False
     rows = [tensor.unbind() for tensor in (*copies.values(), *inputs)]  # at once, so that the backward stacks once
     results: list[tuple[Tensor, ...]] = []
