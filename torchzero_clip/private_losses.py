@@ -13,6 +13,7 @@ class TrainsPrivately(Protocol):
 
     def released_params(self) -> Collection[Tensor]:
         """The parameters."""
+        ...
 
 
 _OWNERS: "weakref.WeakSet[TrainsPrivately]" = weakref.WeakSet()

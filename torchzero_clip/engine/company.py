@@ -25,6 +25,7 @@ class Walking(Host, Protocol):
 
     def apply(self, node: Node, rows: list[int], updates: list[Tensor]) -> list[Tensor]:
         """Return the result of one transform for tensors."""
+        ...
 
 
 class Absence:

@@ -283,9 +283,10 @@ class Engine:
         if self._keep_grad_samples and self.phase is not Phase.CHECK:
             part = Dense(part.param, part.dense(0, part.batch_size))
             grads = part.grads * self.scale(part.batch_size) if self.of_mean else part.grads
-            earlier: Any = getattr(part.param, "grad_sample", None)
-            joins = earlier is not None and len(earlier) == len(grads)  # other numbers raise at the end
-            self.show(part.param, grad_sample=earlier + grads if joins else grads)
+            earlier = getattr(part.param, "grad_sample", None)
+            if earlier is not None and len(earlier) == len(grads):  # other numbers of samples raise at the end
+                grads = earlier + grads
+            self.show(part.param, grad_sample=grads)
         alone = self._calls[id(layer)] < 2 and self.attachment.owners[id(part.param)] < 2
         self.captured.add(layer, part, alone=alone)
 
