@@ -223,6 +223,8 @@ LOST = [
     (lambda p: optim.Adam(p, weight_decay=0.1), [AdamW()], "'decoupled_weight_decay'.* otherwise before it"),
     (lambda p: optim.AdamW(p), [WeightDecay(0.1), Adam()], "'decoupled_weight_decay'.* after the optimizer"),
     (lambda p: optim.RAdam(p), [Wrap(optim.RAdam, decoupled_weight_decay=True)], "cannot differ between param groups"),
+    (lambda p: optim.NAdam(p, weight_decay=0.1, decoupled_weight_decay=True), [Wrap(optim.NAdam)], "A Wrap takes it"),
+    (lambda p: optim.AdamW(p), [Wrap(optim.Adam)], "A Wrap takes it"),
 ]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from torchzero_clip.checks import HOW
-from torchzero_clip.core.kinds import FinalRule, UpdateRule
+from torchzero_clip.core.kinds import UpdateRule
 from torchzero_clip.core.nodes import Nodes
 from torchzero_clip.core.transform import Transform, as_text
 from torchzero_clip.hints import did_you_mean, nearest
@@ -20,7 +20,8 @@ BEFORE_STEP = "before_step"
 """The key under which `before_step` keeps its transforms in the groups of an optimizer. Chains leave it out."""
 
 HINTS = {
-    "decoupled_weight_decay": ". If it is True, put WeightDecay(...) after the optimizer, otherwise before it",
+    "decoupled_weight_decay": ". If it is True, put WeightDecay(...) after the optimizer, otherwise before it. A Wrap "
+    "takes it as an argument",
     "maximize": ". It is an argument of Modular",
     "weight_decay": ". Put WeightDecay(...) after Adam for that of torch.optim.AdamW, before it for that of "
     "torch.optim.Adam",
@@ -96,7 +97,9 @@ def _decays_elsewhere(is_decoupled: bool, nodes: Nodes) -> bool:
     for transform in [node.transform for node in nodes]:
         has_rule = has_rule or isinstance(transform, UpdateRule)
         if "weight_decay" in transform.defaults:
-            return has_rule is not is_decoupled and not isinstance(transform, FinalRule)
+            wrapped: Any = getattr(transform, "template", None)  # the optimizer in a Wrap, which knows it itself
+            own = has_rule if wrapped is None else wrapped.defaults.get("decoupled_weight_decay", is_decoupled)
+            return own is not is_decoupled
     return False
 
 
