@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.instancenorm import _InstanceNorm as InstanceNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
@@ -27,7 +28,7 @@ from torchzero_clip.per_sample.processes.sharding import group_of_shards, reshar
 from torchzero_clip.per_sample.rules.copies import EMPTY
 from torchzero_clip.per_sample.rules.whole import Whole, whole_line
 from torchzero_clip.per_sample.samples.arguments import tensors_held
-from torchzero_clip.per_sample.samples.following import Following
+from torchzero_clip.per_sample.samples.following import Following, OneSample, OwnMode
 from torchzero_clip.per_sample.samples.probe import Probe
 from torchzero_clip.per_sample.unclipped import refuse_unclipped, watch_steps
 
@@ -95,7 +96,7 @@ class Engine:
         self.forward = Forward()
         self.given: GivenRows | None = None
         """What the user says of rows, in a block of `rows`."""
-        self.following: Following | None = None
+        self.following: OwnMode | None = None
         """Follows the forward of the model while it runs."""
         self.outputs: list[weakref.ref[Tensor]] = []
         """What layers and the model have returned."""
@@ -200,6 +201,10 @@ class Engine:
             for x in packed:
                 provenance.note_packed(x, torch.arange(provenance.count, device="cpu"))
             self._follow(Following(provenance))
+        elif self.forward.batch_size == 1 and any(
+            isinstance(module, InstanceNorm) for module in self.attachment.modules
+        ):
+            self._follow(OneSample())
 
     def forward_ended(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """The hook of the model after its forward."""
@@ -210,7 +215,7 @@ class Engine:
             self.phase = Phase.IDLE
             self.outputs += [weakref.ref(x) for x in pytree.tree_leaves(output) if type(x) is Tensor]
 
-    def _follow(self, following: Following | None) -> None:
+    def _follow(self, following: OwnMode | None) -> None:
         if self.following is not None:  # else, or if this is the next forward, an interrupt has ended the last one
             self.following.__exit__(None, None, None)
         self.following = following

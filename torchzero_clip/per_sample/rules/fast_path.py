@@ -27,13 +27,13 @@ class FastPathRule(Rule):
     @override
     def run(self, layer: CapturedLayer, /, *args: Any, **kwargs: Any) -> Any:
         module, provenance = layer.module, layer.engine.forward.provenance
-        if module.training or provenance is None:
+        if module.training:
             return type(module).forward(module, *args, **kwargs)
         inputs = tensors_in((args, kwargs))
         with without_own_modes():
             output = type(module).forward(module, *args, **kwargs)
-        found = [(x, labels) for x in inputs if (labels := provenance.of(x)) is not None]
-        if found:
+        found = [(x, labels) for x in inputs if provenance and (labels := provenance.of(x)) is not None]
+        if provenance and found:
             place = _place(module, provenance.count, found)
             for i, x in enumerate(tensors_in(output)):
                 known = place is not None and i == 0 and x.ndim == 3 and x.shape[place.dim] == provenance.count

@@ -104,6 +104,22 @@ def without_own_modes() -> Generator[None]:
             _push_mode(modes.pop())
 
 
+def _let_be_contiguous(name: str, output: Any) -> None:
+    """Make the gradient of one normalized image contiguous, or `native_batch_norm_backward` of torch 2.13 is wrong."""
+    if name in ("batchnorm", "instancenorm") and output.requires_grad and len(output) == 1:
+        output.register_hook(Tensor.contiguous)
+
+
+class OneSample(OwnMode):
+    """Mends the gradients of one image behind InstanceNorm. All rows are of the only sample."""
+
+    @override
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        _let_be_contiguous(_key(getattr(func, "__name__", "")), output)
+        return output
+
+
 class Following(OwnMode):
     """Notes the labels of what functions return. Compiled functions are not seen."""
 
@@ -136,8 +152,7 @@ class Following(OwnMode):
             with _Inside(self):
                 output = func(*args, **kwargs)
             name = "composite"  # its operations have noted the labels
-        if name in ("batchnorm", "instancenorm") and output.requires_grad and len(output) == 1:
-            output.register_hook(Tensor.contiguous)  # `native_batch_norm_backward` of torch 2.13 misreads odd strides
+        _let_be_contiguous(name, output)
         with DisableTorchFunctionSubclass():  # the argument may be a `BroadcastRow`
             if changes and version_of(target) != version:
                 self._changed(func, name, target, version, args, kwargs)
