@@ -212,7 +212,7 @@ def _reads_loss(error: Exception) -> bool:
 
 
 def described(value: object) -> str:
-    """A value of the wrong kind."""
+    """A value for an error: the shape and dtype of a tensor, a number with its type, else the type."""
     if not isinstance(value, Tensor):
         return f"{value!r} ({type(value).__name__})" if isinstance(value, int | float) else type(value).__name__
     layout = "" if value.layout == torch.strided else f", {value.layout}"

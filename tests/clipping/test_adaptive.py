@@ -200,7 +200,7 @@ def test_rms_of_complex_numbers_is_that_of_their_parts(fast):
         (lambda: ZClip(warmup_steps=0), ValueError, "warmup_steps must be at least 1"),
         (lambda: ZClip(clip_option="median"), ValueError, "clip_option"),
         (lambda: AdaGC(ratio=0), ValueError, "ratio must be > 0"),
-        (lambda: AdaGC(warmup_steps=-1), ValueError, "warmup_steps must be at least 0"),
+        (lambda: AdaGC(warmup_steps=-1), ValueError, "warmup_steps must be >= 0, got -1"),
         (lambda: GradientStabilizer(beta1=2), ValueError, r"beta1 must be in \[0, 1\]"),
         (lambda: GradientStabilizer(beta1=1.0), ValueError, "must be below 1"),
         (lambda: GradientStabilizer(beta2=1.0), ValueError, "must be below 1"),

@@ -62,27 +62,6 @@ def test_optimizers_equal_those_of_torch_at_extreme_gradients(name, scale, fast)
         torch.testing.assert_close(params, other, rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("fast", [True, False])
-@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
-@pytest.mark.parametrize("name", PAIRS)
-def test_a_part_that_is_not_finite_leaves_the_other_part(name, bad, fast):
-    """Compared with torch's optimizer on pairs of real numbers."""
-    ours, theirs = PAIRS[name]
-    generator = torch.Generator().manual_seed(0)
-    params, pairs = [nn.Parameter(torch.ones(3, dtype=torch.complex128))], [nn.Parameter(torch.ones(3, 2).double())]
-    pairs[0].data[:, 1] = 0
-    optimizer, reference = Modular(params, ours(), fast=fast), theirs(pairs)
-    for k in range(3):
-        row = torch.randn(3, 2, generator=generator, dtype=torch.float64)
-        if k == 1:
-            row[0, 0] = row[1, 1] = bad
-        train(optimizer, params, [[torch.view_as_complex(row)]])
-        train(reference, pairs, [[row]])
-    found = torch.view_as_real(params[0].detach())
-    torch.testing.assert_close(found, pairs[0].detach(), rtol=1e-12, atol=1e-12, equal_nan=True)
-    assert found.isfinite().sum() >= 4
-
-
 def test_moments_of_a_wider_dtype_keep_the_imaginary_part():
     param, other = (nn.Parameter(torch.zeros(2, dtype=torch.complex64)) for _ in range(2))
     optimizer, reference = Modular([param], Adam(0.1, state_dtype=torch.float64)), torch.optim.Adam([other], 0.1)

@@ -465,7 +465,7 @@ def test_a_limit_that_came_and_went_leaves_a_checkpoint_that_loads_and_goes_on_a
     [
         ({"average": torch.zeros(2, dtype=torch.float64)}, "the state 'track_joint_norm/average' of the chain"),
         ({"average": torch.zeros((), dtype=torch.int64)}, "the state 'track_joint_norm/average' of the chain"),
-        ({"average": 1.0}, "is a dense tensor in this chain, got float"),
+        ({"average": 1.0}, r"is a dense tensor in this chain, got 1\.0 \(float\)"),
         ({"unit": "one"}, "is a number in this chain, got str"),
         ({}, "lacks the state 'track_joint_norm/average' of the chain"),
     ],

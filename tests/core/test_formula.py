@@ -305,7 +305,7 @@ class Returns(Formula):
             r"\.formula returned .* Return the new elements and a tuple of the new state",
         ),
         (lambda: Returns(lambda x: (x, (x,)), lambda x: x), r"\.start returned a .* Return a tuple of the first state"),
-        (lambda: Returns(lambda x: (x, (x,)), lambda x: 0.0), r"\.start returned float\. .*`return \(new_average,\)`"),
+        (lambda: Returns(lambda x: (x, (x,)), lambda x: 0.0), r"\.start returned 0\.0 \(float\)\. .*`return \(new_av"),
         (lambda: Returns(lambda x: (x, (x,)), lambda x: ()), r"\.start returned nothing\. "),
     ],
 )

@@ -21,7 +21,7 @@ ROUNDING = {torch.float64: 1e-6, torch.float32: 4e-6, torch.bfloat16: 0.03}
 """Units in the last place of the largest element; numbers of float64 runs are compared as float32 would be."""
 
 short_pieces = mock.patch.multiple("torchzero_clip.fast.pieces", ALONE_ON_CPU=2**11, ON_CPU=2**12, IN_ONE_PASS=2**13)
-"""Decorates a function in which tensors of more than 2,048 elements are cut, into pieces of 4,096."""
+"""Decorates a function in which pieces have at most 4,096 elements, and tensors above 2,048 get their own."""
 
 
 class Run:

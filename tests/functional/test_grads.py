@@ -246,7 +246,7 @@ def test_factors_beyond_float32(grad, max_norm, min_norm, dtype):
 
 @pytest.mark.parametrize("dim", [None, "global"])
 @pytest.mark.parametrize(("order", "bound"), [(2, 1e-6), (math.inf, 1e-6), (0.5, 3e-5), (1, 3e-5), (3, 3e-5)])
-def test_equal_elements_have_the_largest_rounding(order, bound, dim):
+def test_rounding_of_equal_elements_is_within_the_documented_bound(order, bound, dim):
     for count in (900, 70_000):
         for value in (0.1, 0.3471, 0.5189, 0.9):
             param = nn.Parameter(torch.zeros(count))

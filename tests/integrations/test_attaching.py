@@ -66,9 +66,9 @@ def test_parameters_that_no_optimizer_has_are_named():
 
 @pytest.mark.parametrize("wrong", [lambda optimizer: [ClipNorm(1)], lambda optimizer: None])
 def test_a_function_that_returns_no_handle_is_refused(wrong):
-    """It would train without transforms."""
+    """Otherwise the model would train without transforms."""
     layer = nn.Linear(1, 1)
-    with pytest.raises(TypeError, match=r"must be of class BeforeStep.*lambda optimizer: before_step\(optimizer, "):
+    with pytest.raises(TypeError, match=r"must return a handle, got .*lambda optimizer: before_step\(optimizer, "):
         attached(wrong, [], sgd(layer.parameters()), layer)
 
 

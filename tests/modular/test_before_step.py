@@ -548,7 +548,7 @@ def test_a_checkpoint_of_other_transforms_names_the_call_that_loads_what_fits():
     [
         (_shorter, "param groups of"),
         (_another_group, "param groups of"),
-        (_another_shape, "has shape"),
+        (_another_shape, r"is a tensor of shape \(1,\)"),
         (_another_value, "beta must be in"),
         (_less_state, "lacks state of the transforms"),
         (_only_tensors, "lacks state of the transforms"),
@@ -604,7 +604,7 @@ def test_a_second_evaluation_of_a_closure_raises_and_shows_the_function():
 
 
 class Moves(torch.optim.SGD):
-    """As the closures of schedule-free optimizers: it moves parameters before it evaluates the closure."""
+    """Like schedule-free optimizers that take a closure, it moves parameters before it evaluates the closure."""
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -620,7 +620,7 @@ class Moves(torch.optim.SGD):
     ("transform", "nonfinite", "raises"),
     [(SkipStep(10.0), "propagate", True), (ClipNorm(1), "skip", True), (ClipNorm(1), "propagate", False)],
 )
-def test_a_step_that_cannot_be_undone_is_not_refused_after_it(transform, nonfinite, raises):
+def test_gates_raise_for_an_optimizer_that_moves_parameters_before_its_closure(transform, nonfinite, raises):
     weight = one()
     optimizer = Moves([weight], 1.0)
     handle = before_step(optimizer, transform, nonfinite=nonfinite)

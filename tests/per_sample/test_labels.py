@@ -282,20 +282,19 @@ def test_a_sum_has_the_samples_of_each_part_that_has_some():
         before, after = torch.cat([torch.zeros(3, 2), rows]), torch.cat([rows, torch.zeros(3, 2)])
         both = before + after
         assert wider(provenance.of(both), both.shape, 2).flatten().tolist() == [1, 0, 1, 1, 0, 1]
-        # each two of these agree with zeros, but not with each other
+        # each part agrees with zeros, but two parts name different samples
         clash = torch.addcmul(before, after, torch.cat([rows.flip(0)[[1, 0, 2]], torch.zeros(3, 2)]))
         assert provenance.of(clash) is LOST
 
 
 @pytest.mark.parametrize("function", [torch.quantile, torch.nanquantile])
-def test_quantiles_of_several_numbers_have_a_dimension_for_them(function):
+def test_the_samples_of_several_quantiles_are_lost(function):
     x, provenance = torch.randn(3, 2, 2), Provenance(2, 1, [], {})
     with Following(provenance):
         provenance.note(x, 2)  # the samples are in dimension 1
         y = function(x, torch.tensor([0.2, 0.8]), dim=0, keepdim=True)
         one = function(x, 0.5, dim=2)
-    labels = provenance.of(y)
-    assert labels is LOST or wider(labels, y.shape, 2).expand(y.shape)[0, 0, :, 0].tolist() == [0, 1]
+    assert provenance.of(y) is LOST
     assert provenance.of(one) == 1
 
 

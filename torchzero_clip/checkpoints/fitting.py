@@ -195,7 +195,7 @@ def _check_value(what: str, value: Any, expected: Any) -> None:
     # dtypes may differ, because torch's load_state_dict casts state to the dtype of the parameter too
     if value.shape != expected.shape or _kind_of(value) != _kind_of(expected):
         raise ValueError(
-            f"{what} has {described(value)} in the checkpoint and {described(expected)} in this chain: "
+            f"{what} is {described(value)} in the checkpoint, and {described(expected)} in this chain: "
             "build the optimizer on a model of the same shapes"
         )
     if is_distributed(expected) != is_distributed(value):

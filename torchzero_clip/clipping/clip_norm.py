@@ -23,7 +23,7 @@ class ClipNorm(Scaling):
 
     **Guarantees.** Updates within the limit are bitwise unchanged, and directions do not change. The norm of a finite
     update neither overflows nor underflows, whatever its dtype, and no epsilon is added to it. Rounding can leave a
-    norm above the limit by a relative 1e-6 in float32 (3e-5 for other orders than 2 and inf), and by half a unit in the
+    norm above the limit by a relative 1e-6 in float32 (3e-5 for orders other than 2 and inf), and by half a unit in the
     last place in half precision (4e-3 in bfloat16, 5e-4 in float16).
 
     Args:

@@ -21,7 +21,7 @@ class Normalize(Scaling):
 
     **Guarantees.** Zeros stay zeros, and directions do not change. The norm of a finite update neither overflows nor
     underflows, whatever its dtype. Rounding leaves the norm within a relative 1e-6 of ``norm_value`` in float32 (3e-5
-    for other orders than 2 and inf), and within half a unit in the last place of the elements in half precision (4e-3
+    for orders other than 2 and inf), and within half a unit in the last place of the elements in half precision (4e-3
     in bfloat16, 5e-4 in float16).
 
     Args:

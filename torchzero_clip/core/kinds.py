@@ -26,7 +26,7 @@ class NeverApplied(Transform):
             kind = next(base.__name__ for base in cls.__mro__ if NeverApplied in base.__bases__)
             raise TypeError(
                 f"{cls.__name__}.apply_tensors would never be called, because {cls.__name__} is a {kind}: implement "
-                "the abstract methods of that class, or derive from Transform"
+                f"what {kind} asks for, or derive from Transform"
             )
 
     @override

@@ -249,7 +249,7 @@ class Transform(Explained, ABC):
         """Return a copy of this transform that acts on all parameters except selected ones.
 
         Args:
-            *where: The parameters to leave out, selected as in `only`, which also says what raises.
+            *where: The parameters to leave out, selected as in `only`. It raises as `only` does.
             groups: The param groups to leave out, as in `only`.
         """
         return altered(self, scope=self.scope.narrowed(False, where, groups))

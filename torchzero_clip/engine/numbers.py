@@ -41,7 +41,7 @@ def measuring(nodes: Nodes) -> list[tuple[Node, _Measuring]]:
 def _nothing(transform: _Measuring, device: torch.device) -> Tensor:
     """The numbers of a transform that has not run."""
     if isinstance(transform, Elementwise):
-        return torch.zeros(2, dtype=torch.float64, device=device)
+        return torch.zeros(2, dtype=torch.float64, device=device)  # how many elements changed, and how many there are
     own = no_numbers(transform.slicing.metric, device)
     return torch.cat([own.new_zeros(EFFECT), own])
 

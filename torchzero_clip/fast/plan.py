@@ -13,10 +13,11 @@ What a plan assumes, and what is compared in each step before anything changes:
 * Types, dtypes, sizes, strides and ``requires_grad`` of parameters, gradients and state are compared by a guard that is
   private to torch. Plans need this guard, because a check in Python takes ten times as long.
 * A parameter that moves to the next group keeps the order of all, so the groups of the parameters are compared too.
+* Attributes of transforms, which a user may set at any time, are compared by identity.
 * Numbers of state have to be views of the vectors that the last step made, because a load or a user may replace them.
 * A policy and a listener see a `Walk` and the norms of an ordinary step, made by the same functions when they ask. A
   usual joint norm answers ``nonfinite`` alone, and if a policy refuses the step, nothing has changed.
-* Metrics are computed when they are read.
+* A plan has no tensor of a step, so that ``zero_grad()`` frees the gradients. Metrics are computed when they are read.
 """
 
 import operator
@@ -112,7 +113,7 @@ class Planned:
             return self.judged.total()
         grads = self.columns["grads"]
         found = whole_norm(grads, self.workspace.scratch.knowing(grads, self.plan.layout))
-        return found and found[0]
+        return None if found is None else found[0]
 
     def take(self) -> Metrics:
         """Take a step that has a ``walk``, as `Plan.take`."""

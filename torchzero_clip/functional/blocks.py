@@ -143,7 +143,7 @@ def _reduced(
             tensors[i].lerp_(moves.ends[i], moves.weights[i])
     for chunk in plan.chunks:
         if len(plan.chunks) > 1:
-            chunk.rows.zero_()  # the rest of the last row of each tensor
+            chunk.rows.zero_()  # another chunk has written to this memory
         foreach.copy_plain_(chunk.views, short[chunk.own])
         found.append(reduce(chunk.rows))
     for i in plan.long:

@@ -2,7 +2,7 @@
 
 Lists may hold plain and distributed tensors, several devices and dtypes. Functions work on the local parts, which is
 right because all operations here are elementwise, and tensors of one operation have the same layout. Where it matters,
-the real and the imaginary part of a complex number are separate elements: an inf or NaN in one leaves the other.
+the real and the imaginary part of a complex number are separate elements, as in torch's optimizers.
 """
 
 from collections.abc import Callable, Sequence
@@ -88,10 +88,8 @@ def adamw_(
         _foreach._fused_adamw_(*lists, steps, lr=lr, grad_scale=scale, found_inf=None, **rates)
         return
     before = [step - 1 for step in steps]  # torch counts this step itself
-    rates |= {"lr": setting["lr"], "decoupled_weight_decay": True}
-    # pairs of real numbers: torch decays complex ones, and then a NaN in one part reaches the other
-    params, updates, first, second, most = map(reals_of, lists)
-    adam(params, updates, first, second, most, before, foreach=False, fused=False, **rates)
+    rates |= {"has_complex": params[0].is_complex(), "decoupled_weight_decay": True}
+    adam(*lists, before, lr=setting["lr"], foreach=False, fused=False, **rates)
 
 
 def sgd_(
@@ -113,7 +111,6 @@ def sgd_(
         rates |= {"is_first_step": False, "lr": _beside_params(setting["lr"], params)}
         _foreach._fused_sgd_(params, updates, buffers, grad_scale=scale, found_inf=None, **rates)
         return
-    params, updates, buffers = map(reals_of, (params, updates, buffers))
     sgd(params, updates, buffers or [None] * len(params), lr=setting["lr"], foreach=False, fused=False, **rates)
 
 
@@ -243,7 +240,7 @@ def multiply_(tensors: Sequence[Tensor], number: float | Tensor) -> None:
     if isinstance(number, Tensor):
         scale_(tensors, [number.reshape(())] * len(tensors))
     else:
-        _multiply_(reals_of(tensors), number)
+        _multiply_(locals_of(tensors), number)
 
 
 def _multiply_(tensors: Sequence[Tensor], number: float) -> None:
@@ -258,7 +255,7 @@ def _multiply_(tensors: Sequence[Tensor], number: float) -> None:
 def add_(tensors: Sequence[Tensor], others: Sequence[Tensor], alpha: float = 1) -> None:
     """``tensors += alpha * others``, in place."""
     if tensors:
-        _foreach._foreach_add_(reals_of(tensors), reals_of(others), alpha=alpha)
+        _foreach._foreach_add_(locals_of(tensors), locals_of(others), alpha=alpha)
 
 
 def add_number_(tensors: Sequence[Tensor], number: float) -> None:
@@ -314,7 +311,7 @@ def cast(tensors: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
 
 def lerp_(tensors: Sequence[Tensor], ends: Sequence[Tensor], weight: float) -> None:
     """``tensors += weight * (ends - tensors)``, in place."""
-    _foreach._foreach_lerp_(reals_of(tensors), reals_of(ends), weight)
+    _foreach._foreach_lerp_(locals_of(tensors), locals_of(ends), weight)
 
 
 def lerp_rows_(chosen: Tensor, tensors: Sequence[Tensor], ends: Sequence[Tensor], weight: float) -> None:

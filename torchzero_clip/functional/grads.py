@@ -98,7 +98,7 @@ def clip_grad_norm_(
     | float16 of norm 128000, float32 of norm 1e21 | clipped; the norm does not overflow |
     | two tensors that overlap in memory | the elements in both are scaled twice, as by torch |
 
-    Rounding can leave a norm above the limit by a relative 1e-6 in float32 (3e-5 for other orders than 2 and inf), and
+    Rounding can leave a norm above the limit by a relative 1e-6 in float32 (3e-5 for orders other than 2 and inf), and
     by half a unit in the last place in half precision (4e-3 in bfloat16, 5e-4 in float16).
 
     Examples:

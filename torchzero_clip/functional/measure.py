@@ -359,7 +359,7 @@ def _measure_plain(tensors: Sequence[Tensor], metric: Metric, joint: bool, each:
     if joint and not are_local and not each:
         return _measure_jointly(tensors, metric, each, way.beside)
     # also if the joint norm above is extreme or not finite, and so None
-    norms = None if way.known is None or metric != L2 else way.known[1]
+    norms = way.known[1] if way.known is not None and metric == L2 else None
     if norms is None:
         norms = (whole_norms if metric == L2 else whole_maxima)(targets, way.scratch)
     if not are_local:  # one collective for all tensors of a mesh

@@ -166,9 +166,9 @@ def all_reduce(parts: Sequence[Part], values: list[Tensor], op: ReduceOp.RedOpTy
 
 
 def without_gradient(params: Sequence[Tensor], *, zeros_count: bool) -> list[Tensor]:
-    """The distributed parameters that lack a gradient here, and so get zeros, because the others may have one.
+    """The distributed parameters that get zeros as their gradient here, because other processes may have one.
 
-    If zeros count, these are only those with a gradient on another process of their mesh.
+    With ``zeros_count``, these are only those for which another process of the mesh does have one.
     """
     # all processes call it, and only those where a gradient is missing wait for the result
     distributed = [param for param in params if param.requires_grad and is_distributed(param)]

@@ -5,7 +5,6 @@ from typing import Any, TypeAlias
 
 from torch import nn
 
-from torchzero_clip.checks import instance
 from torchzero_clip.compat import warn_user
 from torchzero_clip.core.chain import Transforms
 from torchzero_clip.modular.before_step import BeforeStep, before_step, chain_of
@@ -20,8 +19,11 @@ def attached(given: Given, current: Collection[BeforeStep | None], optimizer: An
     if isinstance(found, BeforeStep) and found in current:
         return found
     handle = given(optimizer) if callable(given) else before_step(optimizer, given, module=model)
-    way_out = "write transforms=lambda optimizer: before_step(optimizer, ...)"
-    instance("what the function in transforms= returns", handle, BeforeStep, way_out)
+    if not isinstance(handle, BeforeStep):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(
+            f"the function in transforms= must return a handle, got {type(handle).__name__}: write "
+            "transforms=lambda optimizer: before_step(optimizer, ...)"
+        )
     return handle
 
 

@@ -166,7 +166,7 @@ class BeforeStep:
                 return None
             self._end()  # the step before raised an error and was called without the wrapper
         is_of_torch = type(optimizer).__module__.startswith("torch.optim")
-        if not self._is_wrapped and self._front._policy.may_skip and not is_of_torch:
+        if not self._is_wrapped and self._front.may_refuse and not is_of_torch:
             raise RuntimeError(
                 f"this step of {type(optimizer).__name__} was stored before before_step was called, so transforms "
                 "cannot refuse it: call before_step first, for example before accelerator.prepare"
@@ -176,8 +176,8 @@ class BeforeStep:
         if closure is None:
             self._change(optimizer, None)
             return None
-        then = versions(_params(optimizer)) if self._front._policy.may_skip else None
-        closure = partial(self._evaluate, optimizer, closure, [], then)
+        versions_before = versions(_params(optimizer)) if self._front.may_refuse else None
+        closure = partial(self._evaluate, optimizer, closure, [], versions_before)
         if "closure" in kwargs:
             return args, kwargs | {"closure": closure}
         return (optimizer, closure, *args[2:]), kwargs
@@ -185,19 +185,22 @@ class BeforeStep:
     _before_compiled = never_compiled(before)
 
     def _evaluate(
-        self, optimizer: Optimizer, closure: Callable[[], Any], results: list[Any], then: list[int | None] | None
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        results: list[Any],
+        versions_before: list[int | None] | None,
     ) -> Any:
-        """Call the closure, and apply the transforms; ``then`` has the versions of the parameters before the step."""
+        """Call the closure, and apply the transforms; ``versions_before`` are those of parameters before the step."""
         if results:
             raise RuntimeError(
                 f"{type(optimizer).__name__} evaluates its closure several times in one step, and transforms that keep "
                 f"statistics act once a step: call clip_grad_norm_ in the closure, {closure!r}"
             )
-        if then is not None and then != versions(_params(optimizer)):
+        if versions_before is not None and versions_before != versions(_params(optimizer)):
             raise RuntimeError(
-                f"{type(optimizer).__name__} moves parameters before it evaluates its closure, and a step that is "
-                "refused after that cannot leave them as they were: leave out SkipStep, other gates, and "
-                'nonfinite="skip"'
+                f"{type(optimizer).__name__} moves parameters before it evaluates its closure, so a refused step would "
+                'leave them moved: leave out gates, such as SkipStep, and nonfinite="skip"'
             )
         results.append(closure())
         self._change(optimizer, results[0])
@@ -229,7 +232,7 @@ class BeforeStep:
         """Divide by the scale of a gradient scaler. Return False if it has found gradients that are not finite."""
         if optimizer.found_inf.item():
             self._front.skipped_by = (FOUND_INF,)
-            self._front._reported.clear()  # of this step
+            self._front.forget_loss()
             return False
         scale = getattr(optimizer, "grad_scale", None)
         if scale is not None:

@@ -52,6 +52,15 @@ class Front(Modular):
         if ended is not None and self.listener is not None:
             self.listener.end(ended)
 
+    @property
+    def may_refuse(self) -> bool:
+        """True if a gate or ``nonfinite="skip"`` may refuse a step."""
+        return self._policy.may_skip
+
+    def forget_loss(self) -> None:
+        """Forget what was reported for a step that is not taken."""
+        self._reported.clear()
+
     def change_gradients(self, groups: Sequence[Group], result: Any) -> None:
         """Apply the transforms to the gradients of param groups. ``result`` is what a closure has returned.
 

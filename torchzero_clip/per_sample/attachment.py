@@ -69,7 +69,8 @@ class Attachment:
             if all(p == q and (a is b or stands_for(a, b)) for (a, p), (b, q) in pairs):
                 return False
         # functional_call replaces the parameters by other tensors, for this forward only
-        return all(isinstance(x, nn.Parameter) or not isinstance(x, Tensor) for x, _ in held)
+        is_lent = any(isinstance(x, Tensor) and not isinstance(x, nn.Parameter) for x, _ in held)
+        return not is_lent
 
     def params_of(self, module: nn.Module) -> dict[str, nn.Parameter]:
         """The trainable parameters of a module in the model, by their names in the module."""

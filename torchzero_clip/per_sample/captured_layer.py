@@ -96,6 +96,9 @@ class CapturedLayer:
         is_ordinary = lent or not is_seen or get_interpreter_stack()
         if is_ordinary or (rule := engine.enter(self)) is None:
             return type(module).forward(module, *args, **kwargs)
+        now = module.__dict__.get("forward")
+        if isinstance(now, CapturedLayer) and now is not self:  # without a call of the model, to enter attaches anew
+            return now(*args, **kwargs)
         # settings may have changed since the layer was captured
         if self._refusal is not None and (reason := self._refusal(module)) is not None:
             raise ValueError(f"{self} cannot be clipped per sample: {reason}")
@@ -194,7 +197,7 @@ class CapturedLayer:
     def rows_along(self, input: Tensor, dim: int) -> Tensor | None:
         """The sample of each entry along a dimension; None if these are the samples in order."""
         provenance = self.engine.forward.provenance
-        if self.engine.forward.batch_size == 1 != input.shape[dim]:
+        if self.engine.forward.batch_size == 1 and input.shape[dim] != 1:  # all rows are of the only sample
             return torch.zeros(input.shape[dim], dtype=torch.int64, device=input.device)
         if provenance is None:
             return None

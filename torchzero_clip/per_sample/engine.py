@@ -188,10 +188,12 @@ class Engine:
         inputs = [x for x in leaves if isinstance(x, Tensor)]
         before = self.attachment.captures_model
         held = [x for leaf in leaves if not isinstance(leaf, Tensor) for x in tensors_held(leaf)]
-        given, kind = self.given, (len(args), *kwargs)
+        given = self.given
+        kind = len(args), *kwargs
         several = kind in self._several
         self.begin(Forward(inputs, self.batch_dim, held=held, captured=self.enabled, given=given, several=several))
-        self._several.update([kind] if self.forward.several else [])
+        if self.forward.several:
+            self._several.add(kind)
         if self.attachment.captures_model and not before:  # torch reads the forward before it calls this hook
             raise RuntimeError(
                 "the module itself got parameters that train, after its forward had been called: call it once more"
@@ -289,7 +291,7 @@ class Engine:
             part = Dense(part.param, part.dense(0, part.batch_size))
             grads = part.grads * self.scale(part.batch_size) if self.of_mean else part.grads
             earlier = getattr(part.param, "grad_sample", None)
-            if earlier is not None and len(earlier) == len(grads):  # other numbers of samples raise at the end
+            if earlier is not None and len(earlier) == len(grads):  # different numbers of samples raise at the end
                 grads = earlier + grads
             self.show(part.param, grad_sample=grads)
         alone = self._calls[id(layer)] < 2 and self.attachment.owners[id(part.param)] < 2

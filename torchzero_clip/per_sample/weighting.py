@@ -235,8 +235,9 @@ def weighed(
 ) -> Weighed:
     """Compute the norms and factors of the samples. Contributions are removed from ``gathered``."""
     params, dtype = engine.attachment.params, engine.norm_dtype()
-    _, first = next(iter(gathered.values()), (None, None))
-    if first is None:
+    if gathered:
+        _, first = next(iter(gathered.values()))
+    else:
         first = torch.zeros(0, dtype=torch.float64, device=engine.processes.device(params))
     squares = [
         gathered[id(param)][1].to(first.device) if id(param) in gathered else torch.zeros_like(first)

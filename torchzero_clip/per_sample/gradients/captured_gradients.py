@@ -48,7 +48,7 @@ class Forward:
     """A forward of the model with ``inputs`` among its arguments; None for layers that are called by themselves.
 
     ``held`` are tensors in objects among the arguments. Without ``captured``, its layers run as they do without a
-    clipper. ``given`` says which sample each row belongs to. ``several`` says that earlier arguments had several sizes.
+    clipper. ``given`` says which sample each row belongs to. ``several`` says that the inputs of an earlier call had.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Forward:
         return any(argument() is tensor for argument in self._arguments)
 
     def is_batch(self, tensor: Tensor) -> bool:
-        """True for an argument of the model if all arguments are 0, 1, 2, ..., so that not all are positions."""
+        """True for the only argument of the model, or any if all are 0, 1, 2, ...: one of them must be the batch."""
         known = [x for x in (argument() for argument in self._arguments) if x is not None]
         return any(tensor is x or tensor._base is x for x in known) and (len(known) == 1 or all(map(counts_up, known)))
 

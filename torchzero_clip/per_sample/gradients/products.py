@@ -50,8 +50,11 @@ class Products(Contribution):
     @override
     def weighted_sum(self, factors: Tensor) -> Tensor:
         inputs, outputs = self.inputs, self.outputs
-        scale, smaller = factors.to(inputs.device, inputs.dtype).view(-1, 1, 1), inputs.shape[2] < outputs.shape[2]
-        inputs, outputs = (inputs * scale, outputs) if smaller else (inputs, outputs * scale)  # which is copied
+        scale = factors.to(inputs.device, inputs.dtype).view(-1, 1, 1)
+        if inputs.shape[2] < outputs.shape[2]:  # multiply the smaller one, which is copied
+            inputs = inputs * scale
+        else:
+            outputs = outputs * scale
         if inputs.stride(0) < inputs.stride(1):  # positions first in memory, as in recurrent layers: no copies
             inputs, outputs = inputs.transpose(0, 1), outputs.transpose(0, 1)
         return outputs.flatten(0, 1).t() @ inputs.flatten(0, 1)

@@ -90,8 +90,10 @@ class RowProducts(Contribution):
     def weighted_sum(self, factors: Tensor) -> Tensor:
         scale = factors.to(self.inputs.device, self.inputs.dtype)[self.cells % self.batch_size][:, None]
         inputs, outputs = self.inputs, self.outputs
-        smaller = inputs.shape[1] < outputs.shape[1]
-        inputs, outputs = (inputs * scale, outputs) if smaller else (inputs, outputs * scale)
+        if inputs.shape[1] < outputs.shape[1]:
+            inputs = inputs * scale
+        else:
+            outputs = outputs * scale
         return self._stacked(inputs, outputs, self.cells // self.batch_size)
 
     @override

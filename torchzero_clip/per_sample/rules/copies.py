@@ -48,7 +48,7 @@ class EmptyRule(Rule):
     @override
     def run(self, layer: CapturedLayer, /, *args: Any, **kwargs: Any) -> Any:
         params = dict(zip(layer.params, layer.values, strict=True))
-        if not layer.engine.processes.sharded:  # it may use those of its submodules too
+        if not layer.engine.processes.sharded:  # the module may use parameters of its submodules too
             params = {name: (param, param) for name, param in trainable(layer.module).items()}
         zeros = {name: copy_of(layer, param, x, 0).sum(0) for name, (param, x) in params.items()}
         nothing = torch.stack([x.sum() for x in zeros.values()]).sum()

@@ -14,7 +14,7 @@ from torchzero_clip.per_sample.gradients.squared_norms import wide
 from torchzero_clip.per_sample.samples.arguments import counts_up
 from torchzero_clip.per_sample.samples.labels import Place
 
-OF_SAMPLES = "of samples"  # a key of `CapturedLayer.known`: an argument of the model was not 0, 1, 2, ...
+OF_SAMPLES = "of samples"  # a key of `CapturedLayer.known`: True after a call whose argument was not 0, 1, 2, ...
 
 
 class EmbeddingRule(Rule):
@@ -111,7 +111,7 @@ def _owners(layer: CapturedLayer, input: Tensor, offsets: Tensor, bags: Tensor) 
 def _positions(layer: CapturedLayer, input: Tensor) -> Samples | None:
     """Indices that all samples share, such as positions and their distances; None if they are those of samples.
 
-    They are shared if they do not depend on the samples, or are an argument 0, 1, 2, ... beside others, as before.
+    They are shared if they depend on no sample, or are an argument that was 0, 1, 2, ... in all calls, beside others.
     """
     forward, dim = layer.engine.forward, layer.engine.batch_dim
     count, along = forward.batch_size, min(dim, input.ndim - 1)

@@ -52,8 +52,10 @@ class ExpertsRule(Rule):
         lengths = torch.bincount(cells // max(count, 1), minlength=module.num_experts).tolist()
         sent = partial(_sent, layer, cells[order], count, lengths)
         rows = tokens.index_select(0, order // top)
-        rows = sent("gate_up_proj" if module.has_gate else "up_proj", rows)
-        rows = module._apply_gate(rows) if module.has_gate else module.act_fn(rows)
+        if module.has_gate:
+            rows = module._apply_gate(sent("gate_up_proj", rows))
+        else:
+            rows = module.act_fn(sent("up_proj", rows))
         rows = sent("down_proj", rows) * shares.reshape(-1).index_select(0, order)[:, None]
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         output = rows.index_select(0, back).view(*chosen.shape, rows.shape[-1]).sum(-2).to(tokens.dtype)

@@ -15,13 +15,13 @@ KINDS = nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention
 
 
 class FastPathRule(Rule):
-    """Runs such a module outside of the clipper's modes: torch takes its fast path only there.
+    """Runs frozen attention outside of the clipper's modes, because torch takes its fast path only there.
 
     The first output has the samples in the batch dimension of the module if all arguments with samples have them there.
-    Those of other outputs are lost.
+    The samples of other outputs are lost.
     """
 
-    runs_layers = True  # in training mode, its functions are followed
+    runs_layers = True  # in training mode the functions of the module are followed
     runs_empty = True
 
     @override

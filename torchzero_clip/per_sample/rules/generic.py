@@ -32,7 +32,7 @@ from torchzero_clip.per_sample.samples.comparison import differ
 from torchzero_clip.per_sample.samples.labels import Place
 
 BY_VMAP = "by vmap"  # a key of `CapturedLayer.known`: False if vmap cannot run the module
-SHARED = "shared"  # a key of `CapturedLayer.known`: the arguments that all samples share, and those of samples
+SHARED = "shared"  # a key of `CapturedLayer.known`: arguments that all samples share, and those that had samples
 COMPARED = "compared"  # a key of `CapturedLayer.known`: decisions with which the module agreed with its batch
 WARNED = "warned"  # a key of `CapturedLayer.known`: the warning about memory was given
 WARN = 2 << 30  # bytes of per-sample gradients of one module, above which a warning tells of them
@@ -101,7 +101,7 @@ class GenericRule(Rule):
                 argument = str(path), leaf.ndim
                 if leaf.shape[dim] not in (1, size) or layer.is_constant(leaf, of_batch=beside or leaf.ndim > 2):
                     shared.add(argument)
-                split = (*argument, dim)  # labels of samples may be 0, 1, 2, ... once
+                split = (*argument, dim)  # one that was split before stays so, even if it is 0, 1, 2, ... once
                 positions = counts_up(leaf) and split not in shared and not layer.engine.forward.is_batch(leaf)
                 if leaf.shape[dim] == size and argument not in shared and not positions:
                     shared.add(split)
@@ -224,7 +224,9 @@ class _Inside(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         if name == "__get__" and func.__self__.__name__ == "requires_grad" and is_batchedtensor(args[0]):
-            return get_unwrapped(args[0]).requires_grad  # torch says False, after which a model sets no hook
+            return get_unwrapped(
+                args[0]
+            ).requires_grad  # torch says False under vmap, and a model that asks sets no hook
         if self._layer.known.get(BY_VMAP, True) and checkpoint_around() is not self._around:
             raise RuntimeError("vmap cannot run a checkpoint")
         if name in HOOKS:
@@ -349,8 +351,8 @@ def _mapped(
             outputs = by_vmap(one, copies, *inputs)
             state.end()
             return outputs
-        except (RuntimeError, ValueError):  # those of the module itself raise again below
-            if one.gets_cache:  # which each sample would go on with
+        except (RuntimeError, ValueError):  # an error of the module itself is raised again by the loop
+            if one.gets_cache:  # to which each sample would append
                 raise
             layer.known[BY_VMAP] = False
     rows = [tensor.unbind() for tensor in (*copies.values(), *inputs)]  # at once, so that the backward stacks once

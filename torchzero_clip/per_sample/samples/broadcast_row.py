@@ -101,7 +101,7 @@ def is_row(value: Any) -> bool:
 
 
 def row_of(layer: Any, each: Tensor) -> Tensor:
-    """Return one row, the output of a layer for its real input. ``each`` has that for each sample, samples first."""
+    """Return one row, the output of a layer for its real input, of ``each``, samples first. One sample needs no row."""
     row = each[0] if len(each) else each.new_zeros(each.shape[1:])
     return _as_row(_refusing(layer, row.detach().clone()).clone(), each, layer)
 
@@ -163,7 +163,10 @@ def _with_copies(func: Any, args: Any, kwargs: Any, leaves: list[Any], rebuilt: 
         expansion = kind, tuple(first.shape), output.ndim
         if _is_to_batch(layer, expansion, output.shape[dim], count):
             copies = first.aligned(output.ndim, dim)
-            output = copies.repeat(*(b // max(a, 1) for a, b in zip(copies.shape, output.shape, strict=True)))
+            if kind == "repeat":
+                output = copies.repeat(*(b // max(a, 1) for a, b in zip(copies.shape, output.shape, strict=True)))
+            else:
+                output = copies.expand_as(output)
             layer.mark(output, Place(dim))
             return output
     return call.of_each(output)
@@ -299,9 +302,10 @@ class _Call:
         dims: list[int] = []
         for one, whole in zip(found, pytree.tree_leaves(self._together(of_batch)), strict=True):
             sizes = [*zip(one.shape[1:], whole.shape, strict=False)]
-            dims += (apart := [i for i, (a, b) in enumerate(sizes) if a != b])
+            apart = [i for i, (a, b) in enumerate(sizes) if a != b]
             if one.ndim != whole.ndim + 1 or [sizes[i] for i in apart] != [(run, len(one) * run)]:
                 return None
+            dims.append(apart[0])
             if not _are_equal(whole, _joined(one, apart[0])):
                 return None
         return dims
@@ -337,7 +341,7 @@ class _Call:
 
 
 def by_vmap(function: Callable[..., Any], *tensors: Any) -> Any:
-    """The output of a function for all samples, which draw other random numbers each."""
+    """The output of a function for all samples. Each sample draws its own random numbers."""
     with warnings.catch_warnings(), sdpa_kernel(SDPBackend.MATH):  # vmap runs the other backends in a loop
         warnings.filterwarnings("ignore", "There is a performance drop")
         return torch.vmap(function, randomness="different")(*tensors)

@@ -104,19 +104,19 @@ def without_own_modes() -> Generator[None]:
             _push_mode(modes.pop())
 
 
-def _let_be_contiguous(name: str, output: Any) -> None:
-    """Make the gradient of one normalized image contiguous, or `native_batch_norm_backward` of torch 2.13 is wrong."""
+def _make_gradient_contiguous(name: str, output: Any) -> None:
+    """Do so for one normalized image: `native_batch_norm_backward` of torch 2.13 misreads other strides."""
     if name in ("batchnorm", "instancenorm") and output.requires_grad and len(output) == 1:
         output.register_hook(Tensor.contiguous)
 
 
 class OneSample(OwnMode):
-    """Mends the gradients of one image behind InstanceNorm. All rows are of the only sample."""
+    """Corrects the gradient of InstanceNorm for a batch of one sample, which needs no labels."""
 
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        _let_be_contiguous(_key(getattr(func, "__name__", "")), output)
+        _make_gradient_contiguous(_key(getattr(func, "__name__", "")), output)
         return output
 
 
@@ -136,7 +136,7 @@ class Following(OwnMode):
                 return func(*args)
         if torch.compiler.is_compiling():
             return func(*args, **(kwargs or {}))
-        if get_interpreter_stack():  # in `torch.vmap` and its like, where tensors are not those of memory
+        if get_interpreter_stack():  # under torch.vmap and similar, where tensors have no memory of their own
             with _Inside(self):
                 return func(*args, **(kwargs or {}))
         return self.call(func, _key(name), args, kwargs or {})
@@ -152,7 +152,7 @@ class Following(OwnMode):
             with _Inside(self):
                 output = func(*args, **kwargs)
             name = "composite"  # its operations have noted the labels
-        _let_be_contiguous(name, output)
+        _make_gradient_contiguous(name, output)
         with DisableTorchFunctionSubclass():  # the argument may be a `BroadcastRow`
             if changes and version_of(target) != version:
                 self._changed(func, name, target, version, args, kwargs)
@@ -250,7 +250,8 @@ class Following(OwnMode):
             found = beside(Part(values, call.leaves[last].shape), output.shape, count, call.along)
             if found is not LOST and (into is None or found == into):
                 return found
-        numbers, of_batch = self._numbers(call, [0, last]), not {*call.labels} <= {0, last}  # the index is of samples
+        numbers = self._numbers(call, [0, last])
+        of_batch = not call.labels.keys() <= {0, last}  # the index has samples
         may_add = call.name in SUMS and any(x is True or isinstance(x, str) for x in call.leaves)
         if call.name in PLACES and not may_add:
             result = call.run({0: numbers[0].clone(), last: numbers[last]})

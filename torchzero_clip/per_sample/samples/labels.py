@@ -79,8 +79,8 @@ def simplest(labels: Tensor, shape: Sequence[int], count: int, *, of_batch: bool
     """The labels as a step if they are regular, else with size 1 where they do not vary.
 
     Entries of no sample, such as zeros that other rows were written beside, are in the batch too if all other entries
-    belong to the sample at their place along a dimension, and only one dimension fits. These must be of two or more
-    samples, because a tensor may be of one sample alone, unless it is known to be ``of_batch``.
+    belong to the sample at their place along a dimension, and only one dimension fits. Without
+    ``of_batch``, these must be of two or more samples, because the whole tensor may belong to one.
     """
     if not labels.numel() or 0 in shape:
         return labels

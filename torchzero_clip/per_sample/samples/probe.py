@@ -171,7 +171,9 @@ class Probe:
         self.exact = True
         """Whether backwards on the CPU add up in the same order each time."""
         self._engine = engine
-        self._of_several = False  # layers had other numbers of rows than there were losses: some have it by chance
+        self._of_several = (
+            False  # some layer had more rows than there were losses, or layers differed: an equal number may be chance
+        )
         self._lost: list[LostRows] = []
         self._known: list[KnownRows] = []
         self._numbers = torch.zeros(0, dtype=torch.int64, device="cpu")  # of the samples: their digits are the powers
