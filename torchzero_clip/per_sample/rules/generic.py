@@ -224,9 +224,8 @@ class _Inside(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         if name == "__get__" and func.__self__.__name__ == "requires_grad" and is_batchedtensor(args[0]):
-            return get_unwrapped(
-                args[0]
-            ).requires_grad  # torch says False under vmap, and a model that asks sets no hook
+            # torch says False under vmap, after which a model that asks sets no hook
+            return get_unwrapped(args[0]).requires_grad
         if self._layer.known.get(BY_VMAP, True) and checkpoint_around() is not self._around:
             raise RuntimeError("vmap cannot run a checkpoint")
         if name in HOOKS:
