@@ -548,7 +548,7 @@ def test_a_checkpoint_of_other_transforms_names_the_call_that_loads_what_fits():
     [
         (_shorter, "param groups of"),
         (_another_group, "param groups of"),
-        (_another_shape, r"is a tensor of shape \(1,\)"),
+        (_another_shape, r"is a tensor of shape \(7,\)"),
         (_another_value, "beta must be in"),
         (_less_state, "lacks state of the transforms"),
         (_only_tensors, "lacks state of the transforms"),

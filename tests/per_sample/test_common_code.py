@@ -209,6 +209,13 @@ MODELS = {
         images,
         {"norm": nn.InstanceNorm2d(W, affine=True)},
     ),
+    "InstanceNorm by batch_norm": (
+        lambda m, x: m.last(
+            F.batch_norm(m.first(x).reshape(1, -1, T, T), None, None, training=True).view(-1, W, T, T).movedim(1, -1)
+        ),
+        images,
+        {},
+    ),
     "LoRA by hand": (by_hand, sequences, {"base": frozen(lin()), "down": lin(W, 2), "up": lin(2, W)}),
     "frozen attention": (
         attention_with_padding,

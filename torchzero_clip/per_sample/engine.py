@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.instancenorm import _InstanceNorm as InstanceNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
@@ -203,9 +202,7 @@ class Engine:
             for x in packed:
                 provenance.note_packed(x, torch.arange(provenance.count, device="cpu"))
             self._follow(Following(provenance))
-        elif self.forward.batch_size == 1 and any(
-            isinstance(module, InstanceNorm) for module in self.attachment.modules
-        ):
+        elif self.forward.batch_size == 1:
             self._follow(OneSample())
 
     def forward_ended(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:

@@ -111,7 +111,7 @@ def _make_gradient_contiguous(name: str, output: Any) -> None:
 
 
 class OneSample(OwnMode):
-    """Corrects the gradient of InstanceNorm for a batch of one sample, which needs no labels."""
+    """Corrects the gradients of normalized images in a batch of one sample, which needs no labels."""
 
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
