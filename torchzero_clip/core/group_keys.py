@@ -97,9 +97,10 @@ def _decays_elsewhere(is_decoupled: bool, nodes: Nodes) -> bool:
     for transform in [node.transform for node in nodes]:
         has_rule = has_rule or isinstance(transform, UpdateRule)
         if "weight_decay" in transform.defaults:
-            wrapped: Any = getattr(transform, "template", None)  # the optimizer in a Wrap, which knows it itself
-            own = has_rule if wrapped is None else wrapped.defaults.get("decoupled_weight_decay", is_decoupled)
-            return own is not is_decoupled
+            decouples, wrapped = has_rule, getattr(transform, "template", None)
+            if wrapped is not None:  # the optimizer in a Wrap decays weights by its own rule
+                decouples = wrapped.defaults.get("decoupled_weight_decay", is_decoupled)
+            return decouples is not is_decoupled
     return False
 
 

@@ -42,7 +42,7 @@ class Absence:
         step.global_state = {k: v.to(self._device, copy=True) if isinstance(v, Tensor) else v for k, v in given}
 
     def settle(self, node: Node, step: Step, chain_state: MutableMapping[str, Any]) -> None:
-        """Undo the changes of the state if no process has a tensor for the transform."""
+        """Restore the state if no process has a tensor for the transform."""
         someone, before = step.tools.someone, node.global_state(chain_state)
         if someone is not None:
             values = step.global_state.items()

@@ -73,7 +73,8 @@ class StepPolicy:
     def allows(self, walk: Undecided, counts: MutableMapping[str, Any]) -> bool:
         """Return True if the step is to be taken. It waits for the device once.
 
-        If no process has a gradient, the step is not taken, and does not count as skipped. It raises as `Modular.step`.
+        If no process has a gradient, the step is not taken, and does not count as skipped. The errors are those of
+        `Modular.step`.
         """
         self._refuse_capture(walk)
         norms = walk.judged.measure(jointly=self._judges_all)

@@ -9,9 +9,10 @@ from torch import Tensor
 from torchzero_clip.core.elementwise import Elementwise
 from torchzero_clip.core.kinds import Scaling
 from torchzero_clip.core.nodes import Node, Nodes
-from torchzero_clip.functional.measure import effect_of, joint_root, no_numbers
+from torchzero_clip.functional.measure import WIDTHS, effect_of, joint_root, no_numbers
 
-EFFECT = 3  # how many numbers describe the effect of a scaling
+EFFECT, SHARE = 3, 2
+"""How many numbers describe the effect of a scaling, and how many describe a share."""
 _Measuring: TypeAlias = Scaling | Elementwise
 
 
@@ -25,7 +26,7 @@ def vector_of(numbers: Mapping[str, Tensor], nodes: Nodes, device: torch.device)
 def joint_metrics(nodes: Nodes, rows: Tensor) -> dict[str, Tensor]:
     """The metrics by their names, from the `vector_of` of each walk or process."""
     transforms = measuring(nodes)
-    columns = rows.split([len(_nothing(transform, rows.device)) for _, transform in transforms], dim=1)
+    columns = rows.split([_width(transform) for _, transform in transforms], dim=1)
     found: dict[str, Tensor] = {}
     for (node, transform), own in zip(transforms, columns, strict=True):
         found |= node.qualified(_metrics_of(transform, own))
@@ -38,12 +39,15 @@ def measuring(nodes: Nodes) -> list[tuple[Node, _Measuring]]:
     return [(node, transform) for node, transform in every if isinstance(transform, Scaling | Elementwise)]
 
 
+def _width(transform: _Measuring) -> int:
+    return EFFECT + WIDTHS[transform.slicing.metric.kind] if isinstance(transform, Scaling) else SHARE
+
+
 def _nothing(transform: _Measuring, device: torch.device) -> Tensor:
     """The numbers of a transform that has not run."""
-    if isinstance(transform, Elementwise):
-        return torch.zeros(2, dtype=torch.float64, device=device)  # how many elements changed, and how many there are
-    own = no_numbers(transform.slicing.metric, device)
-    return torch.cat([own.new_zeros(EFFECT), own])
+    own = no_numbers(transform.slicing.metric, device) if isinstance(transform, Scaling) else None
+    zeros = torch.zeros(SHARE if own is None else EFFECT, dtype=torch.float64, device=device)
+    return zeros if own is None else torch.cat([zeros, own])
 
 
 def _metrics_of(transform: _Measuring, rows: Tensor) -> dict[str, Tensor]:
@@ -51,5 +55,10 @@ def _metrics_of(transform: _Measuring, rows: Tensor) -> dict[str, Tensor]:
         changed, count = rows.sum(dim=0).unbind()
         return {"clipped": changed / count.clamp(min=1)}
     metric = transform.slicing.metric
-    effect, norms = rows.tensor_split([EFFECT], dim=1)
+    effect, norms = rows.split([EFFECT, WIDTHS[metric.kind]], dim=1)
     return effect_of(joint_root(metric, norms) ** metric.degree, effect)
+
+
+def path_of(name: str) -> str:
+    """The path of the transform that has a metric."""
+    return name.rpartition("/")[0]

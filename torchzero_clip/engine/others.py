@@ -13,7 +13,7 @@ from torchzero_clip.core.nodes import Node, Nodes
 from torchzero_clip.core.step import Step
 from torchzero_clip.engine.company import Absence, Company, Walking
 from torchzero_clip.engine.judged import Judged
-from torchzero_clip.engine.numbers import joint_metrics, measuring, vector_of
+from torchzero_clip.engine.numbers import joint_metrics, measuring, path_of, vector_of
 from torchzero_clip.engine.readable import Readable
 from torchzero_clip.engine.table import Table
 from torchzero_clip.engine.updates import Updates
@@ -95,8 +95,8 @@ class Others(Company):
         found = joint_metrics(nodes, rows.narrow(1, len(ran), rows.shape[1] - len(ran)))
         acted = dict(zip(paths, ran[1:], strict=True))
         # leave out what a transform has shown for a stand-in if no process has an element for the transform
-        shown = {name: value for name, value in own.items() if acted.get(name.rpartition("/")[0], 1.0) == 1}
-        return shown | {name: value for name, value in found.items() if acted[name.rpartition("/")[0]]}
+        shown = {name: value for name, value in own.items() if acted.get(path_of(name), 1.0) == 1}
+        return shown | {name: value for name, value in found.items() if acted[path_of(name)]}
 
 
 def _stand_in(walk: Walk, group: ProcessGroup, device: torch.device) -> Walk:

@@ -236,7 +236,7 @@ class BeforeStep:
             return False
         scale = getattr(optimizer, "grad_scale", None)
         if scale is not None:
-            grads = [param.grad for group in optimizer.param_groups for param in group["params"]]
+            grads = [param.grad for param in _params(optimizer)]
             foreach.multiply_([grad for grad in grads if grad is not None], scale.double().reciprocal())
             optimizer.grad_scale = None  # not deleted, because the scaler deletes it
         return True

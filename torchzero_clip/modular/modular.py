@@ -208,7 +208,12 @@ class Modular(Explained, ClassMaker, Optimizer):
 
     @property
     def process_group(self) -> ProcessGroup | None:
-        """The processes that hold other parameters. Set it between steps, on all processes, if they change."""
+        """The processes that hold other parameters. Set it between steps, on all processes, if they change.
+
+        Raises:
+            ValueError: As in `Modular`.
+            TypeError: As in `Modular`.
+        """
         return self._shared.group
 
     @process_group.setter

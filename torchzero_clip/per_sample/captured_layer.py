@@ -75,7 +75,7 @@ class CapturedLayer:
         self.rule = rule
         self.params = params
         self._slots = [(held, key, params[name]) for name, held, key in slots(module, params)]
-        # None for most rules, so that a forward does not call a method that refuses nothing
+        # None if the rule refuses nothing, which saves a call in each forward
         self._refusal = None if type(rule).refusal is Rule.refusal else rule.refusal
         self.known: dict[Hashable, Any] = {}
         """What rules have learnt about the layer in earlier calls."""

@@ -9,6 +9,7 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -292,7 +293,8 @@ class _Call:
 
     def _by_sample(self, of_batch: Sequence[Tensor]) -> Any:
         try:
-            return by_vmap(self, *self.copies, *of_batch)
+            attends = self._func is F.scaled_dot_product_attention
+            return by_vmap(self, *self.copies, *of_batch, attends=attends)
         except (RuntimeError, ValueError):
             each = [self(*one) for one in zip(*self.copies, *of_batch, strict=True)]
             return pytree.tree_map(lambda *parts: torch.stack(parts), *each)
@@ -340,9 +342,10 @@ class _Call:
         return self._leaves[0].copy_(output) if self._changes else output
 
 
-def by_vmap(function: Callable[..., Any], *tensors: Any) -> Any:
-    """The output of a function for all samples. Each sample draws its own random numbers."""
-    with warnings.catch_warnings(), sdpa_kernel(SDPBackend.MATH):  # vmap runs the other backends in a loop
+def by_vmap(function: Callable[..., Any], *tensors: Any, attends: bool = True) -> Any:
+    """The output of a function, which may have attention, for all samples. Each draws its own random numbers."""
+    # vmap runs the other backends in a loop; to choose one takes 11 microseconds
+    with warnings.catch_warnings(), sdpa_kernel(SDPBackend.MATH) if attends else nullcontext():
         warnings.filterwarnings("ignore", "There is a performance drop")
         return torch.vmap(function, randomness="different")(*tensors)
 
