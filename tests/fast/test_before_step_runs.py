@@ -159,7 +159,8 @@ class Before(Whole):
         self.scheduler = self.recorder = None
 
     def of_rule(self, param):
-        return self.optimizer.state.get(param, {})
+        state = self.optimizer.state.get(param, {})
+        return {key: value for key, value in state.items() if key != "before_step"}
 
 
 def filed(run, draw):

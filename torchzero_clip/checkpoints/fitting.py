@@ -12,14 +12,13 @@ from torchzero_clip.checks import count
 from torchzero_clip.compat import is_distributed
 from torchzero_clip.core.chain_state import CONSECUTIVE, COUNTERS, SCHEDULE_STEP, saved_chain_state
 from torchzero_clip.core.group_keys import why_refused
-from torchzero_clip.core.kinds import FinalRule, UpdateRule
+from torchzero_clip.core.kinds import UpdateRule
 from torchzero_clip.core.nodes import Nodes
 from torchzero_clip.core.schedules import Schedules
 from torchzero_clip.core.scope import NamedParam, named_params
-from torchzero_clip.core.transform import Transform
 from torchzero_clip.functional.shards import local
 from torchzero_clip.hints import described
-from torchzero_clip.types import Group
+from torchzero_clip.types import Group, State
 
 Statistics: TypeAlias = dict[str, tuple[Tensor, torch.dtype]]
 """Tensors that must be finite, by their description in errors, each with the dtype that it gets."""
@@ -63,6 +62,14 @@ def fitted(
         if message := why_refused(saved, nodes, {*own, *COUNTERS, IDENTITY}):
             raise ValueError(message)
     return {**state_dict, "state": placed, "param_groups": merged}, chain_state
+
+
+def fitted_state(saved: Mapping[str, Any], nodes: Nodes, named: NamedParam, group: Group) -> State:
+    """A copy of the state of one parameter, checked. Raises ValueError if it does not fit."""
+    statistics: Statistics = {}
+    fresh = _check_state(named.name or "", saved, nodes, named, group, statistics)
+    _check_finite(statistics)
+    return {key: _like(value, fresh[key]) for key, value in saved.items()}
 
 
 def _statistics_of_chain(found: Mapping[str, Any], own: Mapping[str, Any]) -> Statistics:
@@ -146,12 +153,11 @@ def _check_state(
     # a bare key belongs to another package, unless torch's optimizer has it
     others = {k: v for k, v in saved.items() if "/" not in k and not any(f"{rule}/{k}" in expected for rule in rules)}
     saved = {key: value for key, value in saved.items() if key not in others}
-    # the state of these may be missing as a whole, but not in part
-    later = [f"{node.path}/" for node in nodes if _may_begin_later(node.transform)]
-    not_begun = tuple(prefix for prefix in later if not any(str(key).startswith(prefix) for key in saved))
-    needed = [key for key in expected if key in now and key in at_first and not key.startswith(not_begun)]
-    # reading `optimizer.state[param]` makes an empty dict for a parameter that had no gradient yet
-    missing = [key for key in needed if key not in saved] if saved else []
+    # A transform may begin later than another: a setting was another at the first gradient, or that step raised. Then all
+    # of its state is missing, and never a part
+    begun = [node for node in nodes if node.state(saved)]
+    needed = [key for node in begun for key in node.qualified(node.state(expected)) if key in now and key in at_first]
+    missing = [key for key in needed if key not in saved]
     extra = [key for key in saved if key not in expected]
     if missing or extra:
         raise ValueError(_changed_chain_message(number, missing, extra, nodes))
@@ -162,11 +168,6 @@ def _check_state(
         if key.startswith(of_statistics) and isinstance(value, Tensor):
             statistics[what] = value, expected[key].dtype
     return expected | {k: v.to(named.param.device) if isinstance(v, Tensor) else v for k, v in others.items()}
-
-
-def _may_begin_later(transform: Transform) -> bool:
-    """True if a parameter may have been without state: a setting may have been another at its first gradient."""
-    return isinstance(transform, FinalRule) or type(transform).possible_state is not Transform.possible_state
 
 
 def _check_finite(statistics: Statistics) -> None:

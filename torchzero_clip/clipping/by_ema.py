@@ -122,9 +122,8 @@ class ClipNormByEMA(NormStatistics):
 
     @override
     def limit(self, tracked: Tracked, updates: list[Tensor]) -> Tensor:
-        averages = tracked.column("ema")
         own = [updates[i] for i in tracked.indices]
-        found = tracked.averaged_(averages, own, self.slicing, from_update=self.ema_init == "update")
+        averages, found = tracked.averaged("ema", own, self.slicing, from_update=self.ema_init == "update")
         size = self._grown(averages, found, tracked)
 
         ratio = tracked.norms / tracked.root(tracked.by_setting(lambda own, values: values.clamp(min=own["eps"]), size))

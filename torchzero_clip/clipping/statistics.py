@@ -87,23 +87,23 @@ class Tracked:
         is_subset = self._taken is not None and len(measured.indices) > len(self._taken)
         return elements_at(measured.vector, self._taken or []) if is_subset else measured.vector
 
-    def averaged_(
-        self, averages: list[Tensor], updates: list[Tensor], slicing: Slicing, *, from_update: bool
-    ) -> Measured:
-        """Move averages towards usable updates, and measure them. With ``from_update``, they start at their first."""
+    def averaged(
+        self, key: str, updates: list[Tensor], slicing: Slicing, *, from_update: bool
+    ) -> tuple[list[Tensor], Measured]:
+        """Move the averages under a key towards usable updates. Return them, and what was measured of them.
+
+        With ``from_update``, they start at their first update.
+        """
         tools, usable, started = self.step.tools, self.per_tensor(self.usable), self.per_tensor(self.started)
-        known = tools.average_(averages, updates, self.shared, usable, started, from_update=from_update)
-        return tools.measure(averages, slicing, known)
+        averages, moved = self.step.stored.draft(key, self._rows)
+        known = tools.average_(averages, updates, self.shared, usable, started, into=moved, from_update=from_update)
+        return moved, tools.measure(moved, slicing, known)
 
     def __getitem__(self, key: str) -> Tensor:
         """The stored numbers under one key, not to be used after `keep`."""
         if self.joint:
             return self.step.global_state[key].double().view(1)
         return self.step.live_numbers(key, self._rows)
-
-    def column(self, key: str) -> list[Tensor]:
-        """The state of the tensors with a statistic, under one key."""
-        return self.step.column(key, self._rows)
 
     def keep(self, **values: Tensor) -> None:
         """Where the norm is usable, store numbers and mark the statistic as started."""

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from torchzero_clip.core.undo import Undo
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.shards import pack
 from torchzero_clip.types import State
@@ -16,6 +17,7 @@ class States(Sequence[State]):
     """The state of one transform: a plain dict for each parameter, made when it is first read."""
 
     touched: list[State] | None = None  # the dicts, once they were read
+    undo: Undo | None = None  # what notes how the state was, if another optimizer takes the step
     _has_begun = False
 
     def __init__(
@@ -51,6 +53,8 @@ class States(Sequence[State]):
         """One dict for each parameter, with keys as the transform knows them."""
         if self.touched is None:
             self.begin()
+            for stored in [] if self.undo is None else self._stored:
+                self.undo.prefixed(stored, f"{self._path}/")
             made: dict[int, State] = {}  # a parameter that is listed twice has one state
             for stored in self._stored:
                 if id(stored) not in made:
@@ -65,6 +69,8 @@ class States(Sequence[State]):
             for i, stored in enumerate(self._stored):
                 if not self._own(stored):
                     self.begun[i] = self._begin(i)
+                    if self.undo is not None:
+                        self.undo.prefixed(stored, f"{self._path}/")
                     self._store(stored, self.begun[i])
 
     def write(self) -> None:
@@ -74,8 +80,8 @@ class States(Sequence[State]):
             self._store(stored, own)
 
     def _store(self, stored: State, own: State) -> None:
-        for key, value in own.items():
-            stored[f"{self._path}/{key}"] = value
+        # in one call, so that an interrupt leaves all keys or none
+        stored.update({f"{self._path}/{key}": value for key, value in own.items()})
 
     def column(self, key: str, indices: Sequence[int] | None = None) -> list[Any]:
         """The values of one key: of all parameters, or of some."""
@@ -96,6 +102,32 @@ class States(Sequence[State]):
         self._has_begun |= indices is None
         return found
 
+    def draft(self, key: str, indices: Sequence[int] | None = None) -> tuple[list[Tensor], list[Tensor]]:
+        """The large state under one key, and the tensors in which the caller has to put its next values.
+
+        They are the same tensors, unless the step may have to be undone.
+        """
+        column = self.column(key, indices)
+        if self.undo is None or self.touched is not None:
+            return column, column
+        rows = self._stored if indices is None else [self._stored[i] for i in indices]
+        return column, self._drafted(f"{self._path}/{key}", rows, column, self.undo)
+
+    def _drafted(self, name: str, rows: Sequence[State], column: list[Tensor], undo: Undo) -> list[Tensor]:
+        return undo.draft(name, rows, column)
+
+    def changing(self, key: str, indices: Sequence[int] | None = None) -> list[Any]:
+        """The values of one key, which the caller may change in place if they are noted: there must be an ``undo``."""
+        column = self.column(key, indices)
+        if self.undo is None or self.touched is not None:
+            return column
+        if column and all(isinstance(value, Tensor) and value.ndim for value in column):
+            column, drafts = self.draft(key, indices)
+            foreach.copy_(drafts, column)
+            return drafts
+        self.undo.tensors([value for value in column if isinstance(value, Tensor)])
+        return column
+
     def has(self, key: str) -> bool:
         """Whether all parameters have state under a key."""
         name = key if self.touched is not None else f"{self._path}/{key}"
@@ -107,11 +139,12 @@ class States(Sequence[State]):
 
     def keep(self, key: str, values: Tensor, indices: Sequence[int] | None = None) -> None:
         """Replace the numbers of one key."""
-        foreach.copy_(self.column(key, indices), list(values.unbind()))
+        column = self.column(key, indices) if self.undo is None else self.changing(key, indices)
+        foreach.copy_(column, list(values.unbind()))
 
     def add(self, key: str, number: float) -> None:
         """Add to the numbers of one key."""
-        foreach.add_number_(self.column(key), number)
+        foreach.add_number_(self.column(key) if self.undo is None else self.changing(key), number)
 
 
 def zero_numbers(*keys: str, device: torch.device | None = None) -> dict[str, Tensor]:

@@ -68,7 +68,8 @@ class Step:
 
     def column(self, key: str, indices: Sequence[int] | None = None) -> list[Any]:
         """Return the state of all parameters, or of those at ``indices``, under one key."""
-        return list(self.stored.column(key, indices))
+        stored = self.stored
+        return list(stored.column(key, indices) if stored.undo is None else stored.changing(key, indices))
 
     def has(self, key: str) -> bool:
         """Return True if all parameters have state under this key. Some keys appear only after a few steps."""

@@ -70,16 +70,20 @@ class Tools:
         usable: Tensor,
         started: Tensor,
         *,
+        into: list[Tensor],
         from_update: bool,
     ) -> JointNorm | None:
-        """Move the averages that are usable towards updates by ``1 - beta``, each by its setting, in place.
+        """Move the averages that are usable towards updates by ``1 - beta``, each by its setting.
 
-        Return their joint L2 norm and the norm of each if moving them has measured them; else None.
+        The moved ones go ``into`` other tensors or the averages themselves. Return their joint L2 norm and the norm of
+        each if moving them has measured them; else None.
         """
+        if into is not averages:
+            foreach.copy_(into, averages)
         # an average starts at its first update with ``from_update``, else at 0
         if from_update:
-            foreach.lerp_rows_(usable & started.logical_not(), averages, updates, 1.0)
+            foreach.lerp_rows_(usable & started.logical_not(), into, updates, 1.0)
         for setting, own in runs:
             chosen = usable.narrow(0, own.start, own.stop - own.start)
-            foreach.lerp_rows_(chosen, averages[own], updates[own], 1 - setting["beta"])
+            foreach.lerp_rows_(chosen, into[own], updates[own], 1 - setting["beta"])
         return None

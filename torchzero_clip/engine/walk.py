@@ -13,6 +13,7 @@ from torchzero_clip.core.kinds import FinalRule, Gate, Scaling, UpdateRule
 from torchzero_clip.core.nodes import Node, Nodes
 from torchzero_clip.core.step import Step
 from torchzero_clip.core.transform import Transform, storable
+from torchzero_clip.core.undo import Undo
 from torchzero_clip.engine.checked import applied
 from torchzero_clip.engine.company import Company
 from torchzero_clip.engine.end import End
@@ -38,6 +39,7 @@ class Walk:
     judged: Judged  # the gradients before the first transform
     end: End  # what becomes of the updates that come out of the outermost chain
     loss: Loss
+    undo: Undo | None = None  # what notes state before it changes, if another optimizer takes the step
     company: Company | None = None  # who else takes part in the step
     metrics: dict[str, Tensor] = field(default_factory=dict)
     refused_by: list[str] = field(default_factory=list)
@@ -182,6 +184,7 @@ class Walk:
             tools=self.executor,
             has_loss=self.loss.exists,
         )
+        step.stored.undo = self.undo
         # authors' methods are checked in the first step of a parameter only, because each check takes time
         # what a first step compares, such as versions of tensors, torch.compile cannot trace
         step.is_first = bool(table.new_states) and not torch.compiler.is_compiling()

@@ -48,19 +48,20 @@ class Averaging(Measurer):
         usable: Tensor,
         started: Tensor,
         *,
+        into: list[Tensor],
         from_update: bool,
     ) -> JointNorm | None:
         each = [setting for setting, own in runs for _ in range(own.start, own.stop)]
         if not averages[0].is_cpu and _fit_pieces(updates, [averages]):
-            op = Pointwise(Average(from_update), each, [averages], Flags(usable, started))
+            op = Pointwise(Average(from_update), each, [averages], Flags(usable, started), into=[into])
             run_pieces([op], updates, each, self._scratch, writes=False)
             return None
         may_move = max(map(Tensor.numel, averages)) > SHORT and may_look(usable)
         all_move = may_move and bool((usable & started if from_update else usable).all())
         if all_move and foreach.fit_kernels([averages, updates]):
-            moves = Moves(updates, [1 - own["beta"] for own in each])
-            return whole_norm(averages, self._scratch, beside=True, moves=moves)
-        return super().average_(averages, updates, runs, usable, started, from_update=from_update)
+            moves = Moves(averages, updates, [1 - own["beta"] for own in each])
+            return whole_norm(into, self._scratch, beside=True, moves=moves)
+        return super().average_(averages, updates, runs, usable, started, into=into, from_update=from_update)
 
 
 @final
@@ -215,16 +216,18 @@ class Fast(Averaging, Executor):
             queue = None
             if not self.memory.untouched:
                 return False
-        state = [step.column(key) for key in transform.keys]
-        if not self._are_like(node, transform.keys) and not _fit_pieces(step.params, state):
-            return False
+        if not self._are_like(node, transform.keys):
+            if not _fit_pieces(step.params, [step.stored.column(key) for key in transform.keys]):
+                return False
+        drafts = [step.stored.draft(key) for key in transform.keys]
+        state, into = [now for now, _ in drafts], [after for _, after in drafts]
         updates = self._last_read = self.memory.current(rows)
         flags = transform.flags(updates, step, None)
         flags = flags if transform.has_change else flags.of_formula()
         # False on other devices, where reading factors would wait
         finite = updates[0].is_cpu and (queue is None or all(op.keeps_finite for op in queue.ops))
         done = partial(_finished, host, node, step)
-        self._queues.wait(rows, Pointwise(transform, step.settings, state, flags, finite, done=done))
+        self._queues.wait(rows, Pointwise(transform, step.settings, state, flags, finite, into=into, done=done))
         return True
 
     @override
@@ -290,7 +293,7 @@ class Fast(Averaging, Executor):
         return foreach.fit_kernels([locals_of(column) for column in columns])
 
     def _run(self, fused: Fused, kernel: Kernel, rows: list[int], step: Step) -> None:
-        state = [step.column(key) for key in (*fused.state, *fused.counters)]
+        state = [step.stored.column(key) for key in (*fused.state, *fused.counters)]
         self.run(kernel, rows, step.params, state, step.settings, step.by_setting())
 
     def run(

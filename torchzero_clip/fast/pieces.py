@@ -1,5 +1,6 @@
 """Runs elementwise transforms and the kernel after them piece by piece, so that pieces stay in the cache."""
 
+import operator
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import accumulate, islice, repeat
@@ -103,7 +104,7 @@ def run_pieces(
     for stage in stages:
         stage.begin(scratch)
     before = _Before.of(ops[0] if ops else None, foreach.wide_dtype(first.dtype))
-    tensors = [updates, *columns, *(column for stage in stages for column in stage.state)]
+    tensors = [updates, *columns, *(column for stage in stages for column in (*stage.state, *_new_columns(stage)))]
     for piece, own in _with_tensors(pieces, tensors, most):
         given, states = own[0], iter(own[1 + len(columns) :])
         if kernel is None and writes and piece.part is not None and piece.rounded is None:
@@ -113,7 +114,8 @@ def run_pieces(
             foreach.zero_plain_(piece.pads)  # transforms count changed elements there too
         source = _read(piece, given, before)
         for stage in stages:
-            _run(stage, piece, source, list(islice(states, len(stage.state))))
+            old = list(islice(states, len(stage.state)))
+            _run(stage, piece, source, old, list(islice(states, len(_new_columns(stage)))) or old)
             source = piece.flat
         if source is not piece.flat:
             # it is still the update itself, and a kernel may change what it gets
@@ -183,17 +185,25 @@ def _multiply(piece: _Piece, factors: Tensor, inverses: Tensor | None) -> None:
         foreach.multiply_plain_(piece.views, list(foreach.as_factors(own, piece.flat.dtype).unbind()))
 
 
-def _run(stage: Pointwise, piece: _Piece, source: Tensor, columns: list[list[Tensor]]) -> None:
-    """Send one piece through one transform, from ``source`` to the memory of the piece; ``columns`` are its state."""
-    if len(piece.rows) == 1:
-        _change(stage, source, piece.flat, [own.view(-1) for (own,) in columns], piece.rows[0])
-        return
+def _new_columns(stage: Pointwise) -> list[list[Tensor]]:
+    """Where the next state goes, if this is other memory than that of the state."""
+    return [] if all(map(operator.is_, stage.into, stage.state)) else stage.into
+
+
+def _run(
+    stage: Pointwise, piece: _Piece, source: Tensor, columns: list[list[Tensor]], into: list[list[Tensor]]
+) -> None:
+    """Send one piece through one transform, from ``source`` to the memory of the piece, and ``columns`` of state."""
     are_known = all(stage.known[i] for i in piece.rows)
-    if piece.flat.is_cpu and not are_known:
+    is_alone = len(piece.rows) == 1
+    if is_alone or (piece.flat.is_cpu and not are_known):
+        if into is not columns:  # while the piece is in the cache
+            for new, old in zip(into, columns, strict=True):
+                foreach.copy_plain_(new, old)
         # a gradient that is not finite, or a first update, is rare: then each tensor has masks of its own
-        for k, (i, view) in enumerate(zip(piece.rows, piece.views, strict=True)):
-            state = [column[k].view(-1) for column in columns]
-            _change(stage, view.view(-1), view.view(-1), state, i)
+        for k, i in enumerate(piece.rows):
+            x, result = (source, piece.flat) if is_alone else (piece.views[k].view(-1), piece.views[k].view(-1))
+            _change(stage, x, result, [column[k].view(-1) for column in into], i)
         return
     joined = piece.state[: len(columns)]
     usable, started, numbers, _ = stage.flags
@@ -206,7 +216,7 @@ def _run(stage: Pointwise, piece: _Piece, source: Tensor, columns: list[list[Ten
     if not are_known:
         at = Elements(usable, started, scratch=stage.scratch, spread=partial(_of_elements, piece=piece))
     stage.run(x, x, state, piece.rows[0], at)
-    for (_, views), column in zip(joined, columns, strict=True):
+    for (_, views), column in zip(joined, into, strict=True):
         foreach.copy_plain_(column, views)
 
 

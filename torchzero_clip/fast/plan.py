@@ -36,6 +36,7 @@ from torchzero_clip.core.kinds import Gate, Scaling, UpdateRule
 from torchzero_clip.core.nodes import Node, Nodes
 from torchzero_clip.core.step import Step
 from torchzero_clip.core.transform import Transform, overridden_last
+from torchzero_clip.core.undo import Undo
 from torchzero_clip.engine.judged import Judged
 from torchzero_clip.engine.listener import Listener
 from torchzero_clip.engine.reported_loss import Loss
@@ -76,6 +77,7 @@ class Planned:
     chain_state: dict[str, Any]
     loss: Callable[[], Loss]
     listener: Listener | None
+    undo: Undo | None = None  # as in a `Walk`
     is_watched: bool = False  # somebody has asked for ``walk``
     metrics: Metrics | None = None  # computes the metrics, once the step was taken
 
@@ -369,6 +371,7 @@ class Plan:
             return node.transform.init_state(params[i], own[i])
 
         states = VectorStates(step.states, node.path, node.state, begin, step.workspace.vectors, columns)
+        states.undo = step.undo
         state = node.global_state(chain_state)
         # not `Walk.step_for`, which takes five times as long
         given = Step(params, grads, step.loss().value, states, own, state, tools=judged.measurer)

@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from torchzero_clip.compat import FakeTensor
 from torchzero_clip.core.states import States
+from torchzero_clip.core.undo import Undo
 from torchzero_clip.functional import foreach
 from torchzero_clip.types import State
 
@@ -95,7 +96,14 @@ class VectorStates(States):
             name = f"{self._path}/{key}"
             if name in self._known and stored.get(name) is not value:
                 del self._known[name]
-            stored[name] = value
+        super()._store(stored, own)
+
+    @override
+    def _drafted(self, name: str, rows: Sequence[State], column: list[Tensor], undo: Undo) -> list[Tensor]:
+        drafts = super()._drafted(name, rows, column, undo)
+        if name in self._known:
+            self._known[name] = drafts
+        return drafts
 
     @override
     def column(self, key: str, indices: Sequence[int] | None = None) -> list[Any]:
@@ -116,6 +124,7 @@ class VectorStates(States):
         if vector is None:
             super().keep(key, values, indices)
         else:
+            self._note(key, vector, indices)
             foreach.copy_([vector], [values])
 
     @override
@@ -124,7 +133,12 @@ class VectorStates(States):
         if vector is None:
             super().add(key, number)
         else:
+            self._note(key, vector, None)
             vector.add_(number)
+
+    def _note(self, key: str, vector: Tensor, indices: Sequence[int] | None) -> None:
+        if self.undo is not None:
+            self.undo.vector(vector, self.column(key, indices))
 
     def _vector(self, key: str, indices: Sequence[int] | None) -> Tensor | None:
         """The vector of one key; None if its numbers cannot be one, or dicts were read, which may replace them."""

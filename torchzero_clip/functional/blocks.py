@@ -42,8 +42,9 @@ class Chunk(NamedTuple):
 
 
 class Moves(NamedTuple):
-    """Tensors, laid out as those that are measured, towards which these move by weights right before."""
+    """How measured tensors move right before: they become ``starts``, moved towards ``ends`` by weights."""
 
+    starts: Sequence[Tensor]  # these tensors themselves, or others that keep their values
     ends: Sequence[Tensor]
     weights: Sequence[float]
 
@@ -140,7 +141,7 @@ def _reduced(
     found: list[Tensor] = []
     if moves is not None:
         for i in plan.short:
-            tensors[i].lerp_(moves.ends[i], moves.weights[i])
+            torch.lerp(moves.starts[i], moves.ends[i], moves.weights[i], out=tensors[i])
     for chunk in plan.chunks:
         if len(plan.chunks) > 1:
             chunk.rows.zero_()  # another chunk has written to this memory
@@ -153,9 +154,9 @@ def _reduced(
 
 def _moved(tensor: Tensor, moves: Moves, i: int) -> Iterator[Tensor]:
     """The rows of a long tensor in parts that are still in the cache after they have moved."""
-    for rows, ends in zip(_rows_of(tensor), _rows_of(moves.ends[i]), strict=True):
-        for own, end in zip(rows.split(ROWS), ends.split(ROWS), strict=True):
-            yield own.lerp_(end, moves.weights[i])
+    for rows, starts, ends in zip(*map(_rows_of, (tensor, moves.starts[i], moves.ends[i])), strict=True):
+        for own, start, end in zip(rows.split(ROWS), starts.split(ROWS), ends.split(ROWS), strict=True):
+            yield torch.lerp(start, end, moves.weights[i], out=own)
 
 
 def _planned(tensors: Sequence[Tensor], scratch: Scratch) -> _Plan:

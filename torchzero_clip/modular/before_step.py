@@ -38,6 +38,8 @@ from torchzero_clip.modular.modular import Modular
 
 T = TypeVar("T")
 
+_ABSENT = object()
+
 FOUND_INF = "found_inf"
 """Who refuses a step whose gradients a gradient scaler has found to be not finite."""
 
@@ -50,14 +52,18 @@ class BeforeStep:
         self._found = weakref.ref(optimizer)
         self._front, self._entries = front, entries
         front.delivery.scale = self._scale
-        entries.look(optimizer.param_groups)
+        entries.begin(optimizer)
         self._depth = 0  # 2 while `step` of a subclass calls that of its base class
         self._is_wrapped = False  # False in a step that is called by a method from before the wrapper
         self._hidden: list[tuple[Tensor, Tensor]] = []  # parameters and their gradients, in a refused step of this kind
-        self._has_scaled = False  # the optimizer multiplies the gradients by their factor
+        self._is_open = False  # a step has begun and has not ended
+        self._has_scaled = False  # this step has set ``grad_scale`` of the optimizer
+        self._scale_before: Any = None  # what was there
         own = entries.register(optimizer)
         around = optimizer.register_step_pre_hook(self.before), optimizer.register_step_post_hook(self.after)
         self._hooks = [*around, *own]
+        # the step is over before the post-hooks of others, whose errors do not undo it
+        optimizer._optimizer_step_post_hooks.move_to_end(around[1].id, last=False)  # pyright: ignore
         self._wrapper = end_surely(optimizer, self.begin, self.finish)
 
     @property
@@ -139,8 +145,7 @@ class BeforeStep:
             del optimizer.step
             if (given := self._wrapper.__wrapped__) is not type(optimizer).step:  # such as the wrapper of a scheduler
                 optimizer.step = given
-        for group in optimizer.param_groups:
-            group.pop(KEY, None)
+        self._entries.remove(optimizer)
 
     def __enter__(self) -> Self:
         return self
@@ -164,14 +169,16 @@ class BeforeStep:
             if steps_being_taken(optimizer) > 1:
                 self._depth += 1
                 return None
-            self._end()  # the step before raised an error and was called without the wrapper
+            self._end(is_taken=False)  # the step before raised an error and was called without the wrapper
         is_of_torch = type(optimizer).__module__.startswith("torch.optim")
         if not self._is_wrapped and self._front.may_refuse and not is_of_torch:
             raise RuntimeError(
                 f"this step of {type(optimizer).__name__} was stored before before_step was called, so transforms "
                 "cannot refuse it: call before_step first, for example before accelerator.prepare"
             )
-        self._depth = 1
+        self._depth, self._is_open = 1, True
+        self._entries.look(optimizer)
+        self._entries.placed.take_out(optimizer)
         closure = kwargs.get("closure") if len(args) < 2 else args[1]
         if closure is None:
             self._change(optimizer, None)
@@ -209,11 +216,10 @@ class BeforeStep:
     def _change(self, optimizer: Optimizer, result: Any) -> None:
         """Apply the transforms. A refused step ends here. Without the wrapper, it goes on without gradients."""
         front, groups = self._front, optimizer.param_groups
-        self._entries.look(groups)
-        if getattr(optimizer, FOUND_INF, None) is not None and not self._unscale(optimizer):
+        if not self._unscale(optimizer):
             return
         if may_be_template(groups, is_first=front.steps_taken == 0) and are_zero(groups):
-            self._entries.begin()
+            self._entries.begin_states()
             front.skipped_by = ()
             return
         front.change_gradients(groups, result)
@@ -230,7 +236,8 @@ class BeforeStep:
     @torch.no_grad()
     def _unscale(self, optimizer: Any) -> bool:
         """Divide by the scale of a gradient scaler. Return False if it has found gradients that are not finite."""
-        if optimizer.found_inf.item():
+        found_inf = getattr(optimizer, FOUND_INF, None)
+        if found_inf is not None and found_inf.item():
             self._front.skipped_by = (FOUND_INF,)
             self._front.forget_loss()
             return False
@@ -238,15 +245,28 @@ class BeforeStep:
         if scale is not None:
             grads = [param.grad for param in _params(optimizer)]
             foreach.multiply_([grad for grad in grads if grad is not None], scale.double().reciprocal())
-            optimizer.grad_scale = None  # not deleted, because the scaler deletes it
+            self._set_scale(optimizer, None)
         return True
+
+    def _set_scale(self, optimizer: Any, scale: Tensor | None) -> None:
+        """Let the step divide the gradients by ``scale``. `_end` restores what was there."""
+        if not self._has_scaled:  # noted first, so that an interrupt leaves nothing behind
+            self._scale_before = vars(optimizer).get("grad_scale", _ABSENT)
+            self._has_scaled = True
+        optimizer.grad_scale = scale
+
+    def _restore_scale(self, optimizer: Any) -> None:
+        if self._scale_before is _ABSENT:  # GradScaler takes None for a scale
+            vars(optimizer).pop("grad_scale", None)
+        else:
+            optimizer.grad_scale = self._scale_before
+        self._has_scaled, self._scale_before = False, None
 
     def _scale(self, grads: list[Tensor], factor: Tensor | float) -> None:
         """Multiply gradients by one factor. The fused optimizers of torch do it in the step, which saves a pass."""
         optimizer: Any = self._optimizer
         if grads[0].dtype != torch.float64 and takes_factor(optimizer, self._hooks[0].id, len(grads)):
-            optimizer.grad_scale = inverse(factor)
-            self._has_scaled = True
+            self._set_scale(optimizer, inverse(factor))
         else:
             # one tensor for all takes a quarter of the time of one Python number
             number = factor if isinstance(factor, Tensor) else torch.full((), factor, dtype=torch.float64, device="cpu")
@@ -256,7 +276,7 @@ class BeforeStep:
         """End the step, unless it is that of a base class."""
         self._depth -= 1
         if self._depth <= 0:
-            self._end()
+            self._end(is_taken=True)
 
     def begin(self) -> None:
         """The wrapper has been called, and catches a `RefusedStep`."""
@@ -265,14 +285,18 @@ class BeforeStep:
     def finish(self) -> None:
         """The wrapper ends."""
         self._is_wrapped = False
-        self._end()
+        self._end(is_taken=False)
 
-    def _end(self) -> None:
-        """End the step, if that has not happened yet."""
+    def _end(self, *, is_taken: bool) -> None:
+        """End the step, if that has not happened yet. If the optimizer has raised, the transforms have not acted."""
+        if not self._is_open:
+            return
         self._depth = 0
         if self._has_scaled:
-            optimizer: Any = self._optimizer
-            optimizer.grad_scale, self._has_scaled = None, False
+            self._restore_scale(self._optimizer)
+        self._front.end_step(is_taken=is_taken)
+        self._entries.placed.place(self._optimizer)
+        self._is_open = False
         for param, grad in self._hidden:
             if param.grad is None:  # else there is a new one, if the step raised
                 param.grad = grad

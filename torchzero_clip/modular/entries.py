@@ -1,4 +1,4 @@
-"""The state of transforms in the checkpoints of another optimizer: an entry of each param group."""
+"""Transforms in the checkpoints of another optimizer: their state by parameter, and an entry of each param group."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -7,11 +7,13 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from torchzero_clip.checkpoints.identity import IDENTITY
-from torchzero_clip.checkpoints.saving import Load, without_device
+from torchzero_clip.checkpoints.portable import unpacked
+from torchzero_clip.checkpoints.saving import Load
 from torchzero_clip.compat import warn_user
 from torchzero_clip.core.group_keys import BEFORE_STEP as KEY
 from torchzero_clip.core.scope import named_params
-from torchzero_clip.modular.front import Front
+from torchzero_clip.modular.front import OF_OPTIMIZER, Front
+from torchzero_clip.modular.placed import Placed
 from torchzero_clip.types import Group
 
 _OF_CHAIN = (
@@ -21,25 +23,25 @@ _OF_CHAIN = (
 _INCOMPLETE = (
     "the checkpoint lacks state of the transforms that stand before the steps of the optimizer. What saved or loaded "
     "it has dropped a part. torch.distributed.checkpoint loads into the state that exists: call before_step before the "
-    "first step of the optimizer, and then load"
+    "first step of the optimizer, set gradients to None, and then load"
 )
 
 
 class Entries:
-    """Saves and loads the state of a `Front` with the optimizer that it stands before.
+    """Saves and loads what a `Front` has with the optimizer that it stands before.
 
-    In a checkpoint, each group has an entry with the settings and the state of its parameters. In the optimizer, the
-    groups have only the name of the chain under this key, because flat checkpoints save the keys that groups have.
-
-    Entries are in groups because loaders drop other keys of a checkpoint, and because some optimizers do not start
-    their own state if ``optimizer.state`` has tensors.
+    In a checkpoint, each param group has an entry with the settings and the state of the whole chain, because loaders
+    drop other keys of a checkpoint. In the optimizer, the groups have only the name of the chain under this key, because
+    flat checkpoints save the keys that groups have. `Placed` has the state of each parameter.
     """
 
     def __init__(self, front: Front, *, new: str | Iterable[str], dropped: str | Iterable[str]) -> None:
         self._front, self._new, self._dropped = front, new, dropped
         self._name = front.param_groups[0][IDENTITY]
+        self.placed = Placed(front)
         self._load: Load | None = None
-        self._was_saved = self._has_warned = False
+        self._was_checked = self._was_saved = self._has_warned = False
+        self._before: tuple[Any, Any] = None, None  # state and groups of the optimizer before a load
 
     def register(self, optimizer: Optimizer) -> list[RemovableHandle]:
         """Let the optimizer save and load the entries. Raise if it saves without hooks."""
@@ -48,6 +50,7 @@ class Entries:
             optimizer.register_load_state_dict_pre_hook(self.check),
             optimizer.register_load_state_dict_post_hook(self.restore, prepend=True),
         ]
+        self._check_hook = hooks[1].id
         try:
             optimizer.state_dict()
             if not self._was_saved:
@@ -58,54 +61,83 @@ class Entries:
         except Exception:
             for hook in hooks:
                 hook.remove()
-            for group in optimizer.param_groups:
-                group.pop(KEY)
+            self.remove(optimizer)
             raise
         return hooks
 
-    def look(self, groups: Sequence[Group]) -> None:
-        """Take over entries that a load has left in the groups, and name the chain there."""
+    def remove(self, optimizer: Optimizer) -> None:
+        """Remove everything from the optimizer."""
+        self.placed.forget(optimizer)
+        for group in optimizer.param_groups:
+            group.pop(KEY, None)
+
+    def begin(self, optimizer: Optimizer) -> None:
+        """Take over entries of a checkpoint that was loaded before. A copy of another optimizer begins anew."""
+        if any(isinstance(group.get(KEY), Mapping) for group in optimizer.param_groups):
+            self.look(optimizer)
+        else:
+            self.placed.forget(optimizer)
+            self._name_groups(optimizer)
+
+    def look(self, optimizer: Optimizer) -> None:
+        """Take over what a load without hooks, or a user, has left in the optimizer."""
+        groups = optimizer.param_groups
         found = [group.get(KEY) for group in groups]
-        if found == [self._name] * len(groups):
-            return
-        if any(isinstance(entry, Mapping) for entry in found):
-            self._check(groups, found)
-            self._put()
-        for group in groups:
-            group[KEY] = self._name
+        if found != [self._name] * len(groups):
+            if not any(entry == self._name for entry in found):  # else a group was added
+                self._load = self._checked(*_loaded(optimizer))
+                self._put(optimizer)
+            self._name_groups(optimizer)
+        self.placed.look(optimizer)
 
     def save(self, optimizer: Optimizer, saved: dict[str, Any]) -> None:
-        """Write the entries to a checkpoint."""
+        """Write everything to a checkpoint."""
         self._was_saved = True
-        self._front.sync(optimizer.param_groups)
-        own = without_device(self._front.state_dict())
-        for mine, group in zip(own["param_groups"], saved["param_groups"], strict=True):
-            states = {k: own["state"][i] for k, i in enumerate(mine["params"]) if own["state"].get(i)}
-            settings = {key: value for key, value in mine.items() if key not in ("params", "name")}
-            group[KEY] = {"settings": settings, "state": states, "states": len(states)}
+        front = self._front
+        front.sync(optimizer.param_groups)
+        self.placed.look(optimizer)
+        each = self.placed.save(optimizer, saved)
+        for settings, group in zip(front.settings_to_save(), saved["param_groups"], strict=True):
+            group[KEY] = {"settings": settings, "each": each}
 
-    def check(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
-        """Check the entries of a checkpoint before anything is loaded, and return it without them."""
-        self._load = None
-        groups: Any = state_dict.get("param_groups")
-        if not isinstance(groups, list | tuple):
-            return None  # torch raises
+    def check(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        """Check a checkpoint before anything is loaded."""
+        self._load, self._was_checked = None, False
+        self._before = optimizer.state, optimizer.param_groups
+        groups, states = state_dict.get("param_groups"), state_dict.get("state")
+        if not isinstance(groups, list | tuple) or not isinstance(states, Mapping):
+            return  # torch raises
         self._front.sync(optimizer.param_groups)
         if IDENTITY in set[str]().union(*groups).difference(*optimizer.param_groups):
             self._front.new_load((), ()).agree(ValueError(_OF_CHAIN), self._front.param_groups)
-        self._check(groups, [group.get(KEY) for group in groups])
-        return {**state_dict, "param_groups": [{k: v for k, v in g.items() if k != KEY} for g in groups]}
+        hooks: Any = optimizer
+        if next(reversed(hooks._optimizer_load_state_dict_pre_hooks)) == self._check_hook:
+            self._load = self._checked(groups, states)
+            self._was_checked = True
+        # else a later hook may give each state to another parameter: `restore` checks what it leaves
 
     def restore(self, optimizer: Optimizer) -> None:
-        """Put the state of the entries in its place, after the optimizer was loaded."""
-        self._put()
+        """Put everything in its place, after the optimizer was loaded."""
+        if not self._was_checked:
+            try:
+                self._load = self._checked(*_loaded(optimizer))
+            except Exception:
+                optimizer.state, optimizer.param_groups = self._before
+                raise
+        self._before, self._was_checked = (None, None), False
+        self._put(optimizer)
+        self._name_groups(optimizer)
+
+    def _name_groups(self, optimizer: Optimizer) -> None:
         for group in optimizer.param_groups:
             group[KEY] = self._name
 
-    def _check(self, groups: Sequence[Group], entries: Sequence[Any]) -> None:
-        front = self._front
+    def _checked(self, groups: Sequence[Group], states: Mapping[Any, Any]) -> Load | None:
+        """A load of what groups and states of an optimizer have; None if that is nothing. Raise if it does not fit."""
+        front, entries = self._front, [group.get(KEY) for group in groups]
         load = front.new_load(self._new, self._dropped)
-        if not any(entries):
+        ours = {key: entry[KEY] for key, entry in states.items() if isinstance(entry, Mapping) and KEY in entry}
+        if not any(entries) and not ours:
             load.agree(None, front.param_groups)
             if not self._has_warned:
                 self._has_warned = True
@@ -113,20 +145,25 @@ class Entries:
                     "the checkpoint of the optimizer has no state of the transforms before its steps. They continue "
                     "with the state that they have"
                 )
-            return
-        if not all(isinstance(e, Mapping) and "settings" in e and len(_states(e)) == e.get("states") for e in entries):
-            load.agree(ValueError(_INCOMPLETE), front.param_groups)
-        load.check(_as_checkpoint(groups, entries), front.param_groups)
-        self._load = load
+            return None
+        try:
+            checkpoint = _as_checkpoint(groups, entries, ours)
+            _check_whole(groups, entries, states, [p for g in front.param_groups for p in g["params"]])
+        except ValueError as error:
+            load.agree(error, front.param_groups)
+            raise
+        load.check(checkpoint, front.param_groups)
+        return load
 
-    def _put(self) -> None:
+    def _put(self, optimizer: Optimizer) -> None:
         load, self._load = self._load, None
         if load is not None:
             for own, loaded in zip(self._front.param_groups, load.groups, strict=True):
-                own.update({key: value for key, value in loaded.items() if key != "params"})
+                own.update({key: value for key, value in loaded.items() if key not in OF_OPTIMIZER})
             load.restore(self._front.param_groups, self._front.state)
+        self.placed.place(optimizer)
 
-    def begin(self) -> None:
+    def begin_states(self) -> None:
         """Make the state that parameters have before their first step, for a checkpoint that is loaded in place."""
         front = self._front
         for group in front.param_groups:
@@ -135,18 +172,30 @@ class Entries:
                     front.state[named.param] = front.nodes.init_state(named, group)
 
 
-def _as_checkpoint(groups: Sequence[Group], entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Entries in the form of the checkpoint of a `Modular`."""
+def _as_checkpoint(groups: Sequence[Group], entries: Sequence[Any], ours: Mapping[Any, Any]) -> dict[str, Any]:
+    """Entries and states in the form of the checkpoint of a `Modular`."""
+    if not all(isinstance(entry, Mapping) and isinstance(entry.get("settings"), Mapping) for entry in entries):
+        raise ValueError(_INCOMPLETE)
     own: list[Group] = []
-    state: dict[int, Any] = {}
     for group, entry in zip(groups, entries, strict=True):
-        first = sum(len(before["params"]) for before in own)
-        numbers = list(range(first, first + len(group["params"])))
-        own.append({**entry["settings"], "params": numbers})
-        known = dict(enumerate(numbers))  # if parameters are missing, `Load.check` says so
-        state |= {known[int(k)]: values for k, values in _states(entry).items() if int(k) in known}
-    return {"state": state, "param_groups": own}
+        settings = {key: value for key, value in entry["settings"].items() if key not in OF_OPTIMIZER}
+        own.append({**settings, "params": list(group["params"])})
+    return {"state": {key: unpacked(saved) for key, saved in ours.items()}, "param_groups": own}
 
 
-def _states(entry: Mapping[str, Any]) -> Mapping[Any, Any]:
-    return entry.get("state", {})  # torch.distributed.checkpoint drops it if it is empty
+def _check_whole(
+    groups: Sequence[Group], entries: Sequence[Mapping[str, Any]], states: Mapping[Any, Any], params: Sequence[Any]
+) -> None:
+    """Raise if a parameter lacks state, although each one had some when the checkpoint was made."""
+    found = [(entry.get("each"), states.get(i)) for g, entry in zip(groups, entries, strict=True) for i in g["params"]]
+    is_lost = [bool(each and state and not state.get(KEY)) for each, state in found]
+    has_none = all(each and not (state and state.get(KEY)) for each, state in found)
+    if any(is_lost) or (has_none and any(param.requires_grad for param in params)):
+        raise ValueError(_INCOMPLETE)
+
+
+def _loaded(optimizer: Optimizer) -> tuple[list[Group], dict[int, Any]]:
+    """The groups and states of an optimizer, with the numbers of parameters instead of these."""
+    numbers = {param: i for i, param in enumerate(p for group in optimizer.param_groups for p in group["params"])}
+    groups = [{**group, "params": [numbers[param] for param in group["params"]]} for group in optimizer.param_groups]
+    return groups, {numbers[param]: state for param, state in optimizer.state.items() if param in numbers}

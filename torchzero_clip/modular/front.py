@@ -1,6 +1,7 @@
 """A chain that changes the gradients of another optimizer, whose param groups it follows."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,12 +13,16 @@ from torchzero_clip.core.chain import Chain, Composite, Transforms, as_written
 from torchzero_clip.core.kinds import UpdateRule
 from torchzero_clip.core.learning_rate import LR
 from torchzero_clip.core.transform import Transform
+from torchzero_clip.core.undo import Spares, Undo
 from torchzero_clip.engine.end import Deliver
 from torchzero_clip.engine.listener import Listener
 from torchzero_clip.engine.walk import Walk
 from torchzero_clip.modular.modular import Modular
 from torchzero_clip.modular.validation import check_added, check_places
 from torchzero_clip.types import Group, Setting
+
+OF_OPTIMIZER = ("params", "param_names", "name")
+"""Keys of a param group that describe the optimizer, and are no settings of transforms."""
 
 
 class Front(Modular):
@@ -32,6 +37,7 @@ class Front(Modular):
         for transform in as_written(transforms):
             _refuse(transform, transform)
         self.delivery = self._delivery = Deliver()
+        self._spares = Spares()
         self._names_in = module  # the module that has the names of the parameters
         self._followed = groups  # those of the other optimizer
         super().__init__(_named(groups, module), *transforms, **options)
@@ -69,7 +75,32 @@ class Front(Modular):
         if not self._has_lists_of(groups):
             self.follow(groups)
         self._followed = groups
-        self._step(None if result is None else lambda: result)
+        self._undo = self._noted()
+        self._is_changing = False
+        try:
+            self._step(None if result is None else lambda: result)
+        except BaseException:
+            self.end_step(is_taken=not self._is_changing)
+            raise
+        if not self._is_changing:  # a refused step keeps its counts
+            self._undo = None
+
+    def end_step(self, *, is_taken: bool) -> None:
+        """Called after the step of the optimizer. If it has raised, all is as if the transforms had not acted."""
+        undo, self._undo = self._undo, None
+        if undo is not None and not is_taken:
+            undo.restore()
+            if self.ended is not None:
+                self.ended.refused_by.append("error")
+
+    def _noted(self) -> Undo:
+        """Note what a step may change, except for the state of parameters, which is noted before it changes."""
+        undo = Undo(self._spares)
+        undo.values(self._chain_state.values)
+        for values in (self.state, *self.param_groups):
+            undo.members(values)
+        undo.then(partial(setattr, self, "steps_taken", self.steps_taken))
+        return undo
 
     _step = Modular.step  # without hooks, which Optimizer adds when the first optimizer is made
 
@@ -88,6 +119,12 @@ class Front(Modular):
         """Follow the other optimizer if its parameters have changed."""
         if not self._has_lists_of(groups) or _ids(groups) != self._ids:
             self.follow(groups)
+
+    def settings_to_save(self) -> list[dict[str, Any]]:
+        """The settings of each group and the state of the whole chain, for a checkpoint."""
+        self._chain_state.take_counters(self.param_groups)
+        self._chain_state.show(self.param_groups)
+        return [{key: value for key, value in group.items() if key not in OF_OPTIMIZER} for group in self.param_groups]
 
     def follow(self, groups: Sequence[Group]) -> None:
         """Take over which parameters the other optimizer has. Raise, without any change, if they do not fit."""

@@ -21,6 +21,7 @@ from torchzero_clip.core.nodes import Nodes
 from torchzero_clip.core.schedules import Schedules
 from torchzero_clip.core.scope import NamedParam, named_params
 from torchzero_clip.core.transform import Transform
+from torchzero_clip.core.undo import Undo
 from torchzero_clip.engine.company import Part
 from torchzero_clip.engine.end import Deliver, Subtract
 from torchzero_clip.engine.judged import Judged, Judging
@@ -126,7 +127,9 @@ class Modular(Explained, ClassMaker, Optimizer):
     steps_taken: int = 0
     """How many steps this object has taken. Steps that were refused or had no gradients do not count."""
 
+    _undo: Undo | None = None  # notes state before it changes, if another optimizer takes the step
     _delivery: Deliver | None = None  # the end of a step; None to subtract the updates from the parameters
+    _is_changing = False  # the last step was allowed, and has begun to change state
     _has_meshes = False  # if a parameter is distributed
     _origin: Origin | None = None  # the module that ``params`` was. Copies and pickles have none
     _lengths: Sequence[int] = ()  # how many keys each param group had in the last step
@@ -328,6 +331,7 @@ class Modular(Explained, ClassMaker, Optimizer):
                 has_updated = parts is not None and len(parts.updated) > 0
                 takes_part = len(walk.table.params) > 0 or self._shared.group is not None or has_updated
                 is_taken = takes_part and (not self._policy.decides or self._policy.allows(walk, state))
+            self._is_changing = is_taken
             if is_taken and go is not None:
                 go()
             elif is_taken and walk is not None:
@@ -366,6 +370,7 @@ class Modular(Explained, ClassMaker, Optimizer):
         step = self._fast_way.begin(groups, self.state, options, state, loss, self.listener)
         if step is None:
             return False
+        step.undo = self._undo
         if self.listener is not None or policy.has_gates or (policy.decides and step.total is None):
             self._take(step.walk, step.take)
         else:
@@ -432,7 +437,7 @@ class Modular(Explained, ClassMaker, Optimizer):
         updates = Updates(table, state, maximize=self.maximize, over_grads=end.over_grads)
         executor = fast_way.executor(updates, columns) if is_fast and not is_repeated else Readable(updates)
         judged = Judged(self._judging, table.grads, executor, listens=self.listener is not None)
-        walk = Walk(self.nodes, settings, table, state, executor, judged, end, loss)
+        walk = Walk(self.nodes, settings, table, state, executor, judged, end, loss, self._undo)
         if self.parts is not None:
             walk.company = Part()
         if self._shared.group is not None:

@@ -1,0 +1,56 @@
+"""State in a form that no `load_state_dict` changes, so that the optimizer of another package may store it.
+
+Loads cast floating point state to the dtype of its parameter. torch leaves out what is stored under the key "step", but
+casts it to float32 for fused optimizers. Other packages have rules of their own. Bytes are the same after any cast.
+"""
+
+from collections.abc import Container, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchzero_clip.compat import is_distributed
+from torchzero_clip.types import State
+
+STEP = "step"
+FLOAT32 = frozenset({torch.float32, torch.float16, torch.bfloat16})
+"""The dtypes whose numbers are the same after a cast to float32 and back."""
+
+
+def packed(state: Mapping[str, Any], kept: Container[torch.dtype] | None) -> dict[str, dict[str, Any]]:
+    """State in the portable form: ``{"clip/prev": {"step": tensor}}``, in the same memory.
+
+    Args:
+        state: Numbers and tensors.
+        kept: The dtypes whose tensors a load leaves as they are under the key "step"; None for all. Other tensors become
+            ``{"float64": {"step": bytes}}``, where the bytes of each element are a new last dimension.
+    """
+    return {key: _packed(value, kept) for key, value in state.items()}
+
+
+def _packed(value: Any, kept: Container[torch.dtype] | None) -> dict[str, Any]:
+    # distributed tensors cannot be viewed as bytes
+    if not isinstance(value, Tensor) or kept is None or value.dtype in kept or is_distributed(value):
+        return {STEP: value}
+    return {str(value.dtype).removeprefix("torch."): {STEP: value.unsqueeze(-1).view(torch.uint8)}}
+
+
+def unpacked(saved: Any) -> State:
+    """The state behind the portable form, and values that are in no such form. Raises ValueError if it is malformed."""
+    if not isinstance(saved, Mapping):
+        raise ValueError(f"the state of transforms is a dict, got {type(saved).__name__}")
+    return {str(key): _unpacked(str(key), value) for key, value in saved.items()}
+
+
+def _unpacked(key: str, value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        return value
+    if value.keys() == {STEP}:
+        return value[STEP]
+    dtype, inner = next(((getattr(torch, str(name), None), inner) for name, inner in value.items()), (None, None))
+    elements = inner.get(STEP) if isinstance(inner, Mapping) else None
+    is_whole = len(value) == 1 and isinstance(dtype, torch.dtype) and isinstance(elements, Tensor)
+    if not is_whole or not elements.ndim or elements.shape[-1] != dtype.itemsize:
+        raise ValueError(f"the state {key!r} of a transform is neither a value nor the bytes of one")
+    return elements.to(torch.uint8).contiguous().view(dtype).squeeze(-1)

@@ -1,0 +1,104 @@
+"""Puts back the state that transforms have changed, if the optimizer after them does not take the step."""
+
+import operator
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchzero_clip.functional import foreach
+from torchzero_clip.types import State
+
+
+class Spares:
+    """Second memory for large state: a step writes the new state there, and the old state is spare in the next step."""
+
+    # exchanging the two costs nothing, and a copy in each step would cost a pass over memory
+
+    def __init__(self) -> None:
+        self._kept: dict[str, tuple[list[Tensor], list[Tensor]]] = {}
+
+    def exchanged(self, name: str, column: list[Tensor]) -> list[Tensor]:
+        """Memory for the next values of a column, which becomes the spare memory in turn."""
+        live, spare = self._kept.get(name, ([], []))
+        if len(live) != len(column) or not all(map(operator.is_, live, column)):
+            spare = list(map(torch.empty_like, column))
+        self._kept[name] = spare, column
+        return spare
+
+    def put_back(self, name: str) -> None:
+        """Undo the last exchange."""
+        live, spare = self._kept[name]
+        self._kept[name] = spare, live
+
+
+class Undo:
+    """Notes how state was before a step changes it."""
+
+    def __init__(self, spares: Spares) -> None:
+        self._spares = spares
+        self._ways_back: list[Callable[[], object]] = []
+
+    def restore(self) -> None:
+        """Put back what was noted, the last first."""
+        while self._ways_back:
+            self._ways_back.pop()()
+
+    def then(self, way_back: Callable[[], object]) -> None:
+        """Note how to undo the change that follows."""
+        self._ways_back.append(way_back)
+
+    def tensors(self, tensors: Sequence[Tensor]) -> None:
+        """Note short tensors before they change in place."""
+        kept, tensors = foreach.clone(tensors), list(tensors)
+        self.then(lambda: foreach.copy_(tensors, kept))
+
+    def vector(self, vector: Tensor, elements: Sequence[Tensor]) -> None:
+        """Note numbers whose memory is that of a vector."""
+        kept, elements = vector.clone(), list(elements)
+        self.then(lambda: foreach.copy_(elements, list(kept.unbind())))
+
+    def members(self, values: MutableMapping[Any, Any]) -> None:
+        """Note which values a dict has, and not what changes in them."""
+        kept = dict(values)
+        self.then(lambda: _replace(values, kept))
+
+    def values(self, values: MutableMapping[Any, Any]) -> None:
+        """Note all values of a dict, and the numbers in its tensors."""
+        self.tensors([value for value in values.values() if isinstance(value, Tensor)])
+        self.members(values)
+
+    def prefixed(self, stored: State, prefix: str) -> None:
+        """Note the state of one transform and one parameter."""
+        kept = {key: value for key, value in stored.items() if key.startswith(prefix)}
+        self.tensors([value for value in kept.values() if isinstance(value, Tensor)])
+
+        def way_back() -> None:
+            for key in [key for key in stored if key.startswith(prefix) and key not in kept]:
+                del stored[key]
+            stored.update(kept)
+
+        self.then(way_back)
+
+    def draft(self, name: str, rows: Sequence[State], column: list[Tensor]) -> list[Tensor]:
+        """Put other memory into the place of large state, for its next values."""
+        drafts = self._spares.exchanged(name, column)
+
+        def way_back() -> None:
+            self._spares.put_back(name)
+            _put(rows, name, column)
+
+        self.then(way_back)
+        _put(rows, name, drafts)
+        return drafts
+
+
+def _put(rows: Sequence[State], name: str, column: Sequence[Tensor]) -> None:
+    for row, value in zip(rows, column, strict=True):
+        row[name] = value
+
+
+def _replace(values: MutableMapping[Any, Any], kept: Mapping[Any, Any]) -> None:
+    values.clear()
+    values.update(kept)

@@ -1,0 +1,152 @@
+"""The state of transforms at the place where another optimizer has its state of each parameter."""
+
+import operator
+from collections.abc import Container, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from torchzero_clip.checkpoints.fitting import fitted_state
+from torchzero_clip.checkpoints.portable import FLOAT32, packed, unpacked
+from torchzero_clip.core.group_keys import BEFORE_STEP as KEY
+from torchzero_clip.core.scope import named_params
+from torchzero_clip.modular.front import Front
+from torchzero_clip.types import Group
+
+
+class Placed:
+    """Keeps the state of a `Front` in ``optimizer.state[param]``, as a dict under one key.
+
+    Loaders place state by the name of its parameter, so each parameter gets its own, whatever the order. Users who
+    reset or move the state of the optimizer reset or move this state too.
+    """
+
+    # Optimizers make their state if `optimizer.state[param]` is empty. So the first state comes after the step in which
+    # they did, and a parameter of which the optimizer has no state has no entry while a step is taken.
+
+    def __init__(self, front: Front) -> None:
+        self._front = front
+        self._has_state = any(node.has_state for node in front.nodes)
+        self._params: list[Tensor] = []  # the keys of ``optimizer.state``, as `place` has left it
+        self._dicts: list[Any] = []  # what each of them has under ``KEY``
+        self._alone: list[Tensor] = []  # parameters of which the optimizer has no state
+        self._is_out = False  # True while the entries of these are taken out
+
+    def place(self, optimizer: Optimizer) -> None:
+        """Put the state of all parameters at its place. Called after each step and each load."""
+        if not self._has_state or (self._is_unchanged(optimizer) and not self._is_out):
+            return
+        states: Any = optimizer.state
+        self._alone, self._is_out = [], False
+        for param, own in self._front.state.items():
+            if not own:  # a flat checkpoint cannot have an empty dict
+                continue
+            if not _has_own(states, param):
+                states[param] = {}
+                self._alone.append(param)
+            if isinstance(states[param], dict):  # else `save` raises
+                states[param][KEY] = own
+        self._note(optimizer)
+
+    def take_out(self, optimizer: Optimizer) -> None:
+        """Before a step: remove the entries that have nothing of the optimizer, which may make its own now."""
+        for param in self._alone:
+            optimizer.state.pop(param, None)
+        self._is_out = bool(self._alone)
+
+    def look(self, optimizer: Optimizer) -> None:
+        """Take over what was done to ``optimizer.state`` since `place`: replaced, cleared, moved or cast state."""
+        if not self._has_state or self._is_out or self._is_unchanged(optimizer):
+            return
+        front, states = self._front, optimizer.state
+        was_placed = {param for param, own in zip(self._params, self._dicts, strict=True) if own is not None}
+        for group in front.param_groups:
+            for named in named_params(group):
+                found, own = _ours(states, named.param), front.state.get(named.param)
+                if found is own or (found is None and named.param not in was_placed):
+                    continue
+                front.state.pop(named.param, None)
+                if found is not None:
+                    try:
+                        front.state[named.param] = fitted_state(unpacked(found), front.nodes, named, group)
+                    except ValueError:  # state that was moved to a parameter of another shape begins anew
+                        del states[named.param][KEY]
+        self.place(optimizer)
+        self._note(optimizer)
+
+    def forget(self, optimizer: Optimizer) -> None:
+        """Remove the state from the optimizer."""
+        states: Any = optimizer.state
+        for param in [param for param in states if _ours(states, param) is not None]:
+            del states[param][KEY]
+            if not states[param]:
+                del states[param]
+
+    def save(self, optimizer: Optimizer, saved: dict[str, Any]) -> bool:
+        """Add the state to a checkpoint of the optimizer. Return True if each parameter that needs it has some."""
+        states, own = optimizer.state, self._front.state
+        numbered = [(i, param, group) for i, (param, group) in enumerate(_listed(optimizer.param_groups))]
+        found, alone = dict(saved["state"]), set(self._alone)
+        for i, param, group in numbered:
+            if own.get(param) and (_has_own(states, param) or param in alone):
+                theirs = found.get(i, {})
+                if not isinstance(theirs, dict):
+                    raise TypeError(
+                        f"{type(optimizer).__name__} has {type(theirs).__name__} as state of a parameter, which has no "
+                        "place for the state of transforms before its steps: remove() the handle before you save"
+                    )
+                # a new dict, because this one is the optimizer's
+                found[i] = {**theirs, KEY: packed(own[param], _kept_dtypes(optimizer, group))}
+        stepped = [param for _, param, _ in numbered if _has_own(states, param)]
+        trainable = [(i, param) for i, param, _ in numbered if param.requires_grad]
+        if found and not stepped:
+            # torch.distributed.checkpoint takes the missing entries of an optimizer without state for an error
+            found = {**{i: {} for i, _ in trainable}, **found}
+        saved["state"] = found
+        return bool(found) and all(own.get(param) for param in stepped or [param for _, param in trainable])
+
+    def _is_unchanged(self, optimizer: Optimizer) -> bool:
+        states = optimizer.state
+        own = [state or None for state in self._front.state.values()]
+        found = _each(states)
+        return _same(states, self._params) and _same(found, self._dicts) and (len(own) == len(found) and _same(own, found))
+
+    def _note(self, optimizer: Optimizer) -> None:
+        self._params, self._dicts = list(optimizer.state), _each(optimizer.state)
+
+
+def _each(states: Mapping[Any, Any]) -> list[Any]:
+    """What each entry has under the key."""
+    try:
+        return [entry.get(KEY) for entry in states.values()]
+    except AttributeError:  # some optimizers have entries that are no dicts
+        return [_ours(states, key) for key in states]
+
+
+def _ours(states: Mapping[Any, Any], param: Any) -> Any:
+    entry = states.get(param)
+    return entry.get(KEY) if isinstance(entry, dict) else None
+
+
+def _has_own(states: Mapping[Any, Any], param: Tensor) -> bool:
+    """True if the optimizer has state of a parameter."""
+    entry = states.get(param)
+    return bool(entry) and not (isinstance(entry, dict) and entry.keys() == {KEY})
+
+
+def _same(one: Iterable[object], other: Iterable[object]) -> bool:
+    one, other = list(one), list(other)
+    return len(one) == len(other) and all(map(operator.is_, one, other))
+
+
+def _listed(groups: Iterable[Group]) -> list[tuple[Tensor, Group]]:
+    return [(param, group) for group in groups for param in group["params"]]
+
+
+def _kept_dtypes(optimizer: Optimizer, group: Group) -> Container[torch.dtype] | None:
+    """The dtypes that a load of the optimizer leaves as they are under the key "step"; None for all."""
+    if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
+        return ()  # another package may cast as it likes
+    return FLOAT32 if group.get("fused") or group.get("capturable") else None
