@@ -85,8 +85,9 @@ class Entries:
         found = [group.get(KEY) for group in groups]
         if found != [self._name] * len(groups):
             if not any(entry == self._name for entry in found):  # else a group was added
-                self._load = self._checked(*_loaded(optimizer))
-                self._put(optimizer)
+                if (load := self._checked(*_loaded(optimizer))) is not None:
+                    self._take_over(load)
+                self.placed.place(optimizer)
             self._name_groups(optimizer)
         self.placed.look(optimizer)
 
@@ -125,7 +126,11 @@ class Entries:
                 optimizer.state, optimizer.param_groups = self._before
                 raise
         self._before, self._was_checked = (None, None), False
-        self._put(optimizer)
+        if self._load is None:
+            self.placed.place(optimizer)
+        else:
+            self._take_over(self._load)
+            self.placed.place_later()
         self._name_groups(optimizer)
 
     def _name_groups(self, optimizer: Optimizer) -> None:
@@ -155,13 +160,11 @@ class Entries:
         load.check(checkpoint, front.param_groups)
         return load
 
-    def _put(self, optimizer: Optimizer) -> None:
-        load, self._load = self._load, None
-        if load is not None:
-            for own, loaded in zip(self._front.param_groups, load.groups, strict=True):
-                own.update({key: value for key, value in loaded.items() if key not in OF_OPTIMIZER})
-            load.restore(self._front.param_groups, self._front.state)
-        self.placed.place(optimizer)
+    def _take_over(self, load: Load) -> None:
+        self._load = None
+        for own, loaded in zip(self._front.param_groups, load.groups, strict=True):
+            own.update({key: value for key, value in loaded.items() if key not in OF_OPTIMIZER})
+        load.restore(self._front.param_groups, self._front.state)
 
     def begin_states(self) -> None:
         """Make the state that parameters have before their first step, for a checkpoint that is loaded in place."""

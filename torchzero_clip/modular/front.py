@@ -76,19 +76,16 @@ class Front(Modular):
             self.follow(groups)
         self._followed = groups
         self._undo = self._noted()
-        self._is_changing = False
         try:
             self._step(None if result is None else lambda: result)
         except BaseException:
-            self.end_step(is_taken=not self._is_changing)
+            self.end_step(is_taken=False)
             raise
-        if not self._is_changing:  # a refused step keeps its counts
-            self._undo = None
 
     def end_step(self, *, is_taken: bool) -> None:
         """Called after the step of the optimizer. If it has raised, all is as if the transforms had not acted."""
         undo, self._undo = self._undo, None
-        if undo is not None and not is_taken:
+        if undo is not None and not is_taken and not self.skipped_by:  # a refused step keeps its counts
             undo.restore()
             if self.ended is not None:
                 self.ended.refused_by.append("error")

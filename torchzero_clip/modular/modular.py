@@ -129,7 +129,6 @@ class Modular(Explained, ClassMaker, Optimizer):
 
     _undo: Undo | None = None  # notes state before it changes, if another optimizer takes the step
     _delivery: Deliver | None = None  # the end of a step; None to subtract the updates from the parameters
-    _is_changing = False  # the last step was allowed, and has begun to change state
     _has_meshes = False  # if a parameter is distributed
     _origin: Origin | None = None  # the module that ``params`` was. Copies and pickles have none
     _lengths: Sequence[int] = ()  # how many keys each param group had in the last step
@@ -331,7 +330,6 @@ class Modular(Explained, ClassMaker, Optimizer):
                 has_updated = parts is not None and len(parts.updated) > 0
                 takes_part = len(walk.table.params) > 0 or self._shared.group is not None or has_updated
                 is_taken = takes_part and (not self._policy.decides or self._policy.allows(walk, state))
-            self._is_changing = is_taken
             if is_taken and go is not None:
                 go()
             elif is_taken and walk is not None:

@@ -10,10 +10,11 @@ from torch.optim import Optimizer
 
 from torchzero_clip.checkpoints.fitting import fitted_state
 from torchzero_clip.checkpoints.portable import FLOAT32, packed, unpacked
+from torchzero_clip.compat import torch_loads
 from torchzero_clip.core.group_keys import BEFORE_STEP as KEY
 from torchzero_clip.core.scope import named_params
 from torchzero_clip.modular.front import Front
-from torchzero_clip.types import Group
+from torchzero_clip.types import Group, State
 
 
 class Placed:
@@ -33,6 +34,7 @@ class Placed:
         self._dicts: list[Any] = []  # what each of them has under ``KEY``
         self._alone: list[Tensor] = []  # parameters of which the optimizer has no state
         self._is_out = False  # True while the entries of these are taken out
+        self._is_loaded = False  # the optimizer has the portable form of the state that was loaded
 
     def place(self, optimizer: Optimizer) -> None:
         """Put the state of all parameters at its place. Called after each step and each load."""
@@ -40,8 +42,11 @@ class Placed:
             return
         states: Any = optimizer.state
         self._alone, self._is_out = [], False
+        for param in [param for param in states if _has_own(states, param) and isinstance(states[param], dict)]:
+            # a flat load fills the keys that exist
+            states[param].setdefault(KEY, {})
         for param, own in self._front.state.items():
-            if not own:  # a flat checkpoint cannot have an empty dict
+            if not own:
                 continue
             if not _has_own(states, param):
                 states[param] = {}
@@ -49,6 +54,10 @@ class Placed:
             if isinstance(states[param], dict):  # else `save` raises
                 states[param][KEY] = own
         self._note(optimizer)
+
+    def place_later(self) -> None:
+        """Put the loaded state at its place at the next `look`: some packages go on with the load after our hook."""
+        self._is_loaded = True
 
     def take_out(self, optimizer: Optimizer) -> None:
         """Before a step: remove the entries that have nothing of the optimizer, which may make its own now."""
@@ -58,9 +67,14 @@ class Placed:
 
     def look(self, optimizer: Optimizer) -> None:
         """Take over what was done to ``optimizer.state`` since `place`: replaced, cleared, moved or cast state."""
+        front, states = self._front, optimizer.state
+        if self._is_loaded:
+            for param in [param for param in front.state if _ours(states, param) is None]:  # removed after the load
+                del front.state[param]
+            self._is_loaded = False
+            self.place(optimizer)
         if not self._has_state or self._is_out or self._is_unchanged(optimizer):
             return
-        front, states = self._front, optimizer.state
         was_placed = {param for param, own in zip(self._params, self._dicts, strict=True) if own is not None}
         for group in front.param_groups:
             for named in named_params(group):
@@ -79,16 +93,15 @@ class Placed:
     def forget(self, optimizer: Optimizer) -> None:
         """Remove the state from the optimizer."""
         states: Any = optimizer.state
-        for param in [param for param in states if _ours(states, param) is not None]:
-            del states[param][KEY]
-            if not states[param]:
+        for param, entry in list(states.items()):
+            if isinstance(entry, dict) and entry.pop(KEY, None) is not None and not entry:
                 del states[param]
 
     def save(self, optimizer: Optimizer, saved: dict[str, Any]) -> bool:
         """Add the state to a checkpoint of the optimizer. Return True if each parameter that needs it has some."""
-        states, own = optimizer.state, self._front.state
+        states, own = optimizer.state, self._to_save(optimizer)
         numbered = [(i, param, group) for i, (param, group) in enumerate(_listed(optimizer.param_groups))]
-        found, alone = dict(saved["state"]), set(self._alone)
+        found, alone = {i: _without_key(entry) for i, entry in saved["state"].items()}, set(self._alone)
         for i, param, group in numbered:
             if own.get(param) and (_has_own(states, param) or param in alone):
                 theirs = found.get(i, {})
@@ -107,6 +120,18 @@ class Placed:
         saved["state"] = found
         return bool(found) and all(own.get(param) for param in stepped or [param for _, param in trainable])
 
+    def _to_save(self, optimizer: Optimizer) -> Mapping[Tensor, State]:
+        """The state of each parameter. While torch loads, also of those that have none yet: it loads into what exists."""
+        front = self._front
+        if not self._has_state or not torch_loads():
+            return front.state
+        own = dict(front.state)
+        for group in front.param_groups:
+            for named in named_params(group):
+                if not own.get(named.param) and _has_own(optimizer.state, named.param):
+                    own[named.param] = front.nodes.init_state(named, group)
+        return own
+
     def _is_unchanged(self, optimizer: Optimizer) -> bool:
         states = optimizer.state
         own = [state or None for state in self._front.state.values()]
@@ -120,14 +145,19 @@ class Placed:
 def _each(states: Mapping[Any, Any]) -> list[Any]:
     """What each entry has under the key."""
     try:
-        return [entry.get(KEY) for entry in states.values()]
+        return [entry.get(KEY) or None for entry in states.values()]
     except AttributeError:  # some optimizers have entries that are no dicts
         return [_ours(states, key) for key in states]
 
 
 def _ours(states: Mapping[Any, Any], param: Any) -> Any:
+    """What a parameter has under the key; None for an empty dict, which is what flat loads put under missing keys."""
     entry = states.get(param)
-    return entry.get(KEY) if isinstance(entry, dict) else None
+    return (entry.get(KEY) or None) if isinstance(entry, dict) else None
+
+
+def _without_key(entry: Any) -> Any:
+    return {key: value for key, value in entry.items() if key != KEY} if isinstance(entry, dict) else entry
 
 
 def _has_own(states: Mapping[Any, Any], param: Tensor) -> bool:
