@@ -187,3 +187,14 @@ def test_functions_of_a_group_that_is_added_later_leave_the_others_alone():
     optimizer.add_param_group({"params": [second], "max_norm": 5.0})
     train(optimizer, [first, second], [[torch.ones(2)] * 2] * 2)
     assert [group["max_norm"] for group in optimizer.param_groups] == [1.0, 5.0]
+
+
+def test_an_optimizer_without_names_takes_none_from_a_checkpoint():
+    """They would change scopes, and refuse groups without names."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    saved = Modular(model, ClipNorm(1), Adam()).state_dict()
+    assert "param_names" in saved["param_groups"][0]
+    optimizer = Modular(list(model.parameters()), ClipNorm(1), Adam())
+    optimizer.load_state_dict(saved)
+    assert "param_names" not in optimizer.param_groups[0]
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})

@@ -483,3 +483,29 @@ def test_a_load_forgets_what_the_checkpoint_does_not_have(chain):
     train(second, fresh, rows[4:])
     assert_equal(model.parameters(), values(fresh.parameters()))
     assert_same_checkpoint(optimizer.state_dict(), second.state_dict())
+
+
+@pytest.mark.parametrize("saved_by_name", [False, True])
+@pytest.mark.parametrize("loads_by_name", [False, True])
+def test_names_of_the_checkpoint_are_no_settings(saved_by_name, loads_by_name):
+    """What describes the optimizer, such as the names of parameters, stays that of the optimizer that loads."""
+
+    def made(model, by_name):
+        optimizer = torch.optim.AdamW(model.parameters())
+        return optimizer, before_step(optimizer, ClipNormByEMA(), module=model if by_name else None)
+
+    rows, model, other = rows_of(3), model_of(start()), model_of(start())
+    optimizer, _ = made(model, saved_by_name)
+    train(optimizer, model, rows[:1])
+    settings = optimizer.state_dict()["param_groups"][0]["before_step"]["settings"]
+    assert settings.keys() == {"beta", "eps", "max_ema_growth", "chain"}
+    second, handle = made(other, loads_by_name)
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["param_groups"][0]["before_step"]["settings"] |= {"param_names": NAMES, "name": "body", "params": [7]}
+    second.load_state_dict(saved)
+    assert handle.param_groups[0]["params"] == list(other.parameters())
+    assert handle.param_groups[0].get("param_names") == (NAMES if loads_by_name else None)
+    assert "name" not in handle.param_groups[0]
+    second.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    train(second, other, rows[1:])
+    assert len(second.state_dict()["param_groups"]) == len(handle.param_groups) == 2

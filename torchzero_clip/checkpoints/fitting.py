@@ -102,8 +102,8 @@ def _merged(group: Group, saved: Group) -> Group:
             f"its 'param_names', {saved_names[0]!r} first"
         )
     own = {key: group[key] for key in ("param_names", "name") if key in group}
-    # a name that only the checkpoint has would change scopes; counts that this optimizer keeps come from `fitted`
-    left_out = (IDENTITY, "name", *COUNTERS)
+    # names that only the checkpoint has would change scopes; counts that this optimizer keeps come from `fitted`
+    left_out = (IDENTITY, "name", "param_names", *COUNTERS)
     # a learning rate may be a tensor that belongs to a graph
     given = {k: v.detach() if isinstance(v, Tensor) else v for k, v in saved.items() if k not in left_out}
     return {**{k: v for k, v in group.items() if k != "params"}, **given, **own}

@@ -1,7 +1,8 @@
 """The state of transforms at the place where another optimizer has its state of each parameter."""
 
 import operator
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Collection, Container, Iterable, Mapping
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -32,19 +33,22 @@ class Placed:
         self._has_state = any(node.has_state for node in front.nodes)
         self._params: list[Tensor] = []  # the keys of ``optimizer.state``, as `place` has left it
         self._dicts: list[Any] = []  # what each of them has under ``KEY``
+        self._own: list[State] = []  # the states of the front, as they were placed
         self._alone: list[Tensor] = []  # parameters of which the optimizer has no state
         self._is_out = False  # True while the entries of these are taken out
         self._is_loaded = False  # the optimizer has the portable form of the state that was loaded
 
     def place(self, optimizer: Optimizer) -> None:
         """Put the state of all parameters at its place. Called after each step and each load."""
-        if not self._has_state or (self._is_unchanged(optimizer) and not self._is_out):
+        if not self._has_state:
+            return
+        if self._is_unchanged(optimizer) and _same(self._front.state.values(), self._own) and not self._is_out:
             return
         states: Any = optimizer.state
         self._alone, self._is_out = [], False
         for param in [param for param in states if _has_own(states, param) and isinstance(states[param], dict)]:
             # a flat load fills the keys that exist
-            states[param].setdefault(KEY, {})
+            states[param].setdefault(KEY, {})  # a dict for each, which `look` tells apart
         for param, own in self._front.state.items():
             if not own:
                 continue
@@ -75,7 +79,7 @@ class Placed:
             self.place(optimizer)
         if not self._has_state or self._is_out or self._is_unchanged(optimizer):
             return
-        was_placed = {param for param, own in zip(self._params, self._dicts, strict=True) if own is not None}
+        was_placed = {param for param, own in zip(self._params, self._dicts, strict=True) if own}
         for group in front.param_groups:
             for named in named_params(group):
                 found, own = _ours(states, named.param), front.state.get(named.param)
@@ -134,19 +138,18 @@ class Placed:
 
     def _is_unchanged(self, optimizer: Optimizer) -> bool:
         states = optimizer.state
-        own = [state or None for state in self._front.state.values()]
-        found = _each(states)
-        return _same(states, self._params) and _same(found, self._dicts) and (len(own) == len(found) and _same(own, found))
+        return _same(states.keys(), self._params) and _same(_each(states), self._dicts)
 
     def _note(self, optimizer: Optimizer) -> None:
         self._params, self._dicts = list(optimizer.state), _each(optimizer.state)
+        self._own = list(self._front.state.values())
 
 
 def _each(states: Mapping[Any, Any]) -> list[Any]:
     """What each entry has under the key."""
     try:
-        return [entry.get(KEY) or None for entry in states.values()]
-    except AttributeError:  # some optimizers have entries that are no dicts
+        return list(map(dict.get, states.values(), repeat(KEY)))
+    except TypeError:  # some optimizers have entries that are no dicts
         return [_ours(states, key) for key in states]
 
 
@@ -166,8 +169,7 @@ def _has_own(states: Mapping[Any, Any], param: Tensor) -> bool:
     return bool(entry) and not (isinstance(entry, dict) and entry.keys() == {KEY})
 
 
-def _same(one: Iterable[object], other: Iterable[object]) -> bool:
-    one, other = list(one), list(other)
+def _same(one: Collection[object], other: Collection[object]) -> bool:
     return len(one) == len(other) and all(map(operator.is_, one, other))
 
 
