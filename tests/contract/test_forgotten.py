@@ -1,4 +1,4 @@
-"""A load forgets what the checkpoint does not have: after it, a used optimizer is as an unused one that loads the same."""
+"""A load forgets what the checkpoint lacks: a used optimizer is then as an unused one that loads the same."""
 
 import copy
 

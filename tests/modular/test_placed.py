@@ -1,4 +1,4 @@
-"""State of transforms that stands where another optimizer has its state: loaders place it by the name of a parameter."""
+"""State of transforms beside that of another optimizer: loaders place it by the name of the parameter."""
 
 import copy
 import itertools
@@ -151,9 +151,7 @@ def test_a_hook_maps_the_parameters_by_their_names(kind, order, shapes):
     initial = start()
     if shapes == "several":  # before the hook, the state fits no parameter
         initial = {name: torch.randn(2 + i, 3) for i, name in enumerate(NAMES)}
-    rows = [
-        dict(zip(NAMES, row, strict=True)) for row in gradients([initial[name] for name in NAMES], 7)
-    ]
+    rows = [dict(zip(NAMES, row, strict=True)) for row in gradients([initial[name] for name in NAMES], 7)]
     cls, options = OPTIMIZERS[kind]
     model = model_of(initial)
     optimizer = cls(model.named_parameters(), **options)

@@ -23,8 +23,8 @@ def packed(state: Mapping[str, Any], kept: Container[torch.dtype] | None) -> dic
 
     Args:
         state: Numbers and tensors.
-        kept: The dtypes whose tensors a load leaves as they are under the key "step"; None for all. Other tensors become
-            ``{"float64": {"step": bytes}}``, where the bytes of each element are a new last dimension.
+        kept: The dtypes whose tensors a load leaves as they are under the key "step"; None for all. Other tensors
+            become ``{"float64": {"step": bytes}}``, where the bytes of each element are a new last dimension.
     """
     return {key: _packed(value, kept) for key, value in state.items()}
 
@@ -46,11 +46,14 @@ def unpacked(saved: Any) -> State:
 def _unpacked(key: str, value: Any) -> Any:
     if not isinstance(value, Mapping):
         return value
-    if value.keys() == {STEP}:
-        return value[STEP]
-    dtype, inner = next(((getattr(torch, str(name), None), inner) for name, inner in value.items()), (None, None))
+    found: dict[Any, Any] = dict(value)
+    if list(found) == [STEP]:
+        return found[STEP]
+    name, inner = next(iter(found.items()), ("", None))
+    dtype: Any = getattr(torch, str(name), None)
     elements = inner.get(STEP) if isinstance(inner, Mapping) else None
-    is_whole = len(value) == 1 and isinstance(dtype, torch.dtype) and isinstance(elements, Tensor)
-    if not is_whole or not elements.ndim or elements.shape[-1] != dtype.itemsize:
+    if len(found) > 1 or not isinstance(dtype, torch.dtype) or not isinstance(elements, Tensor):
         raise ValueError(f"the state {key!r} of a transform is neither a value nor the bytes of one")
+    if not elements.ndim or elements.shape[-1] != dtype.itemsize:
+        raise ValueError(f"the state {key!r} of a transform has bytes of another dtype than {dtype}")
     return elements.to(torch.uint8).contiguous().view(dtype).squeeze(-1)

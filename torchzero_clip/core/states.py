@@ -53,8 +53,9 @@ class States(Sequence[State]):
         """One dict for each parameter, with keys as the transform knows them."""
         if self.touched is None:
             self.begin()
-            for stored in [] if self.undo is None else self._stored:
-                self.undo.prefixed(stored, f"{self._path}/")
+            if self.undo is not None:
+                for stored in self._stored:
+                    self.undo.prefixed(stored, f"{self._path}/")
             made: dict[int, State] = {}  # a parameter that is listed twice has one state
             for stored in self._stored:
                 if id(stored) not in made:

@@ -216,9 +216,9 @@ class Fast(Averaging, Executor):
             queue = None
             if not self.memory.untouched:
                 return False
-        if not self._are_like(node, transform.keys):
-            if not _fit_pieces(step.params, [step.stored.column(key) for key in transform.keys]):
-                return False
+        columns = map(step.stored.column, transform.keys)
+        if not self._are_like(node, transform.keys) and not _fit_pieces(step.params, list(columns)):
+            return False
         drafts = [step.stored.draft(key) for key in transform.keys]
         state, into = [now for now, _ in drafts], [after for _, after in drafts]
         updates = self._last_read = self.memory.current(rows)

@@ -31,7 +31,7 @@ class Entries:
     """Saves and loads what a `Front` has with the optimizer that it stands before.
 
     In a checkpoint, each param group has an entry with the settings and the state of the whole chain, because loaders
-    drop other keys of a checkpoint. In the optimizer, the groups have only the name of the chain under this key, because
+    drop other keys of a checkpoint. In the optimizer, the groups have the name of the chain under this key, because
     flat checkpoints save the keys that groups have. `Placed` has the state of each parameter.
     """
 
@@ -187,7 +187,7 @@ def _as_checkpoint(groups: Sequence[Group], entries: Sequence[Any], ours: Mappin
 
 
 def _check_whole(
-    groups: Sequence[Group], entries: Sequence[Mapping[str, Any]], states: Mapping[Any, Any], params: Sequence[Any]
+    groups: Sequence[Group], entries: Sequence[Any], states: Mapping[Any, Any], params: Sequence[Any]
 ) -> None:
     """Raise if a parameter lacks state, although each one had some when the checkpoint was made."""
     found = [(entry.get("each"), states.get(i)) for g, entry in zip(groups, entries, strict=True) for i in g["params"]]

@@ -125,7 +125,7 @@ class Placed:
         return bool(found) and all(own.get(param) for param in stepped or [param for _, param in trainable])
 
     def _to_save(self, optimizer: Optimizer) -> Mapping[Tensor, State]:
-        """The state of each parameter. While torch loads, also of those that have none yet: it loads into what exists."""
+        """The state of each parameter. While torch loads, also of those without any: it loads into what exists."""
         front = self._front
         if not self._has_state or not torch_loads():
             return front.state

@@ -139,7 +139,14 @@ class Wrap(FinalRule):
                 state.update(constructed(self.optimizer_class, self._with(setting), param).state[param])
             optimizer.state[param] = state  # pyright: ignore[reportArgumentType]
             param.grad = update.to(param.dtype)
-        _step(optimizer)
+        new = [i for i, state in enumerate(step.states) if not state]
+        try:
+            _step(optimizer)
+        except BaseException:
+            for i in new:  # a part of the state of a parameter would end its next step, and no checkpoint may have it
+                if step.states[i].keys() != self.init_state(step.params[i], step.settings[i]).keys():
+                    step.states[i].clear()
+            raise
         for param, state in zip(params, step.states, strict=True):
             state.update(optimizer.state[param])  # some optimizers replace it
 
