@@ -142,7 +142,7 @@ class Entries:
         front, entries = self._front, [group.get(KEY) for group in groups]
         load = front.new_load(self._new, self._dropped)
         ours = {key: entry[KEY] for key, entry in states.items() if isinstance(entry, Mapping) and KEY in entry}
-        if not any(entries) and not ours:
+        if all(entry is None for entry in entries) and not ours:
             load.agree(None, front.param_groups)
             if not self._has_warned:
                 self._has_warned = True
@@ -190,7 +190,7 @@ def _check_whole(
     groups: Sequence[Group], entries: Sequence[Any], states: Mapping[Any, Any], params: Sequence[Any]
 ) -> None:
     """Raise if a parameter lacks state, although each one had some when the checkpoint was made."""
-    found = [(entry.get("each"), states.get(i)) for g, entry in zip(groups, entries, strict=True) for i in g["params"]]
+    found = [(entry.get("each") is True, states.get(i)) for g, entry in zip(groups, entries, strict=True) for i in g["params"]]
     is_lost = [bool(each and state and not state.get(KEY)) for each, state in found]
     has_none = all(each and not (state and state.get(KEY)) for each, state in found)
     if any(is_lost) or (has_none and any(param.requires_grad for param in params)):
