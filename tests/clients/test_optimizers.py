@@ -40,16 +40,17 @@ class Run:
         self.optimizer = built(name, self.model)
         self.handle = before_step(self.optimizer, *transforms) if transforms else None
 
-    def mode(self, name):
-        """Optimizers of schedulefree have two modes."""
-        if hasattr(self.optimizer, name):
-            getattr(self.optimizer, name)()
-
     def train(self, steps=range(STEPS), clip=None):
-        self.mode("train")
+        mode(self.optimizer, "train")
         norms = train(self.model, self.optimizer, steps, clip)
-        self.mode("eval")
+        mode(self.optimizer, "eval")
         return norms
+
+
+def mode(optimizer, name):
+    """Optimizers of schedulefree have two modes."""
+    if hasattr(optimizer, name):
+        getattr(optimizer, name)()
 
 
 def clip(params):
@@ -67,21 +68,57 @@ def test_a_limit_before_the_optimizer_is_a_clip_in_the_loop(name):
     assert found.handle.metrics()["clip_norm/factor"].item() < 1
 
 
+@pytest.mark.parametrize("early", [False, True], ids=["loaded after the call", "loaded before the call"])
 @pytest.mark.parametrize("name", ALL)
-def test_a_gate_and_statistics_resume_with_the_optimizer(name):
-    def run():
-        return Run(name, SkipStep(max_ratio=20.0), ZClip(warmup_steps=4), ClipNormByEMA())
-
-    whole, half, resumed = run(), run(), run()
+def test_a_gate_and_statistics_resume_with_the_optimizer(name, early):
+    chain = SkipStep(max_ratio=20.0), ZClip(warmup_steps=4), ClipNormByEMA()
+    whole, half, resumed = Run(name, *chain), Run(name, *chain), Run(name, *(() if early else chain))
     half.train(range(8))
     resumed.model.load_state_dict(through_a_file(half.model.state_dict()))
     resumed.optimizer.load_state_dict(through_a_file(half.optimizer.state_dict()))
+    resumed.handle = resumed.handle or before_step(resumed.optimizer, *chain)
     for part in (range(8), range(8, STEPS)):
         whole.train(part)
     resumed.train(range(8, STEPS))
     assert torch.equal(weights(resumed.model), weights(whole.model))
     assert (resumed.handle.skipped_steps, resumed.handle.steps_taken) == (1, STEPS - 8 - 1)
     assert resumed.handle.metrics() == whole.handle.metrics()
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["loaded after the call", "loaded before the call"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ALL)
+def test_no_load_rounds_the_state_of_transforms(name, dtype, early):
+    """Packages cast what they load in ways of their own."""
+
+    def made():
+        model = small_model().to(dtype)
+        return model, built(name, model)
+
+    model, optimizer = made()
+    before_step(optimizer, ClipNormByEMA())
+    mode(optimizer, "train")
+    for scale in (1.0, 2.0, 0.5):
+        for param in model.parameters():
+            param.grad = torch.full_like(param, scale)
+        optimizer.step()
+    states = [optimizer.state[param]["before_step"] for param in model.parameters()]
+    for state in states:
+        state["clip_norm_by_ema/prev"].fill_(257 + 2**-40)
+        state["clip_norm_by_ema/ema"].fill_(1 / 3)
+    saved = through_a_file(optimizer.state_dict())
+    others, second = made()
+    if not early:
+        before_step(second, ClipNormByEMA())
+    second.load_state_dict(saved)
+    if early:
+        before_step(second, ClipNormByEMA())
+    second.state_dict()  # puts the loaded state at its place
+    for param, expected in zip(others.parameters(), states, strict=True):
+        found = second.state[param]["before_step"]
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[key], expected[key]) for key in expected)
+        assert all(found[key].dtype == expected[key].dtype for key in expected)
 
 
 @pytest.mark.parametrize("name", ALL)

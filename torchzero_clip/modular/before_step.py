@@ -324,11 +324,13 @@ def before_step(
 
         g ← (tₙ ∘ … ∘ t₁)(g)
 
-    The state of the transforms is saved and loaded with that of the optimizer: ``optimizer.state_dict()`` has it in
-    each param group, under the key "before_step".
+    The state of the transforms is saved and loaded with that of the optimizer. ``optimizer.state_dict()`` has the state
+    of each parameter beside that of the optimizer, and the state of the whole chain in each param group, both under the
+    key "before_step".
 
     If a gate or ``nonfinite="skip"`` refuses a step, the optimizer is not called, and ``step()`` returns what its
-    closure has returned. Parameters, state and gradients are as before.
+    closure has returned. Parameters, state and gradients are as before. If the optimizer raises in its step, the state
+    of the transforms is as before, so the step can be repeated with new gradients.
 
     Args:
         optimizer: Any optimizer that evaluates a closure at most once in a step; also in a wrapper of Accelerate or
