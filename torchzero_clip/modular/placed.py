@@ -46,9 +46,9 @@ class Placed:
             return
         states: Any = optimizer.state
         self._alone, self._is_out = [], False
-        for param in [param for param in states if _has_own(states, param) and isinstance(states[param], dict)]:
-            # a flat load fills the keys that exist
-            states[param].setdefault(KEY, {})  # a dict for each, which `look` tells apart
+        for param in self._front.all_params():
+            if _has_own(states, param) and isinstance(states[param], dict):
+                states[param].setdefault(KEY, {})  # a flat load fills the keys that exist
         for param, own in self._front.state.items():
             if not own:
                 continue
