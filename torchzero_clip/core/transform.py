@@ -18,7 +18,7 @@ from torchzero_clip.hints import Explained, check_override, did_you_mean, explai
 from torchzero_clip.types import Schedule, Setting, State, Target
 
 CALLED = {
-    *("apply_tensors", "apply_tensor", "factors", "formula", "start", "change", "refuses", "accept", "refused"),
+    *("apply_tensors", "apply_tensor", "factors", "formula", "start", "change", "refuses", "accept", "refused", "why"),
     *("take_step", "shifts", "init_state", "possible_state", "init_global_state", "slice_dims"),
 }
 """Methods that the optimizer calls with positional arguments."""

@@ -25,7 +25,7 @@ class TrainerCallback(transformers.TrainerCallback):
     """Puts transforms before the steps of the Trainer's optimizer, logs their metrics, and checks that only they clip.
 
     The optimizer may also be a `Modular`, or have transforms already. Every ``logging_steps`` steps, the metrics of the
-    last step that was taken are added to the logs. If the recorder has no ``log=``, its numbers are added too.
+    last step are added to the logs. If the recorder has no ``log=``, its numbers are added too.
 
     ``TrainingArguments.max_grad_norm`` is 1.0 by default. The Trainer then scales the gradients before the transforms
     get them, so that a limit above 1 never acts and statistics store clipped norms.

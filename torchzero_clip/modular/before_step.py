@@ -18,7 +18,7 @@ from torchzero_clip.core.group_keys import BEFORE_STEP as KEY
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.engine.checked import versions
 from torchzero_clip.engine.listener import Attached, Listener
-from torchzero_clip.engine.nonfinite import Nonfinite
+from torchzero_clip.engine.nonfinite import Nonfinite, is_worth_a_warning, warn_of_skips
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.bad import BadGradients
 from torchzero_clip.functional.clip import inverse
@@ -51,6 +51,7 @@ class BeforeStep:
         self._front, self._entries = front, entries
         front.delivery.scale = self._scale
         entries.look(optimizer.param_groups)
+        self._infs = 0  # steps in a row that a gradient scaler has refused
         self._depth = 0  # 2 while `step` of a subclass calls that of its base class
         self._is_wrapped = False  # False in a step that is called by a method from before the wrapper
         self._hidden: list[tuple[Tensor, Tensor]] = []  # parameters and their gradients, in a refused step of this kind
@@ -214,7 +215,7 @@ class BeforeStep:
             return
         if may_be_template(groups, is_first=front.steps_taken == 0) and are_zero(groups):
             self._entries.begin()
-            front.skipped_by = ()
+            front.leave_out()
             return
         front.change_gradients(groups, result)
         if not front.skipped_by:
@@ -231,9 +232,13 @@ class BeforeStep:
     def _unscale(self, optimizer: Any) -> bool:
         """Divide by the scale of a gradient scaler. Return False if it has found gradients that are not finite."""
         if optimizer.found_inf.item():
-            self._front.skipped_by = (FOUND_INF,)
-            self._front.forget_loss()
+            self._front.leave_out((FOUND_INF,))
+            self._infs += 1
+            if is_worth_a_warning(self._infs):
+                reason = "the gradient scaler has found gradients that are not finite"
+                warn_of_skips(self._infs, {repr(FOUND_INF): reason}, "go back to a checkpoint, or take bfloat16")
             return False
+        self._infs = 0
         scale = getattr(optimizer, "grad_scale", None)
         if scale is not None:
             grads = [param.grad for param in _params(optimizer)]

@@ -230,7 +230,7 @@ class Modular(Explained, ClassMaker, Optimizer):
     def metrics(self) -> dict[str, Tensor]:
         """Return what the transforms measured, as 0-d tensors on the device. Reading a value waits for the device.
 
-        The metrics are those of the last step that was taken.
+        They are those of the last step. If it was refused, only its gates have measured something.
 
         Returns:
             For example ``"clip_norm/norm"`` (before clipping), ``"clip_norm/factor"`` (mean over tensors or slices) and
@@ -252,7 +252,7 @@ class Modular(Explained, ClassMaker, Optimizer):
         return Named(self._known_metrics() | ({} if skipped is None else {"skipped_steps": skipped}))
 
     def _known_metrics(self) -> dict[str, Tensor]:
-        """The metrics of the last step that was taken, computed once."""
+        """The metrics of the last step, computed once."""
         if self._unread is not None:
             with torch.inference_mode(False), torch.no_grad():  # whatever the mode of the caller
                 self._metrics, self._unread = self._unread(), None
@@ -335,17 +335,18 @@ class Modular(Explained, ClassMaker, Optimizer):
             if is_taken:
                 if not torch.compiler.is_compiling():  # which would compile the step anew for each number
                     self.steps_taken += 1
-                if go is None and walk is not None:
-                    self._metrics.clear()  # torch.compile loses a dict that is assigned
-                    self._metrics.update(walk.metrics if parts is None else parts.end(self.nodes, self.param_groups))
-                    self._unread = None
-                    if not isinstance(walk.executor, Readable):
-                        self._fast_way.learn(walk, (self.maximize, self.keep_grads, parts, self._shared.group))
+                if go is None and walk is not None and not isinstance(walk.executor, Readable):
+                    self._fast_way.learn(walk, (self.maximize, self.keep_grads, parts, self._shared.group))
                 if SCHEDULE_STEP in state:
                     self._schedules.advance(self.param_groups)
         finally:
-            if walk is not None:
-                self.skipped_by = () if "error" in walk.refused_by else tuple(walk.refused_by)
+            if walk is not None and "error" not in walk.refused_by:
+                self.skipped_by = tuple(walk.refused_by)
+                if go is None or not is_taken:  # a refused step has the numbers of gates, and none of an earlier step
+                    self._metrics.clear()  # torch.compile loses a dict that is assigned
+                    found = walk.metrics if parts is None or not is_taken else parts.end(self.nodes, self.param_groups)
+                    self._metrics.update(found)
+                    self._unread = None
             if state:
                 self._chain_state.show(self.param_groups)
             if walk is not None and self.listener is not None:
