@@ -107,6 +107,7 @@ each_function = pytest.mark.parametrize("function", IN_PLACE.values(), ids=IN_PL
 
 
 @each_function
+@pytest.mark.filterwarnings("ignore:none of the parameters has a gradient", "ignore:params is an iterator that has")
 def test_nothing_to_do_is_no_error(function):
     weight = nn.Parameter(torch.zeros(2))
     function([])

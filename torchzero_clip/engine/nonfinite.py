@@ -19,6 +19,7 @@ from torchzero_clip.core.step import Step
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.engine.checked import record, refusal, why
 from torchzero_clip.engine.company import Company, Walking
+from torchzero_clip.engine.idle import Idle
 from torchzero_clip.engine.reported_loss import Loss
 from torchzero_clip.functional.bad import BadGradients, bad_gradients, labels
 from torchzero_clip.functional.norms import combine
@@ -37,6 +38,7 @@ class Undecided(Walking, Protocol):
     company: Company | None  # who else takes part; None without others
     loss: Loss  # the loss of the step
     refused_by: list[str]  # who has refused the step
+    are_zero: bool  # set if the joint norm is 0
 
 
 class StepPolicy:
@@ -52,6 +54,7 @@ class StepPolicy:
         self.max_consecutive_skips = max_consecutive_skips
         self._gates = {name: transform for name, transform in transforms.items() if isinstance(transform, Gate)}
         self.bad_gradients: BadGradients | None = None  # the gradients of the last step that ``nonfinite`` has refused
+        self.idle = Idle()  # the steps that train nothing
         self._norms: deque[float] = deque(maxlen=REMEMBERED)
         self.has_gates = bool(self._gates)
         self.may_skip = nonfinite == "skip" or self.has_gates
@@ -101,6 +104,7 @@ class StepPolicy:
         if not has_gradients:
             return False
         self._norms.append(joint)
+        walk.are_zero = joint == 0
         # leave out the answers of gates whose scope has no gradient on any process
         judged = list(compress(judged, asked))
         walk.refused_by.extend(gate for gate, *said in zip(gates, refusals, asked, strict=True) if all(said))

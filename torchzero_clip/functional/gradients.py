@@ -1,14 +1,16 @@
 """Arguments and results of the in-place functions: parameters in many forms, gradients of many layouts."""
 
 import math
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from torchzero_clip.compat import warn_user
 from torchzero_clip.functional.bad import bad_gradients, labels
 from torchzero_clip.functional.foreach import PLAIN, all_contiguous, are_plain, wide_dtype
 from torchzero_clip.functional.measure import Slicing
@@ -73,6 +75,22 @@ def with_gradients(
     missing = without_gradient(list(once.values()), zeros_count=zeros_count)
     found |= {id(param): torch.zeros_like(param) for param in missing}
     return [(param, found[key]) for key, param in once.items() if key in found]
+
+
+def warn_of_no_gradients(params: Tensors, given: Sequence[Tensor]) -> None:
+    """Warn of a call that changes nothing, because none of the tensors that it was given has a gradient."""
+    # in a pipeline or with experts, one of several processes may have none
+    if torch.compiler.is_compiling() or (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return
+    if isinstance(params, Iterator) and not given:
+        warn_user("params is an iterator that has ended, so nothing was changed: pass a new one, model.parameters()")
+    elif any(param.requires_grad for param in given):
+        warn_user(
+            "none of the parameters has a gradient, so nothing was changed. Call this function after backward(), and "
+            "before step() and zero_grad()"
+        )
+    elif not all(isinstance(param, nn.Parameter) for param in given):
+        warn_user("none of the tensors has a .grad, so nothing was changed: pass the parameters, not their gradients")
 
 
 def own_gradients(params: Sequence[Tensor]) -> list[Tensor]:

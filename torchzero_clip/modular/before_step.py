@@ -216,6 +216,7 @@ class BeforeStep:
         if may_be_template(groups, is_first=front.steps_taken == 0) and are_zero(groups):
             self._entries.begin()
             front.leave_out()
+            front.note_zeros()
             return
         front.change_gradients(groups, result)
         if not front.skipped_by:

@@ -64,6 +64,10 @@ class Front(Modular):
         if refused_by:
             self._reported.clear()
 
+    def note_zeros(self) -> None:
+        """Note a step with gradients of 0 that counts as the template of a checkpoint."""
+        self._policy.idle.zeros(self.steps_taken, is_taken=False)
+
     def change_gradients(self, groups: Sequence[Group], result: Any) -> None:
         """Apply the transforms to the gradients of param groups. ``result`` is what a closure has returned.
 

@@ -196,10 +196,7 @@ class Modular(Explained, ClassMaker, Optimizer):
         """`torch.amp.GradScaler` asks for it before each step. Trainers must not find it, so it does not exist else."""
         if self.parts is None:
             raise AttributeError("_step_supports_amp_scaling")
-        raise RuntimeError(
-            "step_in_backward cannot be used with GradScaler: the backward has updated parameters by gradients that "
-            "the scaler multiplied. Use bfloat16, which needs no scaler, or take ordinary steps"
-        )
+        self.parts.refuse_scaler()
 
     @property
     def transforms(self) -> dict[str, Transform]:
@@ -303,9 +300,8 @@ class Modular(Explained, ClassMaker, Optimizer):
                 # the closure may have changed them, or added groups
                 settings = self.nodes.checked_settings(self.param_groups)
 
-            may_lack = self._has_meshes and not self.parts
+            walk, may_lack = None, self._has_meshes and not self.parts
             missing = Missing(self.nodes, self.param_groups, self.state) if may_lack else None
-            walk = None
             try:
                 walk = self._walk(self.param_groups, self._fast_way, settings, loss())
                 if self.parts is not None:
@@ -335,10 +331,14 @@ class Modular(Explained, ClassMaker, Optimizer):
             if is_taken:
                 if not torch.compiler.is_compiling():  # which would compile the step anew for each number
                     self.steps_taken += 1
+                if walk is not None and walk.are_zero:
+                    self._policy.idle.zeros(self.steps_taken)
                 if go is None and walk is not None and not isinstance(walk.executor, Readable):
                     self._fast_way.learn(walk, (self.maximize, self.keep_grads, parts, self._shared.group))
                 if SCHEDULE_STEP in state:
                     self._schedules.advance(self.param_groups)
+            elif walk is not None:
+                self._policy.idle.not_taken(walk, self.steps_taken)
         finally:
             if walk is not None and "error" not in walk.refused_by:
                 self.skipped_by = tuple(walk.refused_by)
@@ -362,9 +362,8 @@ class Modular(Explained, ClassMaker, Optimizer):
         state = self._chain_state.values
         if state:
             self._schedules.catch_up(self.param_groups, self.step)
-        options = self.maximize, self.keep_grads, self.parts, self._shared.group
-        groups, policy = self.param_groups, self._policy
-        step = self._fast_way.begin(groups, self.state, options, state, loss, self.listener)
+        options, policy = (self.maximize, self.keep_grads, self.parts, self._shared.group), self._policy
+        step = self._fast_way.begin(self.param_groups, self.state, options, state, loss, self.listener)
         if step is None:
             return False
         if self.listener is not None or policy.has_gates or (policy.decides and step.total is None):
@@ -374,6 +373,9 @@ class Modular(Explained, ClassMaker, Optimizer):
                 policy.passes(step.total, state)
             self._take(None, partial(step.plan.take, step))
         self._unread = step.metrics or self._unread
+        # gates, ``nonfinite`` and a joint norm, which is not 0 if it is known, have answered already
+        if step.total is None and not policy.decides and (step.plan.needs_total or policy.idle.looks(self.steps_taken)):
+            policy.idle.look(self._known_metrics().get(self._judging.norm_metric), self.steps_taken)
         return True
 
     def begin(self) -> dict[str, list[Setting]]:
@@ -434,8 +436,7 @@ class Modular(Explained, ClassMaker, Optimizer):
         executor = fast_way.executor(updates, columns) if is_fast and not is_repeated else Readable(updates)
         judged = Judged(self._judging, table.grads, executor, listens=self.listener is not None)
         walk = Walk(self.nodes, settings, table, state, executor, judged, end, loss)
-        if self.parts is not None:
-            walk.company = Part()
+        walk.company = None if self.parts is None else Part()
         if self._shared.group is not None:
             device = device_of(table.all_params(), self._shared.group)
             Others(self._shared.group, device, has_schedules=self._has_joint_schedules).join(walk)
@@ -555,6 +556,5 @@ class Modular(Explained, ClassMaker, Optimizer):
     def __repr__(self) -> str:
         lines = described(self._written, self.nodes, self.param_groups)
         lines += [f"{flag}=True" for flag in ("maximize", "keep_grads") if getattr(self, flag)]
-        lines += [] if self.fast else ["fast=False"]
-        lines += self._policy.described()
+        lines += [*([] if self.fast else ["fast=False"]), *self._policy.described()]
         return "\n    ".join([f"{type(self).__name__}(", *(f"{line}," for line in lines)]) + "\n)"
