@@ -1,6 +1,7 @@
 """Callbacks for trainers, and the metrics of an optimizer that a trainer has wrapped."""
 
 import importlib
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,7 +45,8 @@ def metrics(optimizer: Any) -> dict[str, Tensor]:
 def numbers(optimizer: Any) -> dict[str, float]:
     """Return the metrics of an optimizer as Python numbers, for a log.
 
-    The call waits for the device once. If you call ``item`` on each metric, each of these calls waits.
+    Numbers that are inf or NaN, such as a limit that does not limit, are left out, because JSON cannot hold them. The
+    call waits for the device once. If you call ``item`` on each metric, each of these calls waits.
 
     Examples:
         >>> import torch
@@ -60,7 +62,12 @@ def numbers(optimizer: Any) -> dict[str, float]:
     found = metrics(optimizer)
     device = next((value.device for value in found.values() if not value.is_cpu), torch.device("cpu"))
     values = [value.double().to(device) for value in found.values()]
-    return dict(zip(found, torch.stack(values).tolist() if values else [], strict=True))
+    return finite(dict(zip(found, torch.stack(values).tolist() if values else [], strict=True)))
+
+
+def finite(values: dict[str, float]) -> dict[str, float]:
+    """Those values that are neither inf nor NaN."""
+    return {name: value for name, value in values.items() if math.isfinite(value)}
 
 
 def __getattr__(name: str) -> Any:

@@ -13,7 +13,7 @@ from transformers.trainer_callback import CallbackHandler
 from typing_extensions import override
 
 from torchzero_clip.compat import warn_user
-from torchzero_clip.integrations import numbers, unwrapped
+from torchzero_clip.integrations import finite, numbers, unwrapped
 from torchzero_clip.integrations.attaching import Given, attached, check_trained
 from torchzero_clip.modular.before_step import BeforeStep, chain_of
 from torchzero_clip.recorder.recorder import Recorder, begun, check_given
@@ -116,7 +116,7 @@ class TrainerCallback(transformers.TrainerCallback):
                     self.recorder.report_loss(logs["loss"], step=last)
                 self._logged = last
             self.recorder.flush(warn=True)
-            named |= self._live
+            named |= finite(self._live)  # the Trainer writes its logs as JSON
             self._live = {}
         logs.update(named)
         if state.log_history and state.log_history[-1].get("step") == state.global_step:
