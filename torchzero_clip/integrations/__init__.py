@@ -1,7 +1,6 @@
 """Callbacks for trainers, and the metrics of an optimizer that a trainer has wrapped."""
 
 import importlib
-import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 from torchzero_clip.modular.before_step import BeforeStep, chain_of
 from torchzero_clip.modular.host import unwrap
 from torchzero_clip.modular.modular import Modular
+from torchzero_clip.recorder.numbers import finite_ones
 
 if TYPE_CHECKING:
     from torchzero_clip.integrations.huggingface import TrainerCallback as TrainerCallback
@@ -62,12 +62,7 @@ def numbers(optimizer: Any) -> dict[str, float]:
     found = metrics(optimizer)
     device = next((value.device for value in found.values() if not value.is_cpu), torch.device("cpu"))
     values = [value.double().to(device) for value in found.values()]
-    return finite(dict(zip(found, torch.stack(values).tolist() if values else [], strict=True)))
-
-
-def finite(values: dict[str, float]) -> dict[str, float]:
-    """Those values that are neither inf nor NaN."""
-    return {name: value for name, value in values.items() if math.isfinite(value)}
+    return finite_ones(dict(zip(found, torch.stack(values).tolist() if values else [], strict=True)))
 
 
 def __getattr__(name: str) -> Any:

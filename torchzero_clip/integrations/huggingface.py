@@ -13,9 +13,10 @@ from transformers.trainer_callback import CallbackHandler
 from typing_extensions import override
 
 from torchzero_clip.compat import warn_user
-from torchzero_clip.integrations import finite, numbers, unwrapped
+from torchzero_clip.integrations import numbers, unwrapped
 from torchzero_clip.integrations.attaching import Given, attached, check_trained
 from torchzero_clip.modular.before_step import BeforeStep, chain_of
+from torchzero_clip.recorder.numbers import finite_ones
 from torchzero_clip.recorder.recorder import Recorder, begun, check_given
 
 SAVED = "recorder.pt"
@@ -116,7 +117,7 @@ class TrainerCallback(transformers.TrainerCallback):
                     self.recorder.report_loss(logs["loss"], step=last)
                 self._logged = last
             self.recorder.flush(warn=True)
-            named |= finite(self._live)  # the Trainer writes its logs as JSON
+            named |= finite_ones(self._live)  # the Trainer writes its logs as JSON
             self._live = {}
         logs.update(named)
         if state.log_history and state.log_history[-1].get("step") == state.global_step:
