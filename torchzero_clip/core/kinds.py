@@ -189,7 +189,7 @@ class UpdateRule(Transform):
         name: str | None = None,
     ) -> None:
         if lr is not None:
-            scalar("lr", as_number(at(lr, 0)))
+            scalar("lr", as_number(at(lr, 0, "lr")))
         self.lr = as_number(lr)
         super().__init__(defaults, target=target, name=name)
 

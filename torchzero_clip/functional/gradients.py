@@ -12,9 +12,9 @@ from torch.distributed import ProcessGroup
 
 from torchzero_clip.compat import warn_user
 from torchzero_clip.functional.bad import bad_gradients, labels
-from torchzero_clip.functional.foreach import PLAIN, all_contiguous, are_plain, wide_dtype
+from torchzero_clip.functional.foreach import PLAIN, TINY32, all_contiguous, are_plain, wide_dtype
 from torchzero_clip.functional.measure import Slicing
-from torchzero_clip.functional.norms import p_norms
+from torchzero_clip.functional.norms import may_look, p_norms
 from torchzero_clip.functional.processes import check_group
 from torchzero_clip.functional.shards import aligned, mesh_groups, wholes, without_gradient
 from torchzero_clip.types import Tensors
@@ -150,7 +150,7 @@ def values_tell_all(slicing: Slicing) -> Callable[[Tensor], bool]:
 
 
 def as_reported(total: Tensor, grads: list[Tensor], process_group: ProcessGroup | None = None) -> Tensor:
-    """A joint metric as the functions return it: float32, or float64 if a gradient has that width."""
+    """A joint metric as the functions return it: float32, or float64 if a gradient has that width or it is needed."""
     # with a process group float64: all processes get the same number, and not all know all dtypes
     if process_group is not None:
         return total
@@ -158,6 +158,8 @@ def as_reported(total: Tensor, grads: list[Tensor], process_group: ProcessGroup 
     for given in {grad.dtype for grad in grads}:
         dtype = torch.promote_types(dtype, wide_dtype(given).to_real())
     largest = torch.finfo(dtype).max
+    if may_look(total) and not TINY32 <= total <= largest and total.isfinite() and total != 0:
+        return total
     return torch.where(total.isfinite(), total.clamp(max=largest), total).to(dtype)
 
 

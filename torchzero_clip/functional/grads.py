@@ -81,9 +81,9 @@ def clip_grad_norm_(
             call the function. Their gradients count in joint norms and in the result, as in `Modular`.
 
     Returns:
-        The metric of all gradients together before clipping: a 0-d tensor of float32, or of float64 for float64
-            gradients or with a ``process_group``. A finite value beyond the range of float32 is reported as the
-            largest float32.
+        The metric of all gradients together before clipping: a 0-d tensor of float32; of float64 for float64
+            gradients, with a ``process_group``, or on the CPU if float32 cannot hold the value. On other devices, a
+            finite value beyond float32 is reported as the largest float32, because reading it would wait.
 
     Raises:
         ValueError: For a negative or NaN limit, ``min_norm > max_norm``, an unknown ``ord`` or ``dim``, or a

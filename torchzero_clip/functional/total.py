@@ -47,9 +47,7 @@ def get_total_norm(
             function. Their tensors count in the norm.
 
     Returns:
-        A 0-d tensor on the device of the first tensor, of float32, or of float64 if one of the tensors is or with a
-            ``process_group``; 0 for no tensors. A finite value beyond the range of float32 is reported as the largest
-            float32.
+        A 0-d tensor on the device of the first tensor, of the dtype that `clip_grad_norm_` returns; 0 for no tensors.
 
     Raises:
         ValueError: For an unknown ``ord``, or a ``process_group`` as in `Modular`.

@@ -121,9 +121,11 @@ class LightningCallback(Callback):
 
     @override
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
-        chains = _chains(trainer.optimizers)
+        # in float64, because float32 may not hold a norm; counts are ints
         found = {
-            f"{prefix}{name}": x.float() for prefix, chain in chains.items() for name, x in chain.metrics().items()
+            prefix + name: value if value.is_floating_point() else value.float()
+            for prefix, chain in _chains(trainer.optimizers).items()
+            for name, value in chain.metrics().items()
         }
         # a number that was logged before is NaN now if it is absent: else the Trainer logs the last one again
         absent = torch.full((), torch.nan, device=pl_module.device)
