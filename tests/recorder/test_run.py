@@ -340,7 +340,7 @@ def test_a_load_forgets_a_step_that_failed():
 
 def test_bad_steps_in_a_state():
     _, recorder = made()
-    with pytest.raises(ValueError, match="the step in state_dict must be >= 0, got -3"):
+    with pytest.raises(ValueError, match=r"state_dict\['step'\] must be an int >= 0, got -3"):
         recorder.load_state_dict({"step": -3, "tape": None})
 
 

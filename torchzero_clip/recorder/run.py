@@ -230,8 +230,6 @@ class Run(Listener):
             tape = Tape(max(self.keep, min(len(kept["steps"]), kept["keep"])), layout, _device_of(groups))
             tape.load_state_dict(kept)
         step = operator.index(state["step"])
-        if step < 0:
-            raise ValueError(f"the step in state_dict must be >= 0, got {step}")
         self.finish = nothing
         self.step, self._joint = step, list(state.get("joint", []))
         self.tape, self._older, self._params = tape, [], []
