@@ -355,7 +355,8 @@ def test_paths(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "y")
     run(optimizer, 10, start=10)
     (tmp_path / "x" / "relative.jsonl").rename(tmp_path / "moved.jsonl")
-    run(optimizer, 10, start=20)
+    with pytest.warns(UserWarning, match="was replaced or shortened"):
+        run(optimizer, 10, start=20)
     recorder.close()
     assert read_record(tmp_path / "moved.jsonl").steps == list(range(20))
     assert read_record(tmp_path / "x" / "relative.jsonl").steps == list(range(20, 30))
