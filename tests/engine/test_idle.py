@@ -94,7 +94,7 @@ def test_gradients_that_become_zero_later(host, chain, count):
     said = {k: found for k in range(1, 60) if (found := step(optimizer, params, 0.0))}
     ((k, (text,)),) = said.items()
     assert text.startswith(ZERO)
-    assert 20 <= k <= 36  # planned steps do not look at the norms of each tensor in every step
+    assert 20 <= k <= 52  # planned steps do not look at the norms of each tensor in every step
 
 
 @pytest.mark.parametrize("host", [modular, readable])

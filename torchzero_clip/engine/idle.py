@@ -6,7 +6,7 @@ from torchzero_clip.compat import never_compiled, warn_user
 from torchzero_clip.engine.walk import Walk
 
 IN_A_ROW = 20
-EVERY = 16  # a planned step looks at a norm of several tensors once in so many steps
+EVERY = 32  # a planned step looks at a norm of several tensors once in so many steps
 
 ABSENT = (
     f"no parameter had a gradient in the last {IN_A_ROW} steps, so nothing was trained. Call backward() after "
@@ -48,7 +48,8 @@ class Idle:
 
     def look(self, norm: Tensor | None, steps_taken: int) -> None:
         """Note a planned step if this norm of its gradients is 0."""
-        if norm is not None and not norm.item():  # on the CPU, where all planned steps are
+        # gates may have noted it. All planned steps are on the CPU
+        if self._at != steps_taken and norm is not None and not norm.item():
             self.zeros(steps_taken)
 
     def _count(self, reason: str, steps_taken: int, *, is_taken: bool = False, is_usual: bool = False) -> None:

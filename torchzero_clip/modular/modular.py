@@ -373,9 +373,9 @@ class Modular(Explained, ClassMaker, Optimizer):
                 policy.passes(step.total, state)
             self._take(None, partial(step.plan.take, step))
         self._unread = step.metrics or self._unread
-        # gates, ``nonfinite`` and a joint norm, which is not 0 if it is known, have answered already
-        if step.total is None and not policy.decides and (step.plan.needs_total or policy.idle.looks(self.steps_taken)):
-            policy.idle.look(self._known_metrics().get(self._judging.norm_metric), self.steps_taken)
+        key, idle = self._judging.norm_metric, policy.idle  # a joint norm that is known is not 0
+        if step.total is None and key and (step.plan.needs_total or idle.looks(self.steps_taken)):
+            idle.look(self._known_metrics().get(key), self.steps_taken)
         return True
 
     def begin(self) -> dict[str, list[Setting]]:
