@@ -157,7 +157,8 @@ class StepPolicy:
         skips = counts[CONSECUTIVE]
         if self.max_consecutive_skips is None:
             if is_worth_a_warning(skips):
-                warn_of_skips(skips, self._reasons(walk, judged), "change the limit, or go back to a checkpoint")
+                way_out = "change the limit, or go back to a checkpoint. max_consecutive_skips= ends such a run"
+                warn_of_skips(skips, self._reasons(walk, judged), way_out)
         elif skips > self.max_consecutive_skips:
             shown = ", ".join(f"{norm:.4g}" for norm in self._norms)
             bad = self.bad_gradients if "nonfinite" in walk.refused_by else None
@@ -187,10 +188,7 @@ def warn_of_skips(skips: int, reasons: Mapping[str, str], way_out: str) -> None:
     """Warn that so many steps in a row were refused, for these reasons by who has refused the last one."""
     (first, reason), *others = reasons.items()
     said = "; ".join([f"{first} refused the last one: {reason}", *(f"{who} refused it too: {s}" for who, s in others)])
-    warn_user(
-        f"{skips} steps in a row were skipped. {said}. If this goes on, nothing is trained: {way_out}. With "
-        "max_consecutive_skips, such a run ends with an error"
-    )
+    warn_user(f"{skips} steps in a row were skipped. {said}. If this goes on, nothing is trained: {way_out}")
 
 
 def _group_of(walk: Undecided) -> tuple[ProcessGroup | None, torch.device | None]:
