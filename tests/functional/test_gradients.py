@@ -112,7 +112,9 @@ def test_whether_stored_values_are_enough(slicing, expected):
         ([torch.bfloat16, torch.float16], 2.0, torch.float32, 2.0),
         ([torch.complex64], 2.0, torch.float32, 2.0),
         ([torch.bfloat16, torch.complex128], 1e50, torch.float64, 1e50),
-        ([torch.float32], 1e50, torch.float32, torch.finfo(torch.float32).max),
+        ([torch.float32], 1e50, torch.float64, 1e50),
+        ([torch.float32], 1e-50, torch.float64, 1e-50),
+        ([torch.float32], 0.0, torch.float32, 0.0),
         ([torch.float32], math.inf, torch.float32, math.inf),
     ],
 )

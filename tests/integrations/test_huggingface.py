@@ -3,6 +3,8 @@
 `tests/test_examples.py` shows that runs resume bit for bit.
 """
 
+import json
+import math
 import os
 import warnings
 from functools import partial
@@ -455,3 +457,26 @@ def test_the_trainer_constructs_a_chain_as_its_own_optimizer(tmp_path):
     Clipped = Modular.of(ClipNorm(0.1, dim="global"), AdamW(weight_decay=0.0))  # noqa: N806
     found = weights(0, optimizer_cls_and_kwargs=(Clipped, {"lr": 0.1}))
     torch.testing.assert_close(found, weights(0.1), rtol=1e-5, atol=1e-6)
+
+
+def test_the_state_of_the_trainer_is_json_and_has_no_numbers_of_an_earlier_step(tmp_path):
+    """The limit of `ZClip` is inf in most steps, and the third step is refused."""
+
+    def spoiled(params):
+        params, steps = list(params), iter(range(6))
+        optimizer = torch.optim.SGD(params, 0.01)
+
+        def spoil(*_):
+            if next(steps) == 2:
+                params[0].grad.fill_(math.inf)
+
+        optimizer.register_step_pre_hook(spoil)
+        return optimizer
+
+    own = TrainerCallback(partial(Recorder, flush_every=1), transforms=[SkipStep(max_ratio=1e6), ZClip(max_norm=None)])
+    trained(tmp_path, 6, spoiled, callbacks=[own], logging_steps=1, save_steps=6, logging_nan_inf_filter=False)
+    text = (tmp_path / "checkpoint-6" / "trainer_state.json").read_text()
+    written = json.loads(text, parse_constant=lambda token: pytest.fail(f"{token} is not JSON"))
+    logs = [log for log in written["log_history"] if "loss" in log]
+    assert [("z_clip/norm" in log, "z_clip/limit" in log) for log in logs] == [(i != 2, False) for i in range(6)]
+    assert [log["skipped_steps"] for log in logs] == [0, 0, 1, 1, 1, 1]

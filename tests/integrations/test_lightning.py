@@ -339,3 +339,31 @@ def test_a_callback_with_transforms_serves_two_fits_of_one_optimizer(tmp_path):
     fitted(tmp_path, 1, lambda: module, own=own)
     assert own.handles == first
     assert module.optimizer.state_dict()["param_groups"][0]["before_step"]["settings"]["z_clip/started"].item() == 8
+
+
+class Spoiled(Module):
+    """The third step has a gradient of inf."""
+
+    def on_before_optimizer_step(self, optimizer):
+        if self.trainer.global_step == 2 and not self.spoiled:
+            self.spoiled = True
+            self.net[0].weight.grad.fill_(torch.inf)
+
+    def configure_optimizers(self):
+        self.spoiled = False
+        return Modular(self, ClipNorm(0.1, dim="global"), ZClip(max_norm=None), AdamW(0.1), nonfinite="skip")
+
+
+def test_a_refused_step_has_no_numbers_of_an_earlier_one_and_no_limit_is_inf(tmp_path):
+    logger = lightning.pytorch.loggers.CSVLogger(tmp_path)
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu", "logger": logger}
+    trainer = lightning.Trainer(max_epochs=1, callbacks=[LightningCallback()], log_every_n_steps=1, **quiet)
+    x = torch.randn(40, 3, generator=torch.Generator().manual_seed(1))
+    trainer.fit(Spoiled(), DataLoader(TensorDataset(x, x.sum(1).sin()), 8))
+    with open(tmp_path / "lightning_logs" / "version_0" / "metrics.csv") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["skipped_steps"] for row in rows] == ["0.0", "0.0", "1.0", "1.0", "1.0"]
+    norms = [float(row["clip_norm/norm"]) for row in rows]
+    assert [norm == norm for norm in norms] == [True, True, False, True, True]
+    assert len(set(norms[:2] + norms[3:])) == 4
+    assert {row["z_clip/limit"] for row in rows} == {"nan"}

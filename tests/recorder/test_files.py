@@ -114,7 +114,8 @@ def test_a_resumed_run_replaces_what_came_after_its_checkpoint(path):
 @pytest.mark.filterwarnings("ignore:.*layers are inf or NaN")
 def test_of_a_long_series_of_bad_steps_only_the_first_keep_their_layers(path):
     optimizer, recorder = start(path)
-    run(optimizer, 110, sizes=dict.fromkeys([*range(20, 45), 50], torch.inf))
+    with pytest.warns(UserWarning, match="20 steps in a row were skipped"):
+        run(optimizer, 110, sizes=dict.fromkeys([*range(20, 45), 50], torch.inf))
     recorder.close()
     assert read_record(path).layer_steps == [0, *range(20, 30), 50, 100]
     assert len([reason for reason in read_record(path).reasons if reason]) == 26
@@ -354,7 +355,8 @@ def test_paths(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "y")
     run(optimizer, 10, start=10)
     (tmp_path / "x" / "relative.jsonl").rename(tmp_path / "moved.jsonl")
-    run(optimizer, 10, start=20)
+    with pytest.warns(UserWarning, match="was replaced or shortened"):
+        run(optimizer, 10, start=20)
     recorder.close()
     assert read_record(tmp_path / "moved.jsonl").steps == list(range(20))
     assert read_record(tmp_path / "x" / "relative.jsonl").steps == list(range(20, 30))

@@ -699,7 +699,7 @@ def test_bad_states():
     good = recorder.state_dict()
     narrow = {**good["tape"], "norms": good["tape"]["norms"][:, :1]}
     for bad in ({**good, "tape": {}}, {**good, "tape": "x"}, {**good, "step": "3"}, {**good, "tape": narrow}, 3):
-        with pytest.raises(ValueError, match=r"Recorder|shapes"):
+        with pytest.raises(ValueError, match="Recorder"):
             recorder.load_state_dict(bad)
         assert recorder.step == 3
         assert recorder.record().steps == [0, 1, 2]

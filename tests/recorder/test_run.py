@@ -340,7 +340,7 @@ def test_a_load_forgets_a_step_that_failed():
 
 def test_bad_steps_in_a_state():
     _, recorder = made()
-    with pytest.raises(ValueError, match="the step in state_dict must be >= 0, got -3"):
+    with pytest.raises(ValueError, match=r"state_dict\['step'\] must be an int >= 0, got -3"):
         recorder.load_state_dict({"step": -3, "tape": None})
 
 
@@ -350,7 +350,8 @@ def test_a_file_that_was_removed_begins_with_the_layers(tmp_path):
     train(optimizer, 12)
     path.unlink()
     recorder.report_loss(1.0, step=3)
-    recorder.flush()
+    with pytest.warns(UserWarning, match="was replaced or shortened"):
+        recorder.flush()
     train(optimizer, 10, start=12)
     recorder.close()
     assert in_file(path) == list(range(10, 22))  # two steps were not in the file that was removed
@@ -358,7 +359,7 @@ def test_a_file_that_was_removed_begins_with_the_layers(tmp_path):
     with pytest.warns(UserWarning, match="already has"):
         train(optimizer, 40)
     path.unlink()
-    with pytest.warns(UserWarning, match="older steps cannot be read"):
+    with pytest.warns(UserWarning, match="older steps cannot be read|was replaced or shortened"):
         assert recorder.spikes() == []
 
 

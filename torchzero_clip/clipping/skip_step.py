@@ -1,5 +1,6 @@
 """Skipping of whole steps."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -127,12 +128,7 @@ class SkipStep(Gate):
 
     @override
     def refuses(self, norm: Tensor, step: Step) -> Tensor:
-        setting, state = step.settings[0], step.global_state
-        limit = torch.full_like(norm, torch.inf if setting["max_norm"] is None else setting["max_norm"])
-        if setting["max_ratio"] is not None:
-            known = (state["started"] > 0) & (state["mean"] > 0)
-            limit = torch.minimum(limit, torch.where(known, setting["max_ratio"] * state["mean"], torch.inf))
-        bad = (norm > limit) | norm.isfinite().logical_not()
+        bad = (norm > _limit(norm, step)) | norm.isfinite().logical_not()
         if not self.needs_loss:
             return bad
         values = self._values(norm, step)
@@ -177,6 +173,20 @@ class SkipStep(Gate):
             foreach.copy_([state[f"{key}_stored"]], [torch.where(takes, state[count], state[f"{key}_stored"])])
             foreach.copy_([state[count]], [torch.where(lasts, 0.0, state[count])])
 
+    @override
+    def why(self, norm: Tensor, step: Step) -> str:
+        values = self._values(norm, step)
+        limits = {"norms": [_limit(norm, step)], "losses": []}
+        for key, (limit, counts) in (self._windows(values, step) if self.needs_loss else {}).items():
+            limits[key] += [limit] if counts else []
+        said: list[str] = []
+        for key, (value, known) in values.items():
+            number, limit = value.item(), min([limit.item() for limit in limits[key]], default=math.inf)
+            if known and not number <= limit:  # also NaN
+                what = "the norm of the gradients" if key == "norms" else "the loss"
+                said.append(f"{what} was {number:.4g}" + (f", and its limit is {limit:.4g}" if number > limit else ""))
+        return ", and ".join(said)
+
     def _values(self, norm: Tensor, step: Step) -> dict[str, tuple[Tensor, Tensor]]:
         """The norm and, if a process has one, the loss; each with whether there is one."""
         values = {"norms": (norm, torch.ones_like(norm, dtype=torch.bool))}
@@ -186,21 +196,37 @@ class SkipStep(Gate):
 
     def _is_large(self, values: dict[str, tuple[Tensor, Tensor]], step: Step) -> Tensor:
         """True if the norm or the loss is above the limit of its window."""
+        result = torch.zeros_like(values["norms"][1])
+        for key, (limit, counts) in self._windows(values, step).items():
+            result = result | (counts & (values[key][0] > limit))
+        return result
+
+    def _windows(self, values: dict[str, tuple[Tensor, Tensor]], step: Step) -> dict[str, tuple[Tensor, Tensor]]:
+        """The limits of the norm and of the loss by the values before; each with whether it is used."""
         sigma: float | None = step.settings[0]["sigma"]
         state = step.global_state
-        result = torch.zeros_like(values["norms"][1])
-        for key, (value, known) in values.items():
+        found: dict[str, tuple[Tensor, Tensor]] = {}
+        for key, (_, known) in values.items():
             if sigma is None:
                 break
             count = state[f"{key}_stored"].clamp(max=len(state[key]))
             stored = filled(state[key], count).clamp(-SQUARABLE, SQUARABLE)
             mean = stored.nanmean()
             deviation = ((stored - mean).square().nansum() / (count - 1).clamp(min=1)).sqrt()
-            limit = mean + sigma * torch.maximum(deviation, mean.abs() / 1000)
             enough = count >= max(2, len(state[key]) // 2 - 1)
-            result = result | (known & enough & (value > limit))
-        return result
+            found[key] = mean + sigma * torch.maximum(deviation, mean.abs() / 1000), known & enough
+        return found
 
     def _store(self, state: State, key: str, count: str, value: Tensor, where: Tensor) -> None:
         foreach.copy_([state[key]], [written(state[key], state[count], value, where)])
         foreach.copy_([state[count]], [state[count] + where])
+
+
+def _limit(norm: Tensor, step: Step) -> Tensor:
+    """The largest norm that ``max_norm`` and ``max_ratio`` let pass."""
+    setting, state = step.settings[0], step.global_state
+    limit = torch.full_like(norm, torch.inf if setting["max_norm"] is None else setting["max_norm"])
+    if setting["max_ratio"] is None:
+        return limit
+    known = (state["started"] > 0) & (state["mean"] > 0)
+    return torch.minimum(limit, torch.where(known, setting["max_ratio"] * state["mean"], torch.inf))

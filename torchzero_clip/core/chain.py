@@ -117,7 +117,7 @@ class Chain(NeverApplied, Composite):
                     hint = did_you_mean(key, nodes.storage_keys.values())
                     raise ValueError(f"no transform has a setting {key!r}{hint}")
                 node, own = owners[key]
-                node.transform.check({own: at(value, 0)})
+                node.transform.check({own: at(value, 0, own)})
                 added[f"/{node.path}"].append({"params": params, own: value})
         return rebuilt(self, lambda transform, path: {"overrides": [*transform.overrides, *added.get(path, ())]})
 

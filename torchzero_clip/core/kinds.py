@@ -189,7 +189,7 @@ class UpdateRule(Transform):
         name: str | None = None,
     ) -> None:
         if lr is not None:
-            scalar("lr", as_number(at(lr, 0)))
+            scalar("lr", as_number(at(lr, 0, "lr")))
         self.lr = as_number(lr)
         super().__init__(defaults, target=target, name=name)
 
@@ -280,4 +280,11 @@ class Gate(NeverApplied):
         """Record a step that no gate refused: change ``step.global_state``, set ``step.metrics``."""
 
     def refused(self, norm: Tensor, step: Step) -> None:
-        """Record a step that this gate or another one refused: change ``step.global_state``."""
+        """Record a step that this gate or another one refused: change ``step.global_state``, set ``step.metrics``."""
+
+    def why(self, norm: Tensor, step: Step) -> str:
+        """Return why this gate refuses a step: what was judged, and its limit, for a warning after many such steps.
+
+        It is called before `refused`. It may read tensors, because it is called only now and then.
+        """
+        return f"the norm of the gradients was {norm.item():.4g}"

@@ -33,7 +33,7 @@ class Schedules:
         own |= {key: schedule for key, schedule in self._defaults.items() if key not in group}
         if was_at is not None:
             own |= _in_use({**self._defaults, **(self._find(group) or {})}, group, was_at)
-        return {**group, **{key: at(schedule, step) for key, schedule in own.items()}}, own
+        return {**group, **{key: at(schedule, step, key) for key, schedule in own.items()}}, own
 
     def add(self, group: Group, own: dict[str, Schedule]) -> None:
         """Store the functions of a group that was added to the optimizer."""
@@ -54,7 +54,7 @@ class Schedules:
             own = self._of(group)
             if self._behind:
                 step = self._chain_state.values[SCHEDULE_STEP]
-                group.update({key: at(schedule, step) for key, schedule in own.items()})
+                group.update({key: at(schedule, step, key) for key, schedule in own.items()})
         self._behind = False
 
     def advance(self, groups: Sequence[Group]) -> None:
@@ -69,7 +69,7 @@ class Schedules:
         if not self.any:
             return list(saved)
         try:
-            values = [{key: at(schedule, step) for key, schedule in self._of(group).items()} for group in groups]
+            values = [{key: at(schedule, step, key) for key, schedule in self._of(group).items()} for group in groups]
         except Exception:
             self._behind = True
             return list(saved)
@@ -100,13 +100,13 @@ def _in_use(schedules: Mapping[str, Schedule], group: Group, step: int) -> dict[
     found: dict[str, Schedule] = {}
     for key, schedule in schedules.items():
         with suppress(Exception):  # a function may have no value for the step after the last
-            if key in group and not callable(group[key]) and group[key] == at(schedule, step):
+            if key in group and not callable(group[key]) and group[key] == at(schedule, step, key):
                 found[key] = schedule
     return found
 
 
-def at(value: Any, step: int) -> Any:
-    """A setting, or the value of its schedule after so many steps."""
+def at(value: Any, step: int, key: str) -> Any:
+    """A setting, or the value of its schedule after so many steps. Errors name its key."""
     if not callable(value):
         return value
     try:
@@ -114,8 +114,8 @@ def at(value: Any, step: int) -> Any:
     except Exception as error:
         if isinstance(error, TypeError) and not takes_one(value):
             raise TypeError(
-                f"{value!r} cannot be called with one argument. A setting that is a function gets the number of steps, "
+                f"{key} is a function that cannot be called with one argument, {value!r}. It gets the number of steps, "
                 "as in lambda step: 0.1 * step"
             ) from error
-        error.add_note(f"in a schedule, {value!r}, of step {step}")
+        error.add_note(f"in the schedule of {key}, {value!r}, of step {step}")
         raise

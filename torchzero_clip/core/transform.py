@@ -18,7 +18,7 @@ from torchzero_clip.hints import Explained, check_override, did_you_mean, explai
 from torchzero_clip.types import Schedule, Setting, State, Target
 
 CALLED = {
-    *("apply_tensors", "apply_tensor", "factors", "formula", "start", "change", "refuses", "accept", "refused"),
+    *("apply_tensors", "apply_tensor", "factors", "formula", "start", "change", "refuses", "accept", "refused", "why"),
     *("take_step", "shifts", "init_state", "possible_state", "init_global_state", "slice_dims"),
 }
 """Methods that the optimizer calls with positional arguments."""
@@ -102,7 +102,7 @@ class Transform(Explained, ABC):
         for key in defaults:
             setting_name(key)
         self.schedules: dict[str, Schedule] = {key: value for key, value in defaults.items() if callable(value)}
-        self.defaults = {key: as_builtin(at(value, 0)) for key, value in defaults.items()}
+        self.defaults = {key: as_builtin(at(value, 0, key)) for key, value in defaults.items()}
         self.target: Target = target
         self.name = name or snake_case(type(self).__name__)
         self.overrides: list[dict[str, Any]] = []
@@ -215,7 +215,7 @@ class Transform(Explained, ABC):
                     }
                     hint = hints.get(key) or did_you_mean(key, self.defaults)
                     raise ValueError(f"{type(self).__name__} has no setting {key!r}{hint}")
-            self.check({key: at(value, 0) for key, value in settings.items()})
+            self.check({key: at(value, 0, key) for key, value in settings.items()})
             overrides.append({"params": params, **settings})
         return altered(self, overrides=overrides)
 

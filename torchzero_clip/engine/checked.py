@@ -124,6 +124,15 @@ def record(node: Node, norm: Tensor, step: Step, *, taken: bool) -> None:
     check_state(node, step)
 
 
+def why(node: Node, norm: Tensor, step: Step) -> str:
+    """Why a gate refuses the step, with its name, as it says itself."""
+    gate = cast(Gate, node.transform)
+    said: Any = _asked(gate.why, node, norm, step)
+    if not isinstance(said, str):
+        raise RuntimeError(f"{gate!r}.why returned {described(said)} instead of a string")
+    return said
+
+
 def _asked(method: Callable[[Tensor, Step], Any], node: Node, norm: Tensor, step: Step) -> Any:
     if not cast(Gate, node.transform).needs_loss:
         step.loss = None

@@ -28,6 +28,8 @@ class Judging:
         first = next((node for node in nodes if not node.outer and not isinstance(node.transform, Gate)), None)
         self.joint_clip = first.path if first is not None and _clips_all_gradients(first.transform) else None
         """The path of the first transform, if it needs just the joint norm that gates may have measured."""
+        self.norm_metric = "" if first is None else f"{first.path}/norm" * _tells_zeros(first.transform)
+        """The metric that is 0 only if all gradients are 0; empty if there is none."""
         scalings = [(node.path, node.transform) for node in nodes if isinstance(node.transform, Scaling)]
         own = [(path, scaling) for path, scaling in scalings if type(scaling).slice_dims is not Scaling.slice_dims]
         self.dims_of: dict[str, DimsOf] = {path: partial(slice_dims, scaling) for path, scaling in own}
@@ -143,6 +145,16 @@ class Judged:
 def _clips_all_gradients(transform: Transform) -> bool:
     measures_all = isinstance(transform, Scaling) and transform.slicing == Slicing(L2, "global")
     return measures_all and not (transform.scope.limited or transform.keeps_statistics or transform.target != "update")
+
+
+def _tells_zeros(transform: Transform) -> bool:
+    """True if the metric ``norm`` of the first transform is 0 only if all gradients are 0."""
+    if not (isinstance(transform, Scaling) and _measures_gradients(transform)):
+        return False
+    slicing, has_own_slices = transform.slicing, type(transform).slice_dims is not Scaling.slice_dims
+    is_whole = slicing.dim is None and not (slicing.inverse_dims or slicing.min_size > 1 or has_own_slices)
+    # other metrics, such as the sum, may be 0 for other gradients too
+    return (is_whole or slicing.dim == "global") and slicing.metric.is_power and slicing.metric.p > 0
 
 
 def _measures_gradients(transform: Transform) -> bool:

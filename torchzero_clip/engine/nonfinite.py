@@ -10,15 +10,16 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from torchzero_clip.checks import count, one_of
-from torchzero_clip.compat import is_capturing
+from torchzero_clip.compat import is_capturing, never_compiled, warn_user
 from torchzero_clip.core.chain_state import CONSECUTIVE, SKIPPED
 from torchzero_clip.core.kinds import Gate
 from torchzero_clip.core.nodes import Node
 from torchzero_clip.core.scope import named_params
 from torchzero_clip.core.step import Step
 from torchzero_clip.core.transform import Transform
-from torchzero_clip.engine.checked import record, refusal
+from torchzero_clip.engine.checked import record, refusal, why
 from torchzero_clip.engine.company import Company, Walking
+from torchzero_clip.engine.idle import Idle
 from torchzero_clip.engine.reported_loss import Loss
 from torchzero_clip.functional.bad import BadGradients, bad_gradients, labels
 from torchzero_clip.functional.norms import combine
@@ -28,6 +29,7 @@ from torchzero_clip.functional.shards import largest_on_all_ranks, mesh_groups
 Nonfinite: TypeAlias = Literal["propagate", "raise", "skip"]
 
 REMEMBERED = 10  # norms that an error shows
+WARNED_AFTER = 20  # refused steps in a row, for the first warning
 
 
 class Undecided(Walking, Protocol):
@@ -36,6 +38,7 @@ class Undecided(Walking, Protocol):
     company: Company | None  # who else takes part; None without others
     loss: Loss  # the loss of the step
     refused_by: list[str]  # who has refused the step
+    are_zero: bool  # set if the joint norm is 0
 
 
 class StepPolicy:
@@ -51,6 +54,7 @@ class StepPolicy:
         self.max_consecutive_skips = max_consecutive_skips
         self._gates = {name: transform for name, transform in transforms.items() if isinstance(transform, Gate)}
         self.bad_gradients: BadGradients | None = None  # the gradients of the last step that ``nonfinite`` has refused
+        self.idle = Idle()  # the steps that train nothing
         self._norms: deque[float] = deque(maxlen=REMEMBERED)
         self.has_gates = bool(self._gates)
         self.may_skip = nonfinite == "skip" or self.has_gates
@@ -100,6 +104,7 @@ class StepPolicy:
         if not has_gradients:
             return False
         self._norms.append(joint)
+        walk.are_zero = joint == 0
         # leave out the answers of gates whose scope has no gradient on any process
         judged = list(compress(judged, asked))
         walk.refused_by.extend(gate for gate, *said in zip(gates, refusals, asked, strict=True) if all(said))
@@ -107,7 +112,7 @@ class StepPolicy:
             self._refuse(walk)
         if walk.refused_by:
             # before the gates store anything, because it raises after too many skips
-            self._count(counts, walk.refused_by)
+            self._count(walk, counts, judged)
             self._record(walk, judged, taken=False)
             return False
         counts.update({CONSECUTIVE: 0} if self.may_skip else {})
@@ -144,18 +149,46 @@ class StepPolicy:
             record(node, norm, step, taken=taken)
             walk.store(node, step)
 
-    def _count(self, counts: MutableMapping[str, Any], refused_by: Sequence[str]) -> None:
+    def _count(
+        self, walk: Undecided, counts: MutableMapping[str, Any], judged: Sequence[tuple[Node, Tensor, Tensor]]
+    ) -> None:
         counts[SKIPPED] += 1
         counts[CONSECUTIVE] += 1
         skips = counts[CONSECUTIVE]
-        if self.max_consecutive_skips is not None and skips > self.max_consecutive_skips:
+        if self.max_consecutive_skips is None:
+            if is_worth_a_warning(skips):
+                way_out = "change the limit, or go back to a checkpoint. max_consecutive_skips= ends such a run"
+                warn_of_skips(skips, self._reasons(walk, judged), way_out)
+        elif skips > self.max_consecutive_skips:
             shown = ", ".join(f"{norm:.4g}" for norm in self._norms)
-            bad = self.bad_gradients if "nonfinite" in refused_by else None
+            bad = self.bad_gradients if "nonfinite" in walk.refused_by else None
             named = "" if bad is None else f" In the last one these gradients were not finite: {bad.listed}."
             raise RuntimeError(
                 f"{skips} steps in a row were skipped.{named} The argument max_consecutive_skips allows "
                 f"{self.max_consecutive_skips}. The norms of the last gradients, the latest at the end: {shown}"
             )
+
+    def _reasons(self, walk: Undecided, judged: Sequence[tuple[Node, Tensor, Tensor]]) -> dict[str, str]:
+        """Why the step is refused, by who refuses it."""
+        gates = [(node, norm) for node, norm, _ in judged if node.path in walk.refused_by]
+        found = {repr(node.path): why(node, norm, _step_of_gate(walk, node)) for node, norm in gates}
+        if "nonfinite" in walk.refused_by and self.bad_gradients is not None:
+            found["nonfinite='skip'"] = f"these gradients were not finite: {self.bad_gradients.listed}"
+        return found
+
+
+def is_worth_a_warning(skips: int) -> bool:
+    """True for the first number of refused steps in a row that gets a warning, and for each doubling of it."""
+    times, rest = divmod(skips, WARNED_AFTER)
+    return times > 0 and not rest and not times & (times - 1)
+
+
+@never_compiled
+def warn_of_skips(skips: int, reasons: Mapping[str, str], way_out: str) -> None:
+    """Warn that so many steps in a row were refused, for these reasons by who has refused the last one."""
+    (first, reason), *others = reasons.items()
+    said = "; ".join([f"{first} refused the last one: {reason}", *(f"{who} refused it too: {s}" for who, s in others)])
+    warn_user(f"{skips} steps in a row were skipped. {said}. If this goes on, nothing is trained: {way_out}")
 
 
 def _group_of(walk: Undecided) -> tuple[ProcessGroup | None, torch.device | None]:

@@ -1,7 +1,7 @@
 """A step that is taken in parts: what was updated, and the metrics of all parts together."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -30,6 +30,13 @@ class Parts:
         """Raise if a parameter was updated already."""
         if any(id(param) in self.updated for param in params):
             raise second_gradient()
+
+    def refuse_scaler(self) -> NoReturn:
+        """Raise if a gradient scaler would divide the gradients of the step."""
+        raise RuntimeError(
+            "step_in_backward cannot be used with GradScaler: the backward has updated parameters by gradients that "
+            "the scaler multiplied. Use bfloat16, which needs no scaler, or take ordinary steps"
+        )
 
     def end(self, nodes: Nodes, groups: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         """Return the metrics of all parts as those of one step, and forget the parts."""

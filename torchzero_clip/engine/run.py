@@ -7,6 +7,7 @@ from torchzero_clip.engine.listener import Listener
 from torchzero_clip.engine.others import Others
 from torchzero_clip.engine.parts import Parts
 from torchzero_clip.engine.walk import Walk
+from torchzero_clip.functional.norms import may_look
 
 
 def run(walk: Walk, chain: Chain, *, states: Any, listener: Listener | None, parts: Parts | None) -> bool:
@@ -22,6 +23,11 @@ def run(walk: Walk, chain: Chain, *, states: Any, listener: Listener | None, par
         if isinstance(company, Others):
             found = company.metrics(walk.nodes, walk.metrics, len(table.params) > 0)
             walk.metrics, has_gradients = found or {}, found is not None
+        judged = walk.judged
+        norms = judged.norms if company is None else None  # those of others may not be 0
+        norms = walk.metrics.get(judged.judging.norm_metric) if norms is None else norms
+        if norms is not None and may_look(norms):
+            walk.are_zero = not norms.any()
     except BaseException:
         walk.refused_by.append("error")
         walk.executor.abandon()

@@ -1,18 +1,20 @@
 """Arguments and results of the in-place functions: parameters in many forms, gradients of many layouts."""
 
 import math
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from torchzero_clip.compat import warn_user
 from torchzero_clip.functional.bad import bad_gradients, labels
-from torchzero_clip.functional.foreach import PLAIN, all_contiguous, are_plain, wide_dtype
+from torchzero_clip.functional.foreach import PLAIN, TINY32, all_contiguous, are_plain, wide_dtype
 from torchzero_clip.functional.measure import Slicing
-from torchzero_clip.functional.norms import p_norms
+from torchzero_clip.functional.norms import may_look, p_norms
 from torchzero_clip.functional.processes import check_group
 from torchzero_clip.functional.shards import aligned, mesh_groups, wholes, without_gradient
 from torchzero_clip.types import Tensors
@@ -75,6 +77,22 @@ def with_gradients(
     return [(param, found[key]) for key, param in once.items() if key in found]
 
 
+def warn_of_no_gradients(params: Tensors, given: Sequence[Tensor]) -> None:
+    """Warn of a call that changes nothing, because none of the tensors that it was given has a gradient."""
+    # in a pipeline or with experts, one of several processes may have none
+    if torch.compiler.is_compiling() or (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return
+    if isinstance(params, Iterator) and not given:
+        warn_user("params is an iterator that has ended, so nothing was changed: pass a new one, model.parameters()")
+    elif any(param.requires_grad for param in given):
+        warn_user(
+            "none of the parameters has a gradient, so nothing was changed. Call this function after backward(), and "
+            "before step() and zero_grad()"
+        )
+    elif not all(isinstance(param, nn.Parameter) for param in given):
+        warn_user("none of the tensors has a .grad, so nothing was changed: pass the parameters, not their gradients")
+
+
 def own_gradients(params: Sequence[Tensor]) -> list[Tensor]:
     """The gradients of parameters that have one, each laid out like its parameter and in memory of its own."""
     # replaced, in .grad too: those with other placements, pending conjugations or negations, expanded ones, shared ones
@@ -132,7 +150,7 @@ def values_tell_all(slicing: Slicing) -> Callable[[Tensor], bool]:
 
 
 def as_reported(total: Tensor, grads: list[Tensor], process_group: ProcessGroup | None = None) -> Tensor:
-    """A joint metric as the functions return it: float32, or float64 if a gradient has that width."""
+    """A joint metric as the functions return it: float32, or float64 if a gradient has that width or it is needed."""
     # with a process group float64: all processes get the same number, and not all know all dtypes
     if process_group is not None:
         return total
@@ -140,6 +158,8 @@ def as_reported(total: Tensor, grads: list[Tensor], process_group: ProcessGroup 
     for given in {grad.dtype for grad in grads}:
         dtype = torch.promote_types(dtype, wide_dtype(given).to_real())
     largest = torch.finfo(dtype).max
+    if may_look(total) and not TINY32 <= total <= largest and total.isfinite() and total != 0:
+        return total
     return torch.where(total.isfinite(), total.clamp(max=largest), total).to(dtype)
 
 

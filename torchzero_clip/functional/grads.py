@@ -25,6 +25,7 @@ from torchzero_clip.functional.gradients import (
     opened,
     tensors_of,
     values_tell_all,
+    warn_of_no_gradients,
     with_gradients,
 )
 from torchzero_clip.functional.measure import Slicing, measure_over_processes, scale_
@@ -60,7 +61,8 @@ def clip_grad_norm_(
 
     Args:
         params: A tensor, or an iterable of tensors or of pairs (name, tensor) such as ``model.named_parameters()``.
-            Parameters without a gradient are skipped, even if none has one.
+            Parameters without a gradient are skipped. If none has one, there is a warning, but not in runs of several
+            processes, nor if all are frozen.
         max_norm: The limit of the norm of every slice: a number or a tensor of one element; None for no upper limit.
             A tensor on another device than the CPU is not read, because this would wait for the device. If it is
             negative, the gradients become NaN.
@@ -79,9 +81,9 @@ def clip_grad_norm_(
             call the function. Their gradients count in joint norms and in the result, as in `Modular`.
 
     Returns:
-        The metric of all gradients together before clipping: a 0-d tensor of float32, or of float64 for float64
-            gradients or with a ``process_group``. A finite value beyond the range of float32 is reported as the
-            largest float32.
+        The metric of all gradients together before clipping: a 0-d tensor of float32; of float64 for float64
+            gradients, with a ``process_group``, or on the CPU if float32 cannot hold the value. On other devices, a
+            finite value beyond float32 is reported as the largest float32, because reading it would wait.
 
     Raises:
         ValueError: For a negative or NaN limit, ``min_norm > max_norm``, an unknown ``ord`` or ``dim``, or a
@@ -120,20 +122,22 @@ def clip_grad_norm_(
     slicing = Slicing.checked(ord, dim, inverse_dims, min_size)
     boolean("error_if_nonfinite", error_if_nonfinite)
 
-    params = listed("params", params)
-    given = tensors_of("params", params)
+    items = listed("params", params)
+    given = tensors_of("params", items)
     floor, total = min_norm or 0.0, None
     if not isinstance(limit, Tensor):
         total = scale_ordinary_(given, slicing, lambda norm: clip_factor(norm, limit, floor), process_group)
     if total is not None:
         return total
     pairs = with_gradients(given, process_group, zeros_count=slicing.metric.counts_zeros)
+    if not pairs and process_group is None:
+        warn_of_no_gradients(params, given)
     grads = [grad for _, grad in pairs]
     with opened(grads, values_tell_all(slicing)) as tensors:
         judged = given if error_if_nonfinite else None
         measured = measure_over_processes(tensors, slicing, process_group, judged)
         if error_if_nonfinite and not measured.total.isfinite():
-            named, owners = named_tensors("params", params), [param for param, _ in pairs]
+            named, owners = named_tensors("params", items), [param for param, _ in pairs]
             bad = names_of_bad("parameter", named, owners, tensors, process_group)
             raise RuntimeError(
                 f"the norm of the gradients is {measured.total}: not finite, so none was changed. Gradients with inf "
@@ -175,7 +179,10 @@ def clip_grad_value_(params: Tensors, value: float) -> None:
     if ordinary is not None:
         clamp_plain_(ordinary, value)
         return
-    with opened(gradients(given), lambda values: True) as tensors:
+    grads = gradients(given)
+    if not grads:
+        warn_of_no_gradients(params, given)
+    with opened(grads, lambda values: True) as tensors:
         clamp_(tensors, value)
 
 
@@ -236,6 +243,8 @@ def normalize_grads_(
     if total is not None:
         return total
     grads = gradients(given, process_group, zeros_count=slicing.metric.counts_zeros)
+    if not grads and process_group is None:
+        warn_of_no_gradients(params, given)
     with opened(grads, values_tell_all(slicing)) as tensors:
         measured = measure_over_processes(tensors, slicing, process_group)
         scale_(measured, measured.by_norm(lambda norms: normalize_factors(slicing.metric, norms, norm_value)))
@@ -282,5 +291,9 @@ def centralize_grads_(
     networks](https://arxiv.org/abs/2004.01461), 2020.
     """
     slicing = Slicing.checked(1, dim, inverse_dims, min_size)
-    with opened(gradients(params, process_group, zeros_count=slicing.dim == "global"), lambda values: False) as tensors:
+    given = tensors_of("params", params)
+    grads = gradients(given, process_group, zeros_count=slicing.dim == "global")
+    if not grads and process_group is None:
+        warn_of_no_gradients(params, given)
+    with opened(grads, lambda values: False) as tensors:
         centralize_(tensors, slicing, process_group)

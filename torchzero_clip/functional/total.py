@@ -16,6 +16,7 @@ from torchzero_clip.functional.gradients import (
     opened,
     tensors_of,
     values_tell_all,
+    warn_of_no_gradients,
 )
 from torchzero_clip.functional.measure import Slicing, measure_over_processes
 from torchzero_clip.functional.metric import parse_ord
@@ -46,9 +47,7 @@ def get_total_norm(
             function. Their tensors count in the norm.
 
     Returns:
-        A 0-d tensor on the device of the first tensor, of float32, or of float64 if one of the tensors is or with a
-            ``process_group``; 0 for no tensors. A finite value beyond the range of float32 is reported as the largest
-            float32.
+        A 0-d tensor on the device of the first tensor, of the dtype that `clip_grad_norm_` returns; 0 for no tensors.
 
     Raises:
         ValueError: For an unknown ``ord``, or a ``process_group`` as in `Modular`.
@@ -92,7 +91,7 @@ def clip_grads_with_norm_(params: Tensors, max_norm: float | Tensor, total_norm:
     adds no epsilon to the norm.
 
     Args:
-        params: A tensor or an iterable of tensors. Those without a gradient are skipped, even if all are.
+        params: As in `clip_grad_norm_`.
         max_norm: The limit of ``total_norm``, >= 0: a number or a tensor, as in `clip_grad_norm_`.
         total_norm: The norm of all gradients together: a tensor of one element, or a number >= 0.
 
@@ -121,5 +120,9 @@ def clip_grads_with_norm_(params: Tensors, max_norm: float | Tensor, total_norm:
         total_norm = torch.tensor(total_norm, dtype=torch.float64, device="cpu")
     elif total_norm.numel() != 1:
         raise ValueError(f"total_norm must have one element, got shape {tuple(total_norm.shape)}")
-    with opened(gradients(params), lambda values: True) as tensors:
+    given = tensors_of("params", params)
+    grads = gradients(given)
+    if not grads:
+        warn_of_no_gradients(params, given)
+    with opened(grads, lambda values: True) as tensors:
         clip_by_(tensors, limit, replicated(total_norm).reshape(()))

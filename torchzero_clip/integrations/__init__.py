@@ -9,6 +9,7 @@ from torch import Tensor
 from torchzero_clip.modular.before_step import BeforeStep, chain_of
 from torchzero_clip.modular.host import unwrap
 from torchzero_clip.modular.modular import Modular
+from torchzero_clip.recorder.numbers import finite_ones
 
 if TYPE_CHECKING:
     from torchzero_clip.integrations.huggingface import TrainerCallback as TrainerCallback
@@ -44,7 +45,8 @@ def metrics(optimizer: Any) -> dict[str, Tensor]:
 def numbers(optimizer: Any) -> dict[str, float]:
     """Return the metrics of an optimizer as Python numbers, for a log.
 
-    The call waits for the device once. If you call ``item`` on each metric, each of these calls waits.
+    Numbers that are inf or NaN, such as a limit that does not limit, are left out, because JSON cannot hold them. The
+    call waits for the device once. If you call ``item`` on each metric, each of these calls waits.
 
     Examples:
         >>> import torch
@@ -60,7 +62,7 @@ def numbers(optimizer: Any) -> dict[str, float]:
     found = metrics(optimizer)
     device = next((value.device for value in found.values() if not value.is_cpu), torch.device("cpu"))
     values = [value.double().to(device) for value in found.values()]
-    return dict(zip(found, torch.stack(values).tolist() if values else [], strict=True))
+    return finite_ones(dict(zip(found, torch.stack(values).tolist() if values else [], strict=True)))
 
 
 def __getattr__(name: str) -> Any:

@@ -16,6 +16,7 @@ from torchzero_clip.compat import warn_user
 from torchzero_clip.integrations import numbers, unwrapped
 from torchzero_clip.integrations.attaching import Given, attached, check_trained
 from torchzero_clip.modular.before_step import BeforeStep, chain_of
+from torchzero_clip.recorder.numbers import finite_ones
 from torchzero_clip.recorder.recorder import Recorder, begun, check_given
 
 SAVED = "recorder.pt"
@@ -25,7 +26,7 @@ class TrainerCallback(transformers.TrainerCallback):
     """Puts transforms before the steps of the Trainer's optimizer, logs their metrics, and checks that only they clip.
 
     The optimizer may also be a `Modular`, or have transforms already. Every ``logging_steps`` steps, the metrics of the
-    last step that was taken are added to the logs. If the recorder has no ``log=``, its numbers are added too.
+    last step are added to the logs. If the recorder has no ``log=``, its numbers are added too.
 
     ``TrainingArguments.max_grad_norm`` is 1.0 by default. The Trainer then scales the gradients before the transforms
     get them, so that a limit above 1 never acts and statistics store clipped norms.
@@ -116,7 +117,7 @@ class TrainerCallback(transformers.TrainerCallback):
                     self.recorder.report_loss(logs["loss"], step=last)
                 self._logged = last
             self.recorder.flush(warn=True)
-            named |= self._live
+            named |= finite_ones(self._live)  # the Trainer writes its logs as JSON
             self._live = {}
         logs.update(named)
         if state.log_history and state.log_history[-1].get("step") == state.global_step:

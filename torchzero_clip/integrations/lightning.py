@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
 from typing_extensions import override
 
 from torchzero_clip.compat import warn_user
@@ -28,8 +30,9 @@ class LightningCallback(Callback):
     """Puts transforms before the steps of the optimizers, logs their metrics, and checks that only they clip.
 
     Optimizers may also be a `Modular`, or have transforms already. The metrics are logged as by ``self.log`` in the
-    module. With several optimizers, their names begin with the index of the optimizer, as in ``"1/clip_norm/norm"``. If
-    the recorder has no ``log=``, it sends its numbers to the loggers of the Trainer.
+    module. With several optimizers, their names begin with the index of the optimizer, as in ``"1/clip_norm/norm"``.
+    What a step has not measured, such as the norms of a refused step or a limit that does not limit, is NaN. If the
+    recorder has no ``log=``, it sends its numbers to the loggers of the Trainer.
 
     Args:
         recorder: A `Recorder` of an optimizer of the module, or a function that makes one when training starts, such as
@@ -56,6 +59,7 @@ class LightningCallback(Callback):
         self.handles: list[BeforeStep] = []
         """The handles of ``transforms``, one for each optimizer; empty before fitting."""
         self._loaded: dict[str, Any] | None = None
+        self._logged: dict[str, Tensor] = {}  # the names of the numbers that were logged
 
     @override
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
@@ -117,8 +121,17 @@ class LightningCallback(Callback):
 
     @override
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
-        for prefix, chain in _chains(trainer.optimizers).items():
-            pl_module.log_dict({f"{prefix}{name}": value.float() for name, value in chain.metrics().items()})
+        # in float64, because float32 may not hold a norm; counts are ints
+        found = {
+            prefix + name: value if value.is_floating_point() else value.float()
+            for prefix, chain in _chains(trainer.optimizers).items()
+            for name, value in chain.metrics().items()
+        }
+        # a number that was logged before is NaN now if it is absent: else the Trainer logs the last one again
+        absent = torch.full((), torch.nan, device=pl_module.device)
+        known = {name: torch.where(value.isfinite(), value, torch.nan) for name, value in found.items()}
+        self._logged = dict.fromkeys([*self._logged, *known], absent)
+        pl_module.log_dict({**self._logged, **known})
 
 
 def _log(loggers: Sequence[Any], step: int, values: dict[str, float]) -> None:

@@ -18,7 +18,7 @@ from torchzero_clip.core.group_keys import BEFORE_STEP as KEY
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.engine.checked import versions
 from torchzero_clip.engine.listener import Attached, Listener
-from torchzero_clip.engine.nonfinite import Nonfinite
+from torchzero_clip.engine.nonfinite import Nonfinite, is_worth_a_warning, warn_of_skips
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.bad import BadGradients
 from torchzero_clip.functional.clip import inverse
@@ -53,6 +53,7 @@ class BeforeStep:
         self._front, self._entries = front, entries
         front.delivery.scale = self._scale
         entries.begin(optimizer)
+        self._infs = 0  # steps in a row that a gradient scaler has refused
         self._depth = 0  # 2 while `step` of a subclass calls that of its base class
         self._is_wrapped = False  # False in a step that is called by a method from before the wrapper
         self._hidden: list[tuple[Tensor, Tensor]] = []  # parameters and their gradients, in a refused step of this kind
@@ -220,7 +221,8 @@ class BeforeStep:
             return
         if may_be_template(groups, is_first=front.steps_taken == 0) and are_zero(groups):
             self._entries.begin_states()
-            front.skipped_by = ()
+            front.leave_out()
+            front.note_zeros()
             return
         front.change_gradients(groups, result)
         if not front.skipped_by:
@@ -238,9 +240,13 @@ class BeforeStep:
         """Divide by the scale of a gradient scaler. Return False if it has found gradients that are not finite."""
         found_inf = getattr(optimizer, FOUND_INF, None)
         if found_inf is not None and found_inf.item():
-            self._front.skipped_by = (FOUND_INF,)
-            self._front.forget_loss()
+            self._front.leave_out((FOUND_INF,))
+            self._infs += 1
+            if is_worth_a_warning(self._infs):
+                reason = "the gradient scaler has found gradients that are not finite"
+                warn_of_skips(self._infs, {repr(FOUND_INF): reason}, "go back to a checkpoint, or take bfloat16")
             return False
+        self._infs = 0
         scale = getattr(optimizer, "grad_scale", None)
         if scale is not None:
             grads = [param.grad for param in _params(optimizer)]

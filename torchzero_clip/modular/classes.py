@@ -163,7 +163,7 @@ def configured(chain: Chain, given: Mapping[str, Any]) -> Chain:
     def change(transform: Transform, path: str) -> dict[str, Any]:
         own = changed.get(path, {})
         schedules = {key: value for key, value in (transform.schedules | own).items() if callable(value)}
-        first = {key: as_builtin(at(value, 0)) for key, value in own.items()}
+        first = {key: as_builtin(at(value, 0, key)) for key, value in own.items()}
         return {"schedules": schedules, "defaults": transform.defaults | first}
 
     return rebuilt(chain, change)

@@ -190,7 +190,11 @@ def _check_whole(
     groups: Sequence[Group], entries: Sequence[Any], states: Mapping[Any, Any], params: Sequence[Any]
 ) -> None:
     """Raise if a parameter lacks state, although each one had some when the checkpoint was made."""
-    found = [(entry.get("each") is True, states.get(i)) for g, entry in zip(groups, entries, strict=True) for i in g["params"]]
+    found = [
+        (entry.get("each") is True, states.get(i))
+        for g, entry in zip(groups, entries, strict=True)
+        for i in g["params"]
+    ]
     is_lost = [bool(each and state and not state.get(KEY)) for each, state in found]
     has_none = all(each and not (state and state.get(KEY)) for each, state in found)
     if any(is_lost) or (has_none and any(param.requires_grad for param in params)):

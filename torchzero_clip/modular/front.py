@@ -63,9 +63,16 @@ class Front(Modular):
         """True if a gate or ``nonfinite="skip"`` may refuse a step."""
         return self._policy.may_skip
 
-    def forget_loss(self) -> None:
-        """Forget what was reported for a step that is not taken."""
-        self._reported.clear()
+    def leave_out(self, refused_by: tuple[str, ...] = ()) -> None:
+        """Note a step in which no transform acts: it has no metrics and, if it is refused, no loss."""
+        self.skipped_by = refused_by
+        self._metrics, self._unread = {}, None
+        if refused_by:
+            self._reported.clear()
+
+    def note_zeros(self) -> None:
+        """Note a step with gradients of 0 that counts as the template of a checkpoint."""
+        self._policy.idle.zeros(self.steps_taken, is_taken=False)
 
     def change_gradients(self, groups: Sequence[Group], result: Any) -> None:
         """Apply the transforms to the gradients of param groups. ``result`` is what a closure has returned.

@@ -198,10 +198,7 @@ class Modular(Explained, ClassMaker, Optimizer):
         """`torch.amp.GradScaler` asks for it before each step. Trainers must not find it, so it does not exist else."""
         if self.parts is None:
             raise AttributeError("_step_supports_amp_scaling")
-        raise RuntimeError(
-            "step_in_backward cannot be used with GradScaler: the backward has updated parameters by gradients that "
-            "the scaler multiplied. Use bfloat16, which needs no scaler, or take ordinary steps"
-        )
+        self.parts.refuse_scaler()
 
     @property
     def transforms(self) -> dict[str, Transform]:
@@ -232,7 +229,7 @@ class Modular(Explained, ClassMaker, Optimizer):
     def metrics(self) -> dict[str, Tensor]:
         """Return what the transforms measured, as 0-d tensors on the device. Reading a value waits for the device.
 
-        The metrics are those of the last step that was taken.
+        They are those of the last step. If it was refused, only its gates have measured something.
 
         Returns:
             For example ``"clip_norm/norm"`` (before clipping), ``"clip_norm/factor"`` (mean over tensors or slices) and
@@ -254,7 +251,7 @@ class Modular(Explained, ClassMaker, Optimizer):
         return Named(self._known_metrics() | ({} if skipped is None else {"skipped_steps": skipped}))
 
     def _known_metrics(self) -> dict[str, Tensor]:
-        """The metrics of the last step that was taken, computed once."""
+        """The metrics of the last step, computed once."""
         if self._unread is not None:
             with torch.inference_mode(False), torch.no_grad():  # whatever the mode of the caller
                 self._metrics, self._unread = self._unread(), None
@@ -295,7 +292,7 @@ class Modular(Explained, ClassMaker, Optimizer):
                 raise ValueError("a transform with target='closure' needs a closure: call step(closure)")
             settings = self.begin()
 
-            result, loss = None, self._reported.loss
+            result, walk, loss = None, None, self._reported.loss
             if closure is not None:
                 with torch.enable_grad():
                     result = closure()
@@ -307,7 +304,6 @@ class Modular(Explained, ClassMaker, Optimizer):
 
             may_lack = self._has_meshes and not self.parts
             missing = Missing(self.nodes, self.param_groups, self.state) if may_lack else None
-            walk = None
             try:
                 walk = self._walk(self.param_groups, self._fast_way, settings, loss())
                 if self.parts is not None:
@@ -337,17 +333,22 @@ class Modular(Explained, ClassMaker, Optimizer):
             if is_taken:
                 if not torch.compiler.is_compiling():  # which would compile the step anew for each number
                     self.steps_taken += 1
-                if go is None and walk is not None:
-                    self._metrics.clear()  # torch.compile loses a dict that is assigned
-                    self._metrics.update(walk.metrics if parts is None else parts.end(self.nodes, self.param_groups))
-                    self._unread = None
-                    if not isinstance(walk.executor, Readable):
-                        self._fast_way.learn(walk, (self.maximize, self.keep_grads, parts, self._shared.group))
+                if walk is not None and walk.are_zero:
+                    self._policy.idle.zeros(self.steps_taken)
+                if go is None and walk is not None and not isinstance(walk.executor, Readable):
+                    self._fast_way.learn(walk, (self.maximize, self.keep_grads, parts, self._shared.group))
                 if SCHEDULE_STEP in state:
                     self._schedules.advance(self.param_groups)
+            elif walk is not None:
+                self._policy.idle.not_taken(walk, self.steps_taken)
         finally:
-            if walk is not None:
-                self.skipped_by = () if "error" in walk.refused_by else tuple(walk.refused_by)
+            if walk is not None and "error" not in walk.refused_by:
+                self.skipped_by = tuple(walk.refused_by)
+                if go is None or not is_taken:  # a refused step has the numbers of gates, and none of an earlier step
+                    self._metrics.clear()  # torch.compile loses a dict that is assigned
+                    found = walk.metrics if parts is None or not is_taken else parts.end(self.nodes, self.param_groups)
+                    self._metrics.update(found)
+                    self._unread = None
             if state:
                 self._chain_state.show(self.param_groups)
             if walk is not None and self.listener is not None:
@@ -363,12 +364,10 @@ class Modular(Explained, ClassMaker, Optimizer):
         state = self._chain_state.values
         if state:
             self._schedules.catch_up(self.param_groups, self.step)
-        options = self.maximize, self.keep_grads, self.parts, self._shared.group
-        groups, policy = self.param_groups, self._policy
-        step = self._fast_way.begin(groups, self.state, options, state, loss, self.listener)
+        options, policy = (self.maximize, self.keep_grads, self.parts, self._shared.group), self._policy
+        step = self._fast_way.begin(self.param_groups, self.state, options, state, loss, self.listener, self._undo)
         if step is None:
             return False
-        step.undo = self._undo
         if self.listener is not None or policy.has_gates or (policy.decides and step.total is None):
             self._take(step.walk, step.take)
         else:
@@ -376,6 +375,9 @@ class Modular(Explained, ClassMaker, Optimizer):
                 policy.passes(step.total, state)
             self._take(None, partial(step.plan.take, step))
         self._unread = step.metrics or self._unread
+        key, idle = self._judging.norm_metric, policy.idle  # a joint norm that is known is not 0
+        if step.total is None and key and (step.plan.needs_total or idle.looks(self.steps_taken)):
+            idle.look(self._known_metrics().get(key), self.steps_taken)
         return True
 
     def begin(self) -> dict[str, list[Setting]]:
@@ -436,11 +438,9 @@ class Modular(Explained, ClassMaker, Optimizer):
         executor = fast_way.executor(updates, columns) if is_fast and not is_repeated else Readable(updates)
         judged = Judged(self._judging, table.grads, executor, listens=self.listener is not None)
         walk = Walk(self.nodes, settings, table, state, executor, judged, end, loss, self._undo)
-        if self.parts is not None:
-            walk.company = Part()
-        if self._shared.group is not None:
-            device = device_of(table.all_params(), self._shared.group)
-            Others(self._shared.group, device, has_schedules=self._has_joint_schedules).join(walk)
+        walk.company = None if self.parts is None else Part()
+        if (group := self._shared.group) is not None:
+            Others(group, device_of(table.all_params(), group), has_schedules=self._has_joint_schedules).join(walk)
         return walk
 
     def _may_be_fast(self) -> bool:
@@ -543,11 +543,10 @@ class Modular(Explained, ClassMaker, Optimizer):
         return Load(self.nodes, self._schedules, self._chain_state, self._shared.group, new, dropped)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("maximize", "keep_grads", "fast", "chain", "storage_keys", "_written", "nodes", "_judging", "_policy")
-        own += ("_schedules", "_chain_state", "_reported", "_fitting", "_is_complete", "_has_meshes")
-        own += ("_has_joint_schedules", "_shared", "skipped_by", "steps_taken")
+        names = "maximize keep_grads fast chain storage_keys _written nodes _judging _policy _schedules _chain_state "
+        names += "_reported _fitting _is_complete _has_meshes _has_joint_schedules _shared skipped_by steps_taken"
         metrics = {"_metrics": self._known_metrics(), "_unread": None}
-        return super().__getstate__() | {name: getattr(self, name) for name in own} | metrics
+        return super().__getstate__() | {name: getattr(self, name) for name in names.split()} | metrics
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -557,6 +556,5 @@ class Modular(Explained, ClassMaker, Optimizer):
     def __repr__(self) -> str:
         lines = described(self._written, self.nodes, self.param_groups)
         lines += [f"{flag}=True" for flag in ("maximize", "keep_grads") if getattr(self, flag)]
-        lines += [] if self.fast else ["fast=False"]
-        lines += self._policy.described()
+        lines += [*([] if self.fast else ["fast=False"]), *self._policy.described()]
         return "\n    ".join([f"{type(self).__name__}(", *(f"{line}," for line in lines)]) + "\n)"

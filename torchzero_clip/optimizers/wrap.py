@@ -67,7 +67,9 @@ class Wrap(FinalRule):
         schedules = {key: value for key, value in kwargs.items() if _is_schedule(value, usual.get(key))}
         self.optimizer_class = optimizer_class
         self.each_alone = optimizer_class.__module__.startswith("torch.optim.")  # what other optimizers do is not known
-        self.kwargs = {key: as_builtin(at(value, 0) if key in schedules else value) for key, value in kwargs.items()}
+        self.kwargs = {
+            key: as_builtin(at(value, 0, key) if key in schedules else value) for key, value in kwargs.items()
+        }
         if problem := _problem(optimizer_class, self.kwargs):
             instead = "Call clip_grad_norm_ in its closure" if needs_closure(optimizer_class) else INSTEAD
             raise ValueError(f"Wrap takes no {optimizer_class.__name__}, whose step {problem}. {instead}")

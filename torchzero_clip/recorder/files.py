@@ -98,6 +98,15 @@ def append(path: Path, data: bytes) -> None:
             raise
 
 
+def place_of(path: Path) -> tuple[int, int, int] | None:
+    """Which file stands at a path, and its size; None if there is none."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino, found.st_size
+
+
 def check(path: Path) -> bool:
     """Create the file if there is none. Return True if it has lines; raise if they are not those of a record."""
     try:

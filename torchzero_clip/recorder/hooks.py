@@ -53,7 +53,8 @@ class Hooks(Attached):
     def _measure(self, optimizer: Optimizer, loss: Any) -> None:
         groups = optimizer.param_groups
         params = [param for group in groups for param in group["params"] if param.grad is not None]
-        found = [param.grad for param in params]
+        found = self._run.measurable.among([param.grad for param in params])
+        kept = params if len(found) == len(params) else [p for p in params if self._run.measurable.among([p.grad])]
         grads = [g.coalesce().values() if g.layout == torch.sparse_coo else g.detach() for g in found]
         norms = each_norm(grads, self._scratch) if grads else None
         scale = getattr(optimizer, "grad_scale", None)
@@ -64,7 +65,7 @@ class Hooks(Attached):
         self.reported.clear()
         numbers = {"loss": loss, "found_inf": getattr(optimizer, "found_inf", None)}
         self._run.save_params(params)
-        write = partial(self._run.write, groups, params, norms, numbers, is_first=self._run.step == 0)
+        write = partial(self._run.write, groups, kept, norms, numbers, is_first=self._run.step == 0)
         self._run.finish = partial(self._finish, optimizer, write)
 
     @never_compiled

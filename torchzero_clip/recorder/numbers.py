@@ -1,6 +1,7 @@
 """Arithmetic on the numbers of a record: vectors of float64 on the CPU."""
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -14,6 +15,11 @@ def quantile(values: Tensor, share: float) -> float:
     below = int(place)
     above = min(below + 1, len(ordered) - 1)
     return float(torch.lerp(ordered[below], ordered[above], place - below))
+
+
+def finite_ones(values: Mapping[str, float]) -> dict[str, float]:
+    """Those values that are neither inf nor NaN, which JSON cannot hold."""
+    return {name: value for name, value in values.items() if math.isfinite(value)}
 
 
 def median_of(values: Tensor) -> float:

@@ -46,6 +46,8 @@ class Log:
         self.is_lost = False  # True if another recorder of this process writes to the file now
         self._by: By = by
         self._most, self._keep = most, keep
+        self._place: tuple[int, int, int] | None = None  # the file after the last write
+        self._has_warned = False
         self.begin_anew(None)
 
     def begin_anew(self, parent: str | None) -> None:
@@ -91,16 +93,29 @@ class Log:
         rows += files.rows_of_layers(kept(self._keep) if is_old else record, whole)
         blocks, rest = self._blocks(record, is_end)
         rows += blocks
-        if rows and (now != self._header or not self.path.exists() or not self.path.stat().st_size):
+        if rows and (self._is_new_file() or now != self._header):
             start = new.steps[0] if new.steps else max((step for step, *_ in seen), default=-1) + 1
             rows.insert(0, files.header(self.run, self.parent, start, self._by, record))
         if rows:
             files.append(self.path, files.encoded(rows, self.run))
+            self._place = files.place_of(self.path)
         self._has_block = self._has_block or rest < len(record.steps)
         self._header, self._open = now, rest
         self._seen.extend(seen[len(self._seen) :])
         first = self._seen[0][0] if self._seen else 0
         self._whole = {step for step in self._whole | whole if step >= first}
+
+    def _is_new_file(self) -> bool:
+        """True if the file lacks the first line of this run. Warn once if it was replaced since the last write."""
+        now, before = files.place_of(self.path), self._place
+        is_same = now is not None and before is not None and now[:2] == before[:2] and now[2] >= before[2]
+        if before is not None and not is_same and not self._has_warned:
+            self._has_warned = True
+            warn_user(
+                f"{self.path} was replaced or shortened during the run. Later steps are appended to the file that is "
+                "there now, which may lack earlier ones"
+            )
+        return not now or not now[2] or (before is not None and not is_same)
 
     def _blocks(self, record: Record, is_end: bool) -> tuple[list[files.Row], int]:
         """The blocks that are complete, and the number of steps that are in no complete block yet."""

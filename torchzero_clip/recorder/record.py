@@ -2,6 +2,7 @@
 
 import csv
 import importlib
+import math
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Iterator
@@ -232,7 +233,10 @@ class Record(Data, Readable):
             if step < since:
                 continue
             del row["reason"]
-            found = {name if "/" in name else f"gradients/{name}": float(x) for name, x in row.items() if x == x}
+            # a limit of inf does not limit
+            limits = [name for name, x in row.items() if name.endswith("/limit") and x == math.inf]
+            known = {name: x for name, x in row.items() if x == x and name not in limits}
+            found = {name if "/" in name else f"gradients/{name}": float(x) for name, x in known.items()}
             for what, of_layers in (("norm", norms), ("update_ratio", ratios)):
                 values = of_layers[step].tolist() if step in of_layers else []
                 found |= {f"layers/{name}/{what}": x for name, x in zip(self.layers, values, strict=False) if x >= 0}

@@ -26,6 +26,7 @@ from torchzero_clip.recorder.output import FirstProcess, Log, Output
 from torchzero_clip.recorder.reading import read_record
 from torchzero_clip.recorder.record import Readable, Record
 from torchzero_clip.recorder.run import Run, take_over
+from torchzero_clip.recorder.saved import check_state
 from torchzero_clip.recorder.suggestion import Scope, Suggestion, suggested
 
 
@@ -255,15 +256,11 @@ class Recorder(Readable):
             state_dict: What `state_dict` returned, for the same parameters.
 
         Raises:
-            ValueError: If the dict belongs to other parameters, or was not returned by `state_dict`. Then the recorder
-                is unchanged.
+            ValueError: If the dict belongs to other parameters, or was not returned by `state_dict`; the error names
+                the key that is wrong. Then the recorder is unchanged.
         """
-        if not isinstance(state_dict, Mapping) or not {"step", "tape"} <= set(state_dict):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ValueError("state_dict must come from Recorder.state_dict(), with the keys 'step' and 'tape'")
-        try:
-            self._run.load_state_dict(state_dict, self.optimizer.param_groups)
-        except (AttributeError, KeyError, TypeError, RuntimeError) as error:
-            raise ValueError(f"state_dict does not come from Recorder.state_dict(): {error!r}") from error
+        check_state(state_dict)
+        self._run.load_state_dict(state_dict, self.optimizer.param_groups)
         if self._hooks is not None:
             self._hooks.reported.clear()
 

@@ -23,6 +23,7 @@ from torchzero_clip.functional import foreach
 from torchzero_clip.functional.measure import L2
 from torchzero_clip.functional.norms import each_norm
 from torchzero_clip.recorder.layout import By, Layout, Name
+from torchzero_clip.recorder.measurable import Measurable
 from torchzero_clip.recorder.output import Output
 from torchzero_clip.recorder.precision import precision_of
 from torchzero_clip.recorder.reading import last_run
@@ -45,7 +46,8 @@ class Run(Listener):
         self.finish: Callable[..., None] = nothing  # writes a step that was measured, but may not have been taken yet
         self.names: MutableMapping[Tensor, Name] = WeakIdKeyDictionary()  # of the parameters; they never change
         self._ratios_every = ratios_every
-        self._before: list[Tensor] | None = None
+        self.measurable = Measurable()
+        self._before: tuple[list[Tensor], list[Tensor]] | None = None  # parameters, and copies of them
         self._precision: Tensor | None = None
         self._joint: list[str] = []
         self._limited: list[Node] | None = None
@@ -87,11 +89,13 @@ class Run(Listener):
 
     def save_params(self, params: Sequence[Tensor]) -> None:
         """Copy the parameters, if the norms of updates are taken in the next step. Find the precision now and then."""
-        if self._taken % PRECISION_EVERY == 0 and (grads := [p.grad for p in params if p.grad is not None]):
+        grads = [p.grad for p in params if p.grad is not None] if self._taken % PRECISION_EVERY == 0 else []
+        if grads := self.measurable.among(grads):
             found, before = precision_of(grads), self._precision
             self._precision = found if before is None else torch.maximum(found, before.to(found.device))
         wanted = self._ratios_every and self.step % self._ratios_every == 0
-        self._before = foreach.clone(params) if wanted else None
+        kept = self.measurable.among(params) if wanted else []
+        self._before = (kept, foreach.clone(kept)) if kept else None
 
     def write(
         self,
@@ -114,9 +118,13 @@ class Run(Listener):
         places = _places(groups, params) if norms is not None and len(params) != len(tape.layout.names) else None
         tape.write(note, norms, places, _as_tensors({**numbers, PRECISION: self._precision}, tape.device))
         if before is not None and norms is not None and not note.refused_by:
-            sizes = each_norm(before)
-            foreach.subtract_(before, list(params))
-            tape.write_ratios(note.step, sizes, each_norm(before), places)
+            kept, copies = before
+            places = _places(groups, kept) if len(kept) != len(tape.layout.names) else None
+            sizes = each_norm(copies)
+            foreach.subtract_(copies, kept)
+            tape.write_ratios(note.step, sizes, each_norm(copies), places)
+        if self.measurable.has_news:
+            warn_user(self.measurable.said(list(zip(tape.layout.names, _all_params(groups), strict=True))))
         self._judge_loss(numbers["loss"] is not None)
         self.step += 1
         self._taken += 1
@@ -147,7 +155,7 @@ class Run(Listener):
             self.output.late[step] = value
 
     def _tape_for(self, groups: Groups, norms: Tensor | None) -> Tape:
-        tape, params = self.tape, [id(param) for group in groups for param in group["params"]]
+        tape, params = self.tape, list(map(id, _all_params(groups)))
         is_on_device = norms is None or (tape is not None and norms.device == tape.device)
         if tape is not None and is_on_device and params == self._params:
             return tape
@@ -208,7 +216,14 @@ class Run(Listener):
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies keep what was recorded, but do not write to the file."""
-        own = {"finish": nothing, "_before": None, "_params": [], "_limited": None, "names": {}}
+        own = {
+            "finish": nothing,
+            "_before": None,
+            "_params": [],
+            "_limited": None,
+            "names": {},
+            "measurable": Measurable(),
+        }
         return self.__dict__ | own | {"output": Output(None, None, self.keep, self.keep)}
 
     def state_dict(self) -> dict[str, Any]:
@@ -230,8 +245,6 @@ class Run(Listener):
             tape = Tape(max(self.keep, min(len(kept["steps"]), kept["keep"])), layout, _device_of(groups))
             tape.load_state_dict(kept)
         step = operator.index(state["step"])
-        if step < 0:
-            raise ValueError(f"the step in state_dict must be >= 0, got {step}")
         self.finish = nothing
         self.step, self._joint = step, list(state.get("joint", []))
         self.tape, self._older, self._params = tape, [], []
@@ -284,7 +297,11 @@ def _device_of(groups: Groups) -> torch.device:
 def _places(groups: Groups, params: Sequence[Tensor]) -> list[int]:
     """The places of parameters among those of all groups; a parameter that is listed twice has two."""
     own = {id(param) for param in params}
-    return [place for place, param in enumerate(p for group in groups for p in group["params"]) if id(param) in own]
+    return [place for place, param in enumerate(_all_params(groups)) if id(param) in own]
+
+
+def _all_params(groups: Groups) -> list[Tensor]:
+    return [param for group in groups for param in group["params"]]
 
 
 def _as_tensors(numbers: dict[str, Any], device: torch.device) -> dict[str, Tensor]:

@@ -1,0 +1,60 @@
+"""A warning if many steps in a row train nothing, because gradients are missing or 0."""
+
+from torch import Tensor
+
+from torchzero_clip.compat import never_compiled, warn_user
+from torchzero_clip.engine.walk import Walk
+
+IN_A_ROW = 20
+EVERY = 32  # a planned step looks at a norm of several tensors once in so many steps
+
+ABSENT = (
+    f"no parameter had a gradient in the last {IN_A_ROW} steps, so nothing was trained. Call backward() after "
+    "zero_grad() and before step(), with a loss that depends on the parameters of this optimizer"
+)
+ZERO = (
+    f"all gradients were 0 in the last {IN_A_ROW} steps. The loss may not depend on these parameters, or gradients are "
+    "set to 0 between backward() and step(). Gradients of float16 may underflow to 0 without a gradient scaler"
+)
+
+
+class Idle:
+    """Counts the steps in a row without gradients, or with gradients of 0, and warns once."""
+
+    # nothing is measured for it, and the step before is told by the count of steps, so that other steps do nothing
+
+    def __init__(self) -> None:
+        self._row, self._reason, self._at = 0, "", -1
+        self._has_warned = False
+
+    @never_compiled
+    def not_taken(self, walk: Walk, steps_taken: int) -> None:
+        """Note a step that was refused, or that had no gradients."""
+        if walk.refused_by:
+            self._row = 0
+        # without gradients here, another process may have some
+        elif walk.company is None or walk.company.group is None:
+            params = (param for group in walk.table.groups for param in group["params"])
+            self._count(ABSENT, steps_taken, is_usual=not any(param.requires_grad for param in params))
+
+    @never_compiled
+    def zeros(self, steps_taken: int, *, is_taken: bool = True) -> None:
+        """Note a step whose gradients were 0, and whether it counts as taken."""
+        self._count(ZERO, steps_taken, is_taken=is_taken)
+
+    def looks(self, steps_taken: int) -> bool:
+        """True if a planned step should look at its norm."""
+        return not steps_taken % EVERY or self._at == steps_taken - 1
+
+    def look(self, norm: Tensor | None, steps_taken: int) -> None:
+        """Note a planned step if this norm of its gradients is 0."""
+        # gates may have noted it. All planned steps are on the CPU
+        if self._at != steps_taken and norm is not None and not norm.item():
+            self.zeros(steps_taken)
+
+    def _count(self, reason: str, steps_taken: int, *, is_taken: bool = False, is_usual: bool = False) -> None:
+        is_next = reason == self._reason and steps_taken == self._at + is_taken
+        self._row, self._reason, self._at = self._row + 1 if is_next else 1, reason, steps_taken
+        if self._row >= IN_A_ROW and not (self._has_warned or is_usual):
+            self._has_warned = True
+            warn_user(reason)

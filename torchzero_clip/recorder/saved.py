@@ -1,0 +1,100 @@
+"""Checks the state of a recorder before it is loaded."""
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+WORDS = {str: "a string", Mapping: "a dict", Sequence: "a list", Tensor: "a tensor"}
+
+
+def check_state(state: Any) -> None:
+    """Raise a ValueError that names the key if a dict was not returned by `Recorder.state_dict`."""
+    if not isinstance(state, Mapping) or not {"step", "tape"} <= set(state):  # pyright: ignore[reportUnknownArgumentType]
+        raise ValueError("state_dict must come from Recorder.state_dict(), with the keys 'step' and 'tape'")
+    own: Mapping[str, Any] = state  # pyright: ignore[reportUnknownVariableType]
+    _check_int("['step']", own["step"])
+    _check_strings("['joint']", own.get("joint", []))
+    _check_kind("['run']", own.get("run", ""), str)
+    if own["tape"] is not None:
+        _check_kind("['tape']", own["tape"], Mapping)
+        _check_tape(own["tape"])
+
+
+def _check_tape(tape: Mapping[str, Any]) -> None:
+    kinds = {"names": Sequence, "steps": Sequence, "refused_by": Sequence, "limits": Sequence, "keys": Sequence}
+    kinds |= {"norms": Tensor, "numbers": Tensor, "ratios": Sequence, "used": Tensor}
+    for key, kind in kinds.items():
+        if key not in tape:
+            _raise(f"['tape'] lacks the key {key!r}")
+        _check_kind(f"['tape'][{key!r}]", tape[key], kind)
+    _check_int("['tape']['keep']", tape.get("keep"), least=1)
+    for key in ("names", "refused_by", "keys"):
+        _check_strings(f"['tape'][{key!r}]", tape[key])
+    for i, step in enumerate(tape["steps"]):
+        _check_int(f"['tape']['steps'][{i}]", step)
+        if i and step <= tape["steps"][i - 1]:
+            _raise(f"['tape']['steps'] must increase, got {tape['steps'][i - 1]} and then {step}")
+    _check_limits(tape["limits"])
+    count, width = len(tape["steps"]), len(tape["names"])
+    for key in ("refused_by", "limits"):
+        if len(tape[key]) != count:
+            _raise(f"['tape'][{key!r}] must have {count} entries, as ['tape']['steps'], got {len(tape[key])}")
+    _check_tensor("['tape']['norms']", tape["norms"], (count, width))
+    _check_tensor("['tape']['numbers']", tape["numbers"], (count, len(tape["keys"])))
+    _check_tensor("['tape']['used']", tape["used"], (width,), torch.bool)
+    for i, ratio in enumerate(tape["ratios"]):
+        place = f"['tape']['ratios'][{i}]"
+        _check_kind(place, ratio, Sequence)
+        if len(ratio) != 2:
+            _raise(f"{place} must be a step and a tensor, got {len(ratio)} entries")
+        _check_int(f"{place}[0]", ratio[0])
+        _check_kind(f"{place}[1]", ratio[1], Tensor)
+        _check_tensor(f"{place}[1]", ratio[1], (2, width))
+
+
+def _check_limits(limits: Sequence[Any]) -> None:
+    for i, found in enumerate(limits):
+        place = f"['tape']['limits'][{i}]"
+        _check_kind(place, found, Mapping)
+        _check_strings(place, list(found))
+        for name, limit in found.items():
+            if isinstance(limit, bool) or not isinstance(limit, int | float):
+                _raise(f"{place}[{name!r}] must be a number, got {limit!r}")
+
+
+def _check_int(place: str, value: Any, least: int = 0) -> None:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        _raise(f"{place} must be an int, got {_shown(value)}")
+    if isinstance(value, bool | Tensor) or number < least:
+        _raise(f"{place} must be an int >= {least}, got {_shown(value)}")
+
+
+def _check_kind(place: str, value: Any, kind: type) -> None:
+    if not isinstance(value, kind) or (kind is Sequence and isinstance(value, str | bytes)):
+        _raise(f"{place} must be {WORDS[kind]}, got {_shown(value)}")
+
+
+def _check_strings(place: str, values: Any) -> None:
+    _check_kind(place, values, Sequence)
+    for i, value in enumerate(values):
+        _check_kind(f"{place}[{i}]", value, str)
+
+
+def _check_tensor(place: str, value: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> None:
+    if tuple(value.shape) != shape:
+        _raise(f"{place} must have shape {shape}, got {tuple(value.shape)}")
+    if not value.is_floating_point() if dtype is None else value.dtype != dtype:
+        _raise(f"{place} must be of {dtype or 'a floating point dtype'}, got {value.dtype}")
+
+
+def _shown(value: Any) -> str:
+    return f"a {type(value).__name__}" if isinstance(value, Tensor | list | dict) else repr(value)
+
+
+def _raise(problem: str) -> NoReturn:
+    raise ValueError(f"state_dict does not come from Recorder.state_dict(): state_dict{problem}")
