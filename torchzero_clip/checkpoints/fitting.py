@@ -10,7 +10,7 @@ from torch import Tensor
 from torchzero_clip.checkpoints.identity import IDENTITY
 from torchzero_clip.checks import count
 from torchzero_clip.compat import is_distributed
-from torchzero_clip.core.chain_state import COUNTERS, SCHEDULE_STEP, saved_chain_state
+from torchzero_clip.core.chain_state import CONSECUTIVE, COUNTERS, SCHEDULE_STEP, saved_chain_state
 from torchzero_clip.core.group_keys import why_refused
 from torchzero_clip.core.kinds import UpdateRule
 from torchzero_clip.core.nodes import Nodes
@@ -34,7 +34,7 @@ def fitted(
             raise ValueError(f"a param group of the checkpoint lacks the setting {', '.join(map(repr, lacks))}")
     found = saved_chain_state(all_saved, own)
     statistics = _statistics_of_chain(found, own)
-    begins = {key: 0 for key in COUNTERS if key in own}  # a count that the checkpoint lacks starts at 0
+    begins = {key: 0 for key in (CONSECUTIVE, SCHEDULE_STEP) if key in own}  # a new schedule starts at 0
     chain_state = {**own, **begins, **{key: _like(value, own.get(key)) for key, value in found.items()}}
     merged = [{**_merged(group, saved), **chain_state} for group, saved in zip(groups, all_saved, strict=True)]
     # a schedule of this optimizer decides at the saved step, whatever number the checkpoint has
