@@ -20,7 +20,7 @@ from torchzero_clip.per_sample.processes.sharding import memory_of, slots, stand
 from torchzero_clip.per_sample.rules.whole import whole_line, written
 from torchzero_clip.per_sample.samples.broadcast_row import BroadcastRow, is_row, row_of
 from torchzero_clip.per_sample.samples.following import is_followed, without_own_modes
-from torchzero_clip.per_sample.samples.labels import LOST, Labels, Place, depth_of, place_of, step_at, wider
+from torchzero_clip.per_sample.samples.labels import LOST, Labels, Place, depth_of, place_of, simplest, step_at, wider
 from torchzero_clip.per_sample.samples.probe import NOT_REENTRANT, LostRows
 
 
@@ -333,6 +333,7 @@ class CapturedLayer:
         if provenance is not None and output.ndim:
             if isinstance(labels, Tensor):
                 labels = labels.view(*labels.shape, *[1] * (output.ndim - labels.ndim))
+                labels = simplest(labels, output.shape, provenance.count)
             if isinstance(labels, Place):
                 fits = output.shape[labels.dim] == provenance.count * labels.run
                 labels = step_at(labels, tuple(output.shape)) if fits else LOST
