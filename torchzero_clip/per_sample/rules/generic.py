@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.func import functional_call
 from torch.nn.utils import parametrize
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
@@ -23,6 +22,7 @@ from torchzero_clip.compat import (
 )
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
 from torchzero_clip.per_sample.gradients.autograd_graph import nodes_of
+from torchzero_clip.per_sample.modes import Mode
 from torchzero_clip.per_sample.processes.sharding import memory_of
 from torchzero_clip.per_sample.rules.copies import EMPTY, Bare, copy_of
 from torchzero_clip.per_sample.rules.state import State
@@ -211,7 +211,7 @@ def _alone(layer: CapturedLayer, one: _One) -> Generator[State]:
         layer.engine.inside, parametrize._cache_enabled = False, caches
 
 
-class _Inside(TorchFunctionMode):
+class _Inside(Mode):
     """Gives the padding row of embeddings no gradient. Refuses what each sample would do again: hooks and changes."""
 
     def __init__(self, layer: CapturedLayer) -> None:
@@ -221,7 +221,7 @@ class _Inside(TorchFunctionMode):
         self._around = checkpoint_around()
 
     @override
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = getattr(func, "__name__", "")
         if name == "__get__" and func.__self__.__name__ == "requires_grad" and is_batchedtensor(args[0]):
             # torch says False under vmap, after which a model that asks sets no hook
@@ -234,8 +234,8 @@ class _Inside(TorchFunctionMode):
         if memory_of(changed) & self._memory:
             raise ValueError(f"{self._layer} changes a parameter in place in its forward: change it after the step")
         if func is F.embedding:
-            args, kwargs = without_padding(args, kwargs or {})
-        return func(*args, **(kwargs or {}))
+            args, kwargs = without_padding(args, kwargs)
+        return func(*args, **kwargs)
 
 
 def copies_of(layer: CapturedLayer, count: int) -> dict[str, Tensor]:
