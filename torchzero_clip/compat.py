@@ -92,6 +92,13 @@ def checkpoint_around() -> object:
     return hooks[0] if hooks is not None and "checkpoint" in hooks[0].__qualname__ else None
 
 
+def is_restored_by_checkpoint() -> bool:
+    """True for code that `torch.utils.checkpoint` without reentrance runs again, to restore what it has freed."""
+    top: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # pyright: ignore
+    hooks = None if top is None else top(True)
+    return hooks is not None and "recomputation" in hooks[0].__qualname__
+
+
 def is_capturing() -> bool:
     """True while a CUDA graph is captured. Always False if torch was built without CUDA, which cannot tell."""
     return torch.backends.cuda.is_built() and torch.cuda.is_current_stream_capturing()

@@ -17,7 +17,7 @@ from torchzero_clip.per_sample.gradients.contributions import Contribution, Dens
 from torchzero_clip.per_sample.gradients.rows import regrouped
 from torchzero_clip.per_sample.gradients.squared_norms import wide
 from torchzero_clip.per_sample.processes.sharding import memory_of, slots, stands_for
-from torchzero_clip.per_sample.rules.whole import whole_line, written
+from torchzero_clip.per_sample.rules.whole import written
 from torchzero_clip.per_sample.samples.broadcast_row import BroadcastRow, is_row, row_of
 from torchzero_clip.per_sample.samples.following import is_followed, without_own_modes
 from torchzero_clip.per_sample.samples.labels import LOST, Labels, Place, depth_of, place_of, simplest, step_at, wider
@@ -128,7 +128,7 @@ class CapturedLayer:
     @property
     def line(self) -> str:
         """A way out of an error: the argument that takes a module around the layer whole. Empty if there is none."""
-        return whole_line(self.engine.attachment.model, self.name)
+        return self.engine.attachment.whole_line(self.name)
 
     @property
     def way_out(self) -> str:
@@ -139,6 +139,10 @@ class CapturedLayer:
     def values(self) -> list[tuple[nn.Parameter, Tensor]]:
         """The parameters, with the tensors that the module uses now: others while `fully_shard` shows them in full."""
         return [(param, held[key]) for held, key, param in self._slots]
+
+    def has(self, name: str) -> bool:
+        """True if a parameter with this name in the model is in the layer."""
+        return not self.name or name.startswith(f"{self.name}.")
 
     def note(self, *decision: Hashable) -> None:
         """Note where the samples are in this call. Every rule calls this, directly or by `samples`."""
@@ -232,7 +236,7 @@ class CapturedLayer:
             if id(value := params.get(key)) in leaves:
                 raise ValueError(
                     f"{self} got values that are made of parameters alone, such as {name!r}, which all samples share: "
-                    f"{whole_line(attachment.model, self.name, value) or 'freeze it'}"
+                    f"{self.engine.attachment.whole_line(self.name, value) or 'freeze it'}"
                 )
 
     def check_rows(self, input: Tensor, dim: int | None) -> None:
@@ -353,6 +357,12 @@ class CapturedLayer:
             f"{self} returned one row for all samples, and {name} cannot tell samples apart: give each sample its own "
             f"row, with x.expand(batch_size, ...){self.way_out}"
         )
+
+
+def is_watched(node: Any) -> bool:
+    """True for a node that `CapturedLayer.watch` has put into the graph."""
+    backward: Any = _Watched
+    return isinstance(node, backward._backward_cls)
 
 
 def rows_first(where: Place | Tensor, *tensors: Tensor) -> list[Tensor]:

@@ -22,9 +22,11 @@ from torchzero_clip.compat import (
 )
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
 from torchzero_clip.per_sample.gradients.autograd_graph import nodes_of
+from torchzero_clip.per_sample.hooks import Hook
 from torchzero_clip.per_sample.modes import Mode
 from torchzero_clip.per_sample.processes.sharding import memory_of
 from torchzero_clip.per_sample.rules.copies import EMPTY, Bare, copy_of
+from torchzero_clip.per_sample.rules.reruns import watch_functions
 from torchzero_clip.per_sample.rules.state import State
 from torchzero_clip.per_sample.samples.arguments import counts_up
 from torchzero_clip.per_sample.samples.broadcast_row import HOOKS, by_vmap, is_in_place, is_row, row_of, without_padding
@@ -72,6 +74,8 @@ class GenericRule(Rule):
         with _alone(layer, one) as state:
             tensors = _mapped(layer, state, one, copies, list(inputs.values()))
             changed = versions != [leaf._version for leaf in given]  # so that it cannot run again
+            if not is_known and decision not in known:
+                watch_functions(layer, tensors, inputs.values())
             if not is_known and not changed and decision not in known:
                 _refuse_reentrant(layer, tensors, inputs.values())
                 _compare(layer, state, one.output(tensors), args, kwargs)
@@ -286,7 +290,13 @@ def _compare(layer: CapturedLayer, state: State, output: Any, args: tuple[Any, .
     called twice.
     """
     inner = [module for module in layer.module.modules() if module is not layer.module]
-    hooked = any(module._forward_hooks or module._forward_pre_hooks for module in inner)
+    hooks = [
+        hook
+        for module in inner
+        for hooks in (module._forward_hooks, module._forward_pre_hooks)
+        for hook in hooks.values()
+    ]
+    hooked = any(not isinstance(hook, Hook) for hook in hooks)
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     if hooked or any(is_row(x) or not x.numel() for x in tensors):
         return
