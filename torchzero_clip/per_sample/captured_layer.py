@@ -243,10 +243,24 @@ class CapturedLayer:
         """Raise a ValueError if the samples of an input are not in this dimension, in order."""
         labels = self.labels(input)
         if labels is not None and not (isinstance(labels, Place) and labels == (dim, 1)):
+            own: Any = getattr(self.module, "batch_first", None)
+            if isinstance(own, bool) and labels in (Place(0), Place(1)) and dim is not None:
+                raise self._elsewhere(own)
             ways = self.line, "run it on all positions and select from its output: layer(x)[mask]"
             raise ValueError(
                 f"{self} got rows of several samples, and runs sample by sample: {', or '.join(filter(None, ways))}"
             )
+
+    def _elsewhere(self, batch_first: bool) -> ValueError:
+        """The error for samples in the other one of the first two dimensions than the layer has them."""
+        way_out = f"give the layer batch_first={not batch_first} and remove the transposes around it"
+        if self.engine.batch_first == batch_first:
+            way_out += f", and declare batch_first={not batch_first} for the clipper"
+        else:
+            way_out += self.way_out
+        return ValueError(
+            f"{self} has batch_first={batch_first}, and got the samples in dimension {int(batch_first)}: {way_out}"
+        )
 
     def is_constant(self, input: Tensor, *, of_batch: bool = True) -> bool:
         """True for values that depend on no sample, and are not such as zeros for each of them."""

@@ -31,6 +31,7 @@ from torchzero_clip.per_sample.samples.following import Following, OneSample, Ow
 from torchzero_clip.per_sample.samples.probe import Probe
 from torchzero_clip.per_sample.unclipped import refuse_unclipped, watch_steps
 
+_ALL = 'run the model sample by sample: whole=("",)'
 IS_PACKED = partial(type.__instancecheck__, PackedSequence)  # not in Python, because it sees all that forwards get
 
 
@@ -262,7 +263,8 @@ class Engine:
         if torch.is_grad_enabled():
             self.clear()
             raise RuntimeError(
-                f"{layer} is in a backward with create_graph=True: gradients of gradients cannot be clipped per sample"
+                f"{layer} is in a backward with create_graph=True, such as that of a gradient penalty: "
+                f"{layer.line or _ALL}"
             )
         return self.phase is Phase.CHECK or of_all
 
