@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
 from traceback import walk_stack
-from typing import TYPE_CHECKING, Any
+from types import FunctionType
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -34,11 +35,37 @@ from typing_extensions import TypeIs
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
+_F = TypeVar("_F", bound=FunctionType)
 SameLayout = Callable[[Sequence[Tensor]], bool]
 """Whether each tensor has the type, dtype, device, shape, strides and negation of the one that it stands for."""
 
 never_compiled = _disable_dynamo
 """`torch.compiler.disable` as torch itself uses it: the public one imports the compiler at once, which takes 0.5 s."""
+
+
+def never_a_frame(function: _F) -> _F:
+    """Let torch call a function, and all that it calls, as it is within functions that are compiled.
+
+    A compiler that traces a call of the function goes on into it. If torch calls the function, as a function mode in a
+    part that is not compiled, torch 2.13 would compile it for one argument ``func``, and use that for all others.
+    """
+    frames: Any = torch._C._dynamo.eval_frame  # pyright: ignore
+    if (strategy := getattr(frames, "_FrameExecStrategy", None)) is not None:
+        skip = frames._FrameAction.SKIP
+        frames.set_code_exec_strategy(function.__code__, strategy(skip, skip))
+    return function
+
+
+def leave_uncompiled() -> None:
+    """In code that a compiler traces: let the function that it compiles run as it is."""
+    torch._dynamo.skip_frame()
+
+
+def never_traced(kind: type[Tensor]) -> None:
+    """Let functions that get tensors of a subclass run as they are where they are compiled."""
+    if (config := sys.modules.get("torch._dynamo.config")) is not None:
+        config.nontraceable_tensor_subclasses.add(kind)
+
 
 current_graph_task_id: Callable[[], int] = _current_graph_task_id
 """The number of the backward that is running in this thread, -1 for none: tells two backwards apart."""
@@ -63,6 +90,13 @@ def checkpoint_around() -> object:
     top: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # pyright: ignore
     hooks = None if top is None else top(True)
     return hooks[0] if hooks is not None and "checkpoint" in hooks[0].__qualname__ else None
+
+
+def is_restored_by_checkpoint() -> bool:
+    """True for code that `torch.utils.checkpoint` without reentrance runs again, to restore what it has freed."""
+    top: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # pyright: ignore
+    hooks = None if top is None else top(True)
+    return hooks is not None and "recomputation" in hooks[0].__qualname__
 
 
 def is_capturing() -> bool:

@@ -1,5 +1,6 @@
 """Arguments and results of the in-place functions."""
 
+import itertools
 import math
 
 import pytest
@@ -11,6 +12,7 @@ from torchzero_clip.functional.gradients import (
     gradients,
     named_tensors,
     names_of_bad,
+    new_gradient,
     opened,
     own_gradients,
     values_tell_all,
@@ -128,3 +130,42 @@ def test_names_of_bad_gradients_in_one_process():
     named = [("a", owners[0]), (None, torch.zeros(9)), (None, owners[1]), ("c", owners[2])]
     values = [torch.tensor([math.inf]), torch.tensor([0.0, math.nan]), torch.ones(3)]
     assert names_of_bad("parameter", named, owners, values, None) == "a, parameter 2 of shape (2,)"
+
+
+def permuted(order, *shape):
+    inverse = torch.tensor(order).argsort().tolist()
+    return torch.randn([shape[dim] for dim in order]).permute(inverse)
+
+
+@pytest.mark.parametrize("own", [*itertools.permutations(range(3)), None])
+@pytest.mark.parametrize("given", list(itertools.permutations(range(3))))
+@pytest.mark.parametrize("shape", [(2, 3, 4), (2, 1, 4), (1, 3, 1), (0, 2, 3)])
+def test_new_gradients_have_the_layout_that_torch_chooses(own, given, shape):
+    param = torch.randn(*shape, 2)[..., 0] if own is None else permuted(own, *shape)
+    param.requires_grad_()
+    value = permuted(given, *shape)
+    (param * 1.0).backward(value)  # torch stores the value in the layout of the parameter
+    grad, sizes = new_gradient(value, param), [dim for dim, size in enumerate(shape) if size != 1]
+    assert torch.equal(grad, value)
+    if value.numel():
+        assert [grad.stride(dim) for dim in sizes] == [param.grad.stride(dim) for dim in sizes]
+
+
+def test_new_gradients_have_memory_of_their_own_and_no_graph():
+    param, bucket, factor = torch.zeros(2, 3), torch.arange(12.0), torch.ones(3, requires_grad=True)
+    for value in (bucket[:6].view(2, 3), torch.ones(1, 3).expand(2, 3), torch.ones(2, 3) * factor):
+        grad = new_gradient(value, param)
+        assert torch.equal(grad, value)
+        assert grad.untyped_storage().nbytes() == grad.nbytes
+        assert not grad.requires_grad
+    whole = torch.ones(2, 3)
+    assert new_gradient(whole, param).data_ptr() == whole.data_ptr()  # it is not copied without need
+
+
+def test_gradients_made_for_expanded_and_shared_ones_have_the_layout_of_their_parameter():
+    params = [torch.zeros(4, 3, 2, 2).to(memory_format=torch.channels_last).requires_grad_() for _ in range(3)]
+    params[0].grad = torch.ones(1, 3, 2, 2).expand(4, 3, 2, 2)
+    params[1].grad = params[2].grad = torch.ones(4, 3, 2, 2)
+    with_gradients(params)
+    assert [param.grad.stride() for param in params[::2]] == [params[0].stride()] * 2
+    assert params[1].grad.is_contiguous()  # that of the user

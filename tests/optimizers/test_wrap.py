@@ -600,3 +600,19 @@ def test_wrap_takes_gradients_of_another_dtype(name):
         assert param.grad.dtype == torch.float32
         assert param.grad.tolist() == [3.0, 4.0]
     assert_equal([param], [plain])
+
+
+def test_a_fused_optimizer_steps_gradients_of_another_layout():
+    params = [
+        nn.Parameter(torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last)),
+        nn.Parameter(torch.randn(5, 3).t()),
+    ]
+    twins = [nn.Parameter(param.detach().clone()) for param in params]
+    optimizer = Modular(params, Wrap(torch.optim.AdamW, lr=0.1, fused=True))
+    other = torch.optim.AdamW(twins, lr=0.1, foreach=False)
+    for param, twin in zip(params, twins, strict=True):
+        param.grad = torch.randn(param.shape)  # contiguous, unlike the parameter
+        twin.grad = param.grad.clone()
+    optimizer.step()
+    other.step()
+    torch.testing.assert_close(params, twins, rtol=1e-6, atol=1e-6)

@@ -290,6 +290,46 @@ def test_inputs_and_parameters_that_are_changed_in_place_raise():
                 clipper.backward(losses)
 
 
+WAYS = {
+    "backward": by_backward,
+    "unverified": partial(by_backward, verify="never"),
+    "low memory": with_low_memory,
+    "classic": by_classic_form,
+    "two passes": by_two_passes,
+}
+SIZES = [(1, 3), (2, 1), (2, 3), (3, 3), (3, 2), (5, 7)]
+"""Numbers of samples and of positions."""
+
+
+@pytest.mark.quick_cases(8)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_attention_over_outputs_and_over_last_states(kind, way, batch_first, dtype):
+    def forward(m, x):
+        output, last = m.rnn(x)
+        last = last[0] if isinstance(last, tuple) else last  # its samples are in dimension 1, whatever `batch_first` is
+        last = last.transpose(0, 1) if batch_first else last
+        summary = m.of_states(last, last, last)[0].mean(int(batch_first), keepdim=True)
+        return m.of_outputs(output, output, output, need_weights=False)[0] + summary
+
+    for (count, length), width in itertools.product(SIZES, (2, 4)):
+        rnn = KINDS[kind](W, width, 2, batch_first=batch_first)
+        attention = {
+            name: nn.MultiheadAttention(width, 2, batch_first=batch_first) for name in ("of_outputs", "of_states")
+        }
+        model = Net(forward, rnn=rnn, **attention).double()
+        x = torch.randn(*((count, length) if batch_first else (length, count)), W, dtype=torch.float64)
+        expected = norms_of(loop(copy.deepcopy(model), (x,), 1 - int(batch_first)))
+        step = WAYS[way](model.to(dtype), batch_first=batch_first)
+        norms, param_norms = step(lambda model: losses_of(model(x.to(dtype)), 1 - int(batch_first)))  # noqa: B023
+        close = {"rtol": 1e-3, "atol": 1e-4} if dtype == torch.float32 else {}
+        assert_close(norms.double(), total_of(expected), **close)
+        for name, each in param_norms.items():
+            assert_close(each.double(), expected[name], **close)
+
+
 @pytest.mark.parametrize("form", [by_backward, by_classic_form])
 @pytest.mark.parametrize(
     "lengths", [(4, 2, 1), (1, 3, 2), (4,), (1, 1, 1), (3, 3)], ids=["sorted", "unsorted", "one", "short", "even"]

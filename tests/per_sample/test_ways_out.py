@@ -1,11 +1,26 @@
 """The first line with ``whole=`` that an error prints works, or the error says that one further out may be needed."""
 
+import copy
 import re
 from functools import partial
 
 import pytest
 import torch
-from per_sample.harness import Net, assert_close, clip, loop, losses_of, norms_by_loop, norms_of, weight
+from per_sample.harness import (
+    Net,
+    assert_close,
+    by_backward,
+    by_classic_form,
+    by_two_passes,
+    clip,
+    loop,
+    losses_of,
+    norms_by_loop,
+    norms_of,
+    total_of,
+    weight,
+    with_low_memory,
+)
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
@@ -311,3 +326,88 @@ def test_each_gradient_from_outside_gets_the_way_out_of_its_cause():
         assert not lines(error.value)
         with pytest.raises(RuntimeError, match=r"For a penalty on parameters, use weight_decay$"):
             (losses_of(model(x)).sum() + model.lin.weight.square().sum()).backward()
+
+
+def sequence_first(batch_first, *, transposed):
+    def forward(m, x):
+        x = m.first(x)
+        return m.last(m.layer(x.transpose(0, 1)).transpose(0, 1) if transposed else m.layer(x))
+
+    layer = nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, batch_first=batch_first)
+    return Net(forward, first=nn.Linear(3, 4), layer=layer, last=nn.Linear(4, 2)).double()
+
+
+@pytest.mark.parametrize("count", [4, 5])  # there are 5 positions
+@pytest.mark.parametrize("classic", [False, True])
+def test_a_layer_with_the_other_batch_first_is_right_after_what_the_errors_say(classic, count):
+    form = by_classic_form if classic else by_backward
+    x = torch.randn(count, 5, 3, dtype=torch.float64)
+    layer_first = "give the layer batch_first=True and remove the transposes around it"
+    with pytest.raises(ValueError, match=rf"'layer' .* batch_first=True was declared: {layer_first}. If all inputs"):
+        clip(sequence_first(False, transposed=True))
+    both = rf"'layer.self_attn' .*, and got the samples in dimension 0: {layer_first}, and declare batch_first=True"
+    wrong = sequence_first(False, transposed=True)
+    with pytest.raises(ValueError, match=both):
+        form(wrong, batch_first=False)(lambda model: losses_of(model(x)))
+    model = sequence_first(True, transposed=False)
+    expected = norms_by_loop(model, x)
+    assert_close(form(model)(lambda model: losses_of(model(x)))[0], expected)
+    # all inputs have the batch in dimension 1
+    model, x = sequence_first(False, transposed=False), x.transpose(0, 1)
+    with pytest.raises(
+        ValueError, match=r"If all inputs of the model have the batch in dimension 1, declare batch_fir"
+    ):
+        clip(model)
+    expected = norms_of(loop(copy.deepcopy(model), (x,), 1))
+    norms, _ = form(model, batch_first=False)(lambda model: losses_of(model(x), 1))
+    assert_close(norms, total_of(expected))
+
+
+class Critic(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 5), nn.Linear(5, 1)
+
+    def forward(self, x):
+        return self.last(self.first(x).tanh())
+
+
+def penalized(model, x):
+    """A loss for each sample with a penalty on the gradient for its input, as for the critics of WGAN-GP."""
+    x = x.clone().requires_grad_()
+    output = model(x)
+    (grad,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+    return output.squeeze(1) + (grad.norm(dim=1) - 1).square()
+
+
+@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize("form", [by_backward, with_low_memory, by_classic_form, by_two_passes])
+@pytest.mark.parametrize("kind", ["module", "sequential"])
+def test_gradient_penalties_are_right_with_the_line_that_the_error_prints(kind, form, count):
+    model = Critic() if kind == "module" else nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
+    model, x = model.double(), torch.randn(count, 3, dtype=torch.float64)
+    given, params = {"module": (Critic,), "sequential": ("",)}[kind], list(model.parameters())
+    rows = [torch.autograd.grad(penalized(model, x)[i], params, materialize_grads=True) for i in range(count)]
+    expected = torch.stack([torch.stack([grad.norm() for grad in row]).norm() for row in rows])
+    line = r"whole=\(Critic,\)" if kind == "module" else r'whole=\("",\)'
+    twin = copy.deepcopy(model)
+    with pytest.raises(RuntimeError, match=rf"a gradient penalty: run .* sample by sample: {line}"):
+        form(twin)(lambda model: penalized(model, x))
+    norms, _ = form(copy.deepcopy(model), whole=given)(lambda model: penalized(model, x))
+    assert_close(norms, expected)
+
+
+@pytest.mark.parametrize("form", [by_backward, by_classic_form])
+@pytest.mark.parametrize("documents", [2, 3, 5])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_documents_packed_in_a_row_need_rows_of_their_own(rows, documents, form):
+    model, x = Critic().double(), torch.randn(rows, 5 * documents, 3, dtype=torch.float64)
+
+    def losses(model):
+        return model(x).view(rows * documents, -1).square().mean(1)
+
+    with pytest.raises(ValueError, match=r"Several documents packed in one row\? Put one document in each row\."):
+        by_backward(copy.deepcopy(model))(losses)
+    x = x.view(rows * documents, 5, 3)
+    expected = norms_by_loop(model, x, losses=lambda output, _: output.flatten(1).square().mean(1))
+    assert_close(form(model)(losses)[0], expected)

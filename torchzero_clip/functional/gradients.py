@@ -16,7 +16,7 @@ from torchzero_clip.functional.foreach import PLAIN, TINY32, all_contiguous, are
 from torchzero_clip.functional.measure import Slicing
 from torchzero_clip.functional.norms import may_look, p_norms
 from torchzero_clip.functional.processes import check_group
-from torchzero_clip.functional.shards import aligned, mesh_groups, wholes, without_gradient
+from torchzero_clip.functional.shards import aligned, is_distributed, mesh_groups, wholes, without_gradient
 from torchzero_clip.types import Tensors
 
 NamedTensors: TypeAlias = list[tuple[str | None, Tensor]]
@@ -106,13 +106,47 @@ def own_gradients(params: Sequence[Tensor]) -> list[Tensor]:
         given: Any = param.grad
         grad = aligned(given, param)
         if grad.layout == torch.strided and 0 in grad.stride():
-            grad = grad.contiguous()
+            grad = laid_out_like(grad, param)
         if owners.setdefault(grad, param) is not param:
             grad = grad.clone()
         if grad is not given:
-            param.grad = grad
+            param.grad = grad = laid_out_like(grad, param)
         grads.append(grad)
     return grads
+
+
+def new_gradient(value: Tensor, param: Tensor) -> Tensor:
+    """A value as torch's backward stores it in an empty ``.grad``: laid out like the parameter, apart, without a graph.
+
+    It may be the value itself, which nobody else may use any more.
+    """
+    value = laid_out_like(value.detach(), param)
+    if value.layout != torch.strided or is_distributed(value):
+        return value
+    return value if value.untyped_storage().nbytes() == value.nbytes else value.clone()
+
+
+def laid_out_like(value: Tensor, param: Tensor) -> Tensor:
+    """A value with the strides of the parameter, or contiguous if the parameter has gaps or overlaps."""
+    # torch's fused optimizers take all tensors of a parameter to have the same strides: on the CPU without a check
+    if value.layout != torch.strided or is_distributed(value) or value.stride() == param.stride():
+        return value
+    strides = param.stride() if _is_dense(param) else torch.empty(param.shape, device="meta").stride()
+    pairs = zip(value.shape, value.stride(), strides, strict=True)
+    if all(given == own for size, given, own in pairs if size != 1):
+        return value
+    return value.new_empty_strided(value.shape, strides).copy_(value)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """True if every entry of the memory between the first and the last entry belongs to exactly one index."""
+    along = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != along:
+                return False
+            along *= size
+    return True
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from torchzero_clip.core.kinds import FinalRule
 from torchzero_clip.core.schedules import at
 from torchzero_clip.core.step import Step
 from torchzero_clip.core.transform import as_text
+from torchzero_clip.functional.gradients import laid_out_like
 from torchzero_clip.types import Setting
 
 INSTEAD = "before_step(optimizer, ClipNorm(1)) puts transforms before the step of an optimizer that you have built"
@@ -140,7 +141,7 @@ class Wrap(FinalRule):
             if self.template.state and not state:  # Adagrad has state before its first step
                 state.update(constructed(self.optimizer_class, self._with(setting), param).state[param])
             optimizer.state[param] = state  # pyright: ignore[reportArgumentType]
-            param.grad = update.to(param.dtype)
+            param.grad = laid_out_like(update.to(param.dtype), param)
         new = [i for i, state in enumerate(step.states) if not state]
         try:
             _step(optimizer)

@@ -27,7 +27,7 @@ from torchzero_clip.per_sample.rules.registry import (
     refusal,
     rule_for,
 )
-from torchzero_clip.per_sample.rules.whole import Whole, chosen_whole
+from torchzero_clip.per_sample.rules.whole import Whole, chosen_whole, whole_line
 
 
 class Attachment:
@@ -41,6 +41,8 @@ class Attachment:
         self._captured: list[tuple[nn.Module, CapturedLayer]] = []  # copies have functions in their place
         self._handles: list[RemovableHandle] = []
         self._unwatched: list[tuple[str, dict[str, Any], str]] = []
+        self.reruns: set[str] = set()
+        """The names of layers that a function of the model has run in a backward."""
         self._attach()
         ended = model.register_forward_hook(Hook(engine.forward_ended), always_call=True)  # also if the forward raises
         self._of_model = [ended]
@@ -77,6 +79,20 @@ class Attachment:
         found = trainable(module)
         shown = {id(params[key]): self.params[name] for name, params, key in slots(self.model, self.params)}
         return {name: shown.get(id(param), param) for name, param in found.items()}
+
+    def whole_line(self, name: str, holds: object = None) -> str:
+        """A way out: see `torchzero_clip.per_sample.rules.whole.whole_line`."""
+        return whole_line(self.model, name, holds, reruns=self.reruns)
+
+    @property
+    def layers(self) -> list[CapturedLayer]:
+        """The captured layers."""
+        return [layer for _, layer in self._captured]
+
+    def watch_inside(self, layer: CapturedLayer, function: Callable[..., None]) -> None:
+        """Call a function before the forward of each module in a layer."""
+        modules = [module for module in layer.module.modules() if module is not layer.module]
+        self._handles += [module.register_forward_pre_hook(Hook(function)) for module in modules]
 
     def detach(self) -> None:
         """Restore the model."""

@@ -17,10 +17,10 @@ from torchzero_clip.per_sample.gradients.contributions import Contribution, Dens
 from torchzero_clip.per_sample.gradients.rows import regrouped
 from torchzero_clip.per_sample.gradients.squared_norms import wide
 from torchzero_clip.per_sample.processes.sharding import memory_of, slots, stands_for
-from torchzero_clip.per_sample.rules.whole import whole_line, written
+from torchzero_clip.per_sample.rules.whole import written
 from torchzero_clip.per_sample.samples.broadcast_row import BroadcastRow, is_row, row_of
 from torchzero_clip.per_sample.samples.following import is_followed, without_own_modes
-from torchzero_clip.per_sample.samples.labels import LOST, Labels, Place, depth_of, place_of, step_at, wider
+from torchzero_clip.per_sample.samples.labels import LOST, Labels, Place, depth_of, place_of, simplest, step_at, wider
 from torchzero_clip.per_sample.samples.probe import NOT_REENTRANT, LostRows
 
 
@@ -128,7 +128,7 @@ class CapturedLayer:
     @property
     def line(self) -> str:
         """A way out of an error: the argument that takes a module around the layer whole. Empty if there is none."""
-        return whole_line(self.engine.attachment.model, self.name)
+        return self.engine.attachment.whole_line(self.name)
 
     @property
     def way_out(self) -> str:
@@ -139,6 +139,10 @@ class CapturedLayer:
     def values(self) -> list[tuple[nn.Parameter, Tensor]]:
         """The parameters, with the tensors that the module uses now: others while `fully_shard` shows them in full."""
         return [(param, held[key]) for held, key, param in self._slots]
+
+    def has(self, name: str) -> bool:
+        """True if a parameter with this name in the model is in the layer."""
+        return not self.name or name.startswith(f"{self.name}.")
 
     def note(self, *decision: Hashable) -> None:
         """Note where the samples are in this call. Every rule calls this, directly or by `samples`."""
@@ -232,17 +236,31 @@ class CapturedLayer:
             if id(value := params.get(key)) in leaves:
                 raise ValueError(
                     f"{self} got values that are made of parameters alone, such as {name!r}, which all samples share: "
-                    f"{whole_line(attachment.model, self.name, value) or 'freeze it'}"
+                    f"{self.engine.attachment.whole_line(self.name, value) or 'freeze it'}"
                 )
 
     def check_rows(self, input: Tensor, dim: int | None) -> None:
         """Raise a ValueError if the samples of an input are not in this dimension, in order."""
         labels = self.labels(input)
         if labels is not None and not (isinstance(labels, Place) and labels == (dim, 1)):
+            own: Any = getattr(self.module, "batch_first", None)
+            if isinstance(own, bool) and labels in (Place(0), Place(1)) and dim is not None:
+                raise self._elsewhere(own)
             ways = self.line, "run it on all positions and select from its output: layer(x)[mask]"
             raise ValueError(
                 f"{self} got rows of several samples, and runs sample by sample: {', or '.join(filter(None, ways))}"
             )
+
+    def _elsewhere(self, batch_first: bool) -> ValueError:
+        """The error for samples in the other one of the first two dimensions than the layer has them."""
+        way_out = f"give the layer batch_first={not batch_first} and remove the transposes around it"
+        if self.engine.batch_first == batch_first:
+            way_out += f", and declare batch_first={not batch_first} for the clipper"
+        else:
+            way_out += self.way_out
+        return ValueError(
+            f"{self} has batch_first={batch_first}, and got the samples in dimension {int(batch_first)}: {way_out}"
+        )
 
     def is_constant(self, input: Tensor, *, of_batch: bool = True) -> bool:
         """True for values that depend on no sample, and are not such as zeros for each of them."""
@@ -333,6 +351,7 @@ class CapturedLayer:
         if provenance is not None and output.ndim:
             if isinstance(labels, Tensor):
                 labels = labels.view(*labels.shape, *[1] * (output.ndim - labels.ndim))
+                labels = simplest(labels, output.shape, provenance.count)
             if isinstance(labels, Place):
                 fits = output.shape[labels.dim] == provenance.count * labels.run
                 labels = step_at(labels, tuple(output.shape)) if fits else LOST
@@ -352,6 +371,12 @@ class CapturedLayer:
             f"{self} returned one row for all samples, and {name} cannot tell samples apart: give each sample its own "
             f"row, with x.expand(batch_size, ...){self.way_out}"
         )
+
+
+def is_watched(node: Any) -> bool:
+    """True for a node that `CapturedLayer.watch` has put into the graph."""
+    backward: Any = _Watched
+    return isinstance(node, backward._backward_cls)
 
 
 def rows_first(where: Place | Tensor, *tensors: Tensor) -> list[Tensor]:

@@ -15,26 +15,23 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 from torchzero_clip.checks import boolean, instance, one_of
-from torchzero_clip.compat import at_end_of_backward, current_graph_task_id
+from torchzero_clip.compat import at_end_of_backward, current_graph_task_id, is_restored_by_checkpoint
 from torchzero_clip.per_sample.attachment import Attachment
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule, trainable
-from torchzero_clip.per_sample.gradients.autograd_graph import leaves_of
 from torchzero_clip.per_sample.gradients.captured_gradients import CapturedGradients, Forward, GivenRows
 from torchzero_clip.per_sample.gradients.contributions import Contribution, Dense, Memory
 from torchzero_clip.per_sample.mixing import MixingCheck, Verify
+from torchzero_clip.per_sample.outside import outside_error
 from torchzero_clip.per_sample.processes.processes import Processes
 from torchzero_clip.per_sample.processes.sharding import group_of_shards, reshard
 from torchzero_clip.per_sample.rules.copies import EMPTY
-from torchzero_clip.per_sample.rules.whole import Whole, whole_line
+from torchzero_clip.per_sample.rules.whole import Whole
 from torchzero_clip.per_sample.samples.arguments import tensors_held
 from torchzero_clip.per_sample.samples.following import Following, OneSample, OwnMode
 from torchzero_clip.per_sample.samples.probe import Probe
 from torchzero_clip.per_sample.unclipped import refuse_unclipped, watch_steps
 
-NOT_CAPTURED = (
-    "The forward may have run before the clipper was attached, or in a paused() block: "
-    "run it again, or run the backward in that block. "
-)
+_ALL = 'run the model sample by sample: whole=("",)'
 IS_PACKED = partial(type.__instancecheck__, PackedSequence)  # not in Python, because it sees all that forwards get
 
 
@@ -230,6 +227,8 @@ class Engine:
         if self.phase is not Phase.FORWARD and not in_backward:
             # layers that the user calls outside of the model's forward share one forward, as parts of one batch
             self.begin(self.forward if self.forward.direct else Forward())
+        if in_backward and not is_restored_by_checkpoint():
+            self.attachment.reruns.add(layer.name)
         self._calls[id(layer)] += 1
         return EMPTY if self.forward.batch_size == 0 and not layer.rule.runs_empty else layer.rule
 
@@ -264,7 +263,8 @@ class Engine:
         if torch.is_grad_enabled():
             self.clear()
             raise RuntimeError(
-                f"{layer} is in a backward with create_graph=True: gradients of gradients cannot be clipped per sample"
+                f"{layer} is in a backward with create_graph=True, such as that of a gradient penalty: "
+                f"{layer.line or _ALL}"
             )
         return self.phase is Phase.CHECK or of_all
 
@@ -344,24 +344,9 @@ class Engine:
     def refuse_outside(self, name: str, grad: Tensor) -> None:
         """The hook of a parameter, which gets a gradient only from outside of the captured layers."""
         if self.enabled and self.attached and not self.pauses:
-            ran = bool(self._calls)
+            ran, reruns = bool(self._calls), bool(self._tasks - {current_graph_task_id()})  # a backward in a backward
             self.clear()
-            raise RuntimeError(
-                f"{name!r} got a gradient from outside the call of its layer, where samples cannot be told apart. "
-                f"{self._way_out(name) if ran else NOT_CAPTURED}For a penalty on parameters, use weight_decay"
-            )
-
-    def _way_out(self, name: str) -> str:
-        """What to do if a parameter is used outside of the call of its layer, in a model whose forward was captured."""
-        model, (module, _, key) = self.attachment.model, name.rpartition(".")
-        owner = model.get_submodule(module)
-        made, line = leaves_of(x for x in vars(owner).values() if isinstance(x, Tensor)), whole_line(model, module)
-        if any(leaf is owner._parameters[key] for leaf in made):
-            hooks = "Hooks such as that of torch.nn.utils.weight_norm make another tensor of it"
-            return f"{hooks}: use torch.nn.utils.parametrizations{', or ' if line else ''}{line}. "
-        if not line and isinstance(layer := vars(owner).get("forward"), CapturedLayer) and layer.rule.runs_layers:
-            line = whole_line(model, name)  # the model itself
-        return f"If the model uses it, {line or 'freeze it'}. "
+            raise outside_error(self.attachment, name, ran=ran, reruns=reruns)
 
     def show(self, param: Any, **values: Tensor) -> None:
         """Set attributes of a parameter, until the next forward."""

@@ -7,6 +7,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from torchzero_clip.compat import never_compiled
+from torchzero_clip.functional.gradients import new_gradient
 
 
 class Hook:
@@ -31,7 +32,8 @@ def _nothing(*args: Any) -> None:
 def accumulate(values: Sequence[tuple[Any, Tensor]]) -> None:
     """Add to the gradients of parameters as a backward does, calling the hooks that users have registered.
 
-    If a hook raises, no gradient changes, except if it is a hook that runs after accumulation.
+    The values may become gradients, so nobody else may use them. If a hook raises, no gradient changes, except if it is
+    a hook that runs after accumulation.
     """
     changed: list[tuple[Any, Tensor]] = []
     for param, value in values:
@@ -46,9 +48,11 @@ def accumulate(values: Sequence[tuple[Any, Tensor]]) -> None:
             raise RuntimeError(
                 f"a hook of a parameter of shape {tuple(param.shape)} returned a gradient of shape {tuple(value.shape)}"
             )
-        changed.append((param, value.clone() if hooks else value))  # a user may have stored the tensor that a hook got
+        changed.append(
+            (param, value.detach().clone() if hooks else value)
+        )  # a user may have stored the tensor that a hook got
     for param, value in changed:
-        param.grad = value if param.grad is None else param.grad.add_(value)
+        param.grad = new_gradient(value, param) if param.grad is None else param.grad.add_(value)
     for param, _ in changed:
         for hook in list((param._post_accumulate_grad_hooks or {}).values()):
             hook(param)

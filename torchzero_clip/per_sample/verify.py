@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
@@ -18,6 +17,7 @@ from torchzero_clip.checks import instance, non_negative
 from torchzero_clip.compat import any_distributed, is_functorch_wrapped_tensor
 from torchzero_clip.per_sample.captured_layer import described, trainable
 from torchzero_clip.per_sample.clipper import LossReduction, PerSampleGradientClipper
+from torchzero_clip.per_sample.modes import Mode
 from torchzero_clip.per_sample.norm_clippers import STABILITY, ConstantFlatClipper
 from torchzero_clip.per_sample.samples.comparison import differ
 
@@ -145,14 +145,14 @@ def _twin(model: nn.Module) -> nn.Module:
     return twin
 
 
-class _WithoutGraphs(TorchFunctionMode):
+class _WithoutGraphs(Mode):
     """Copies what a model stores of its last forward without its graph, because torch does not copy graphs."""
 
     @override
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is Tensor.__deepcopy__ and not args[0].is_leaf:
             return args[0].detach().clone()
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 def _fresh(twin: nn.Module) -> nn.Module:

@@ -16,6 +16,8 @@ from torchzero_clip.per_sample.gradients.rows import RowProducts, SparseRows
 from torchzero_clip.per_sample.samples.arguments import counts_up
 from torchzero_clip.per_sample.samples.provenance import Provenance
 
+PACKED = "Several documents packed in one row? Put one document in each row."
+
 
 class GivenRows(NamedTuple):
     """What the user says of rows: the sample of each, by the number of rows; and the number of samples."""
@@ -165,13 +167,15 @@ class CapturedGradients:
                     mean = f"view({seen}, {n}).mean(1)" if batch_first else f"view({n}, {seen}).mean(0)"
                     way_out = (
                         "One loss for each token? If some are padded, divide each sum by the number of real ones. "
-                        f"Else average over the tokens of each sample: losses.{mean}"
+                        f"{PACKED} Else average over the tokens of each sample: losses.{mean}"
                     )
                 elif seen > count and (every or len(counts) > 1):
                     vectors = "sample_of_node, sample_of_edge" if len(counts) > 1 else "sample_of_row"
                     rows = f"`with clipper.rows({vectors}, batch_size={count}):`"
                     what = "rows of several samples, such as the nodes of graphs"
                     way_out = f"If these are {what}, run the forward in {rows}. {way_out}"
+                elif 0 < seen < count:
+                    way_out = f"{PACKED} {way_out}"
                 raise ValueError(
                     f"{'every layer' if every else layer} saw {seen} samples, the batch has {count}. {way_out}"
                 )

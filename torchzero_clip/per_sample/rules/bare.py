@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from torchzero_clip.compat import checkpoint_around
@@ -56,8 +57,12 @@ class _Rows(OwnMode):
         return self._rows.get(id(x), x)
 
     @override
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def replaces(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        # the compiler cannot trace `id`, so all parameters count
+        return any(isinstance(x, nn.Parameter) and x.requires_grad for x in pytree.tree_leaves((args, kwargs)))
+
+    @override
+    def called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # attributes, such as shape, are those of the parameter, and captured submodules have rules of their own
         reads = getattr(func, "__name__", "") == "__get__" and func.__self__.__name__ not in TRANSPOSED
         if reads or self._layer.engine.running is not self._layer:
@@ -70,5 +75,6 @@ class _Rows(OwnMode):
                     "later repeats the function without the layer. Give it a module that holds the parameter, or call "
                     "the function without a checkpoint"
                 )
-            args, kwargs = rebuilt([self._row(x) for x in leaves])
+            changed = rebuilt([self._row(x) for x in leaves])
+            return func(*changed[0], **changed[1])
         return func(*args, **kwargs)

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.func import functional_call
 from torch.nn.utils import parametrize
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
@@ -23,8 +22,11 @@ from torchzero_clip.compat import (
 )
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
 from torchzero_clip.per_sample.gradients.autograd_graph import nodes_of
+from torchzero_clip.per_sample.hooks import Hook
+from torchzero_clip.per_sample.modes import Mode
 from torchzero_clip.per_sample.processes.sharding import memory_of
 from torchzero_clip.per_sample.rules.copies import EMPTY, Bare, copy_of
+from torchzero_clip.per_sample.rules.reruns import watch_functions
 from torchzero_clip.per_sample.rules.state import State
 from torchzero_clip.per_sample.samples.arguments import counts_up
 from torchzero_clip.per_sample.samples.broadcast_row import HOOKS, by_vmap, is_in_place, is_row, row_of, without_padding
@@ -72,6 +74,8 @@ class GenericRule(Rule):
         with _alone(layer, one) as state:
             tensors = _mapped(layer, state, one, copies, list(inputs.values()))
             changed = versions != [leaf._version for leaf in given]  # so that it cannot run again
+            if not is_known and decision not in known:
+                watch_functions(layer, tensors, inputs.values())
             if not is_known and not changed and decision not in known:
                 _refuse_reentrant(layer, tensors, inputs.values())
                 _compare(layer, state, one.output(tensors), args, kwargs)
@@ -211,7 +215,7 @@ def _alone(layer: CapturedLayer, one: _One) -> Generator[State]:
         layer.engine.inside, parametrize._cache_enabled = False, caches
 
 
-class _Inside(TorchFunctionMode):
+class _Inside(Mode):
     """Gives the padding row of embeddings no gradient. Refuses what each sample would do again: hooks and changes."""
 
     def __init__(self, layer: CapturedLayer) -> None:
@@ -221,7 +225,7 @@ class _Inside(TorchFunctionMode):
         self._around = checkpoint_around()
 
     @override
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = getattr(func, "__name__", "")
         if name == "__get__" and func.__self__.__name__ == "requires_grad" and is_batchedtensor(args[0]):
             # torch says False under vmap, after which a model that asks sets no hook
@@ -234,8 +238,8 @@ class _Inside(TorchFunctionMode):
         if memory_of(changed) & self._memory:
             raise ValueError(f"{self._layer} changes a parameter in place in its forward: change it after the step")
         if func is F.embedding:
-            args, kwargs = without_padding(args, kwargs or {})
-        return func(*args, **(kwargs or {}))
+            args, kwargs = without_padding(args, kwargs)
+        return func(*args, **kwargs)
 
 
 def copies_of(layer: CapturedLayer, count: int) -> dict[str, Tensor]:
@@ -286,7 +290,13 @@ def _compare(layer: CapturedLayer, state: State, output: Any, args: tuple[Any, .
     called twice.
     """
     inner = [module for module in layer.module.modules() if module is not layer.module]
-    hooked = any(module._forward_hooks or module._forward_pre_hooks for module in inner)
+    hooks = [
+        hook
+        for module in inner
+        for hooks in (module._forward_hooks, module._forward_pre_hooks)
+        for hook in hooks.values()
+    ]
+    hooked = any(not isinstance(hook, Hook) for hook in hooks)
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     if hooked or any(is_row(x) or not x.numel() for x in tensors):
         return

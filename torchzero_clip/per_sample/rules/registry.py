@@ -135,6 +135,8 @@ def refusal(module: nn.Module, *, batch_first: bool) -> str | None:
         own: Any = module.self_attn.batch_first
         if own != batch_first:
             return (
-                f"its linear layers see batch_first={own}, and batch_first={batch_first} was declared: make them agree"
+                f"its linear layers see batch_first={own}, and batch_first={batch_first} was declared: give the layer "
+                f"batch_first={batch_first} and remove the transposes around it. If all inputs of the model have the "
+                f"batch in dimension {0 if own else 1}, declare batch_first={own} instead"
             )
     return None

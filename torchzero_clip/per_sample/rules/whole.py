@@ -1,6 +1,6 @@
 """Which modules are run whole: sample by sample, with all that is in them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
 
@@ -54,12 +54,13 @@ def chosen_whole(model: nn.Module, given: Any) -> dict[str, str]:
     return chosen
 
 
-def whole_line(model: nn.Module, name: str, holds: object = None) -> str:
+def whole_line(model: nn.Module, name: str, holds: object = None, *, reruns: Collection[str] = ()) -> str:
     """A way out: the argument ``whole`` with a module around the named one, the nearest first. Empty without one.
 
-    If ``holds`` is a parameter, the modules are those that have it.
+    If ``holds`` is a parameter, the modules are those that have it. ``reruns`` names modules that run again in the
+    backward, so that no module around them can be run whole.
     """
-    around = [module for _, module in _around(model, name)]
+    around = [module for outer, module in _around(model, name) if not any(_inside(other, [outer]) for other in reruns)]
     kinds = [type(module) for module in around if holds is None or any(x is holds for x in module.parameters())]
     # a line with Sequential would take all of them
     lines = [f"whole=({written(model, kind)},)" for kind in dict.fromkeys(kinds) if kind is not nn.Sequential][:3]

@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
-from torchzero_clip.compat import DisableTorchFunctionSubclass
+from torchzero_clip.compat import DisableTorchFunctionSubclass, never_a_frame, never_traced
 from torchzero_clip.per_sample.samples.arguments import Rebuild, flattened, tensors_in
 from torchzero_clip.per_sample.samples.comparison import differ
 from torchzero_clip.per_sample.samples.labels import LOST, Place, depth_of
@@ -67,6 +67,7 @@ class BroadcastRow(Tensor):
 
     @classmethod
     @override
+    @never_a_frame
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         with DisableTorchFunctionSubclass():
@@ -126,6 +127,7 @@ def _refusing(layer: Any, leaf: Any) -> Tensor:
 def _as_row(row: Any, each: Tensor, layer: Any) -> Tensor:
     if len(each) == 1:
         return each[0]  # a single sample needs no row
+    never_traced(BroadcastRow)
     with DisableTorchFunctionSubclass():
         result = row.as_subclass(BroadcastRow)
         result._each, result._layer, result._version_then = each, layer, row._version

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import (
-    TorchFunctionMode,
     _get_current_function_mode,  # pyright: ignore[reportPrivateUsage]
     _pop_mode,  # pyright: ignore[reportPrivateUsage]
     _push_mode,  # pyright: ignore[reportPrivateUsage]
@@ -23,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from torchzero_clip.compat import DisableTorchFunctionSubclass, get_interpreter_stack
+from torchzero_clip.per_sample.modes import Mode
 from torchzero_clip.per_sample.samples.arguments import Rebuild, flattened
 from torchzero_clip.per_sample.samples.broadcast_row import BroadcastRow
 from torchzero_clip.per_sample.samples.labels import LOST, Known, Labels, same, simplest, wider
@@ -82,8 +82,8 @@ NEUTRAL = {"value": 0, "padding_value": 0}
 """Arguments that would change labels: the values of padding."""
 
 
-class OwnMode(TorchFunctionMode):
-    """A mode of the clipper. It costs a few microseconds for each function that is called, even if it ignores it."""
+class OwnMode(Mode):
+    """A mode around forwards. It costs a few microseconds for each function that is called, even if it ignores it."""
 
 
 def is_followed() -> bool:
@@ -114,8 +114,8 @@ class OneSample(OwnMode):
     """Corrects the gradients of normalized images in a batch of one sample, which needs no labels."""
 
     @override
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = func(*args, **(kwargs or {}))
+    def called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        output = func(*args, **kwargs)
         _make_gradient_contiguous(_key(getattr(func, "__name__", "")), output)
         return output
 
@@ -128,18 +128,16 @@ class Following(OwnMode):
         self._provenance = provenance
 
     @override
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = getattr(func, "__name__", "")
         if name == "__get__":
             name = func.__self__.__name__
             if name not in TENSORS:  # a size, a dtype, a device
                 return func(*args)
-        if torch.compiler.is_compiling():
-            return func(*args, **(kwargs or {}))
         if get_interpreter_stack():  # under torch.vmap and similar, where tensors have no memory of their own
             with _Inside(self):
-                return func(*args, **(kwargs or {}))
-        return self.call(func, _key(name), args, kwargs or {})
+                return func(*args, **kwargs)
+        return self.call(func, _key(name), args, kwargs)
 
     def call(self, func: Any, name: str, args: Any, kwargs: Any, *, inside: bool = False) -> Any:
         """Return the output of a function, and note its labels."""

@@ -1,0 +1,51 @@
+"""Functions that run modules again in their backward: adjoint methods, reversible layers, checkpoints by hand.
+
+A layer that runs again is captured then, as in a reentrant checkpoint. A module that is run whole is not: its forward
+got copies of the parameters, and the function gives gradients to the parameters themselves, which the copies miss.
+`torch.utils.checkpoint` with ``use_reentrant=False`` runs modules again only to restore tensors, which is right.
+"""
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+
+from torchzero_clip.compat import current_graph_task_id, is_restored_by_checkpoint
+from torchzero_clip.per_sample.captured_layer import CapturedLayer, is_watched
+from torchzero_clip.per_sample.gradients.autograd_graph import nodes_of
+
+RERUN = (
+    "instead of an adjoint method, a reversible layer or a checkpoint written by hand, let autograd differentiate the "
+    "modules, or use torch.utils.checkpoint with use_reentrant=False"
+)
+"""The way out of a function that runs modules again."""
+RERUNS = "reruns"  # a key of `CapturedLayer.known`: its graph has a function that may run modules again
+
+
+def watch_functions(layer: CapturedLayer, outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> None:
+    """Watch the modules in a layer that is run whole, if its graph has a `torch.autograd.Function`."""
+    if RERUNS in layer.known:
+        return
+    nodes: Iterable[Any] = {*nodes_of(outputs)}.difference(nodes_of(inputs))
+    if any(isinstance(node, BackwardCFunction) and not is_watched(node) for node in nodes):
+        layer.known[RERUNS] = True
+        layer.engine.attachment.watch_inside(layer, partial(_refuse, layer))
+
+
+def rerun_error(layer: CapturedLayer, what: str) -> RuntimeError:
+    """The error for a layer that is run whole, and has a function that runs modules again."""
+    return RuntimeError(f"{layer} runs sample by sample, but {what}, where samples cannot be told apart: {RERUN}")
+
+
+def _refuse(layer: CapturedLayer, module: nn.Module, *_: Any) -> None:
+    """Raise if a module runs in a backward, other than to restore what a checkpoint has freed."""
+    engine = layer.engine
+    if engine.inside or current_graph_task_id() == -1 or not torch.is_grad_enabled() or is_restored_by_checkpoint():
+        return
+    if engine.enabled and engine.attached and not engine.pauses and engine.forward.captured:
+        engine.clear()
+        name = next(name for name, inner in engine.attachment.model.named_modules() if inner is module)
+        raise rerun_error(layer, f"a function runs {name!r} again in its backward")
