@@ -48,9 +48,8 @@ def accumulate(values: Sequence[tuple[Any, Tensor]]) -> None:
             raise RuntimeError(
                 f"a hook of a parameter of shape {tuple(param.shape)} returned a gradient of shape {tuple(value.shape)}"
             )
-        changed.append(
-            (param, value.detach().clone() if hooks else value)
-        )  # a user may have stored the tensor that a hook got
+        # a user may have stored the tensor that a hook got
+        changed.append((param, value.detach().clone() if hooks else value))
     for param, value in changed:
         param.grad = new_gradient(value, param) if param.grad is None else param.grad.add_(value)
     for param, _ in changed:
