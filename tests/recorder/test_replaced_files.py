@@ -1,5 +1,6 @@
 """A file of a record that was replaced during a run gives one warning, and the run goes on in the new file."""
 
+import contextlib
 import os
 import warnings
 
@@ -65,7 +66,10 @@ def test_one_warning_and_the_run_goes_on(replace, tmp_path):
     replace(path)
     assert run(params, optimizer, 20) == []
     recorder.close()
-    record = read_record(path)
+    # a file without its middle says so when it is read
+    gap = pytest.warns(UserWarning, match="were lost") if replace is shortened else contextlib.nullcontext()
+    with gap:
+        record = read_record(path)
     assert record.steps[-10:] == list(range(50, 60))
     assert record.layers == ["a", "b"]
 
