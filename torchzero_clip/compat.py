@@ -44,10 +44,10 @@ never_compiled = _disable_dynamo
 
 
 def never_a_frame(function: _F) -> _F:
-    """Let torch call a function, and all that it calls, as it is within functions that are compiled.
+    """Never let `torch.compile` start at this function or at what it calls.
 
-    A compiler that traces a call of the function goes on into it. If torch calls the function, as a function mode in a
-    part that is not compiled, torch 2.13 would compile it for one argument ``func``, and use that for all others.
+    A compiler that traces its caller still traces into it. Without this, torch 2.13 compiles a function mode that runs
+    in an uncompiled part for its first argument ``func``, and uses the result for all others.
     """
     frames: Any = torch._C._dynamo.eval_frame  # pyright: ignore
     if (strategy := getattr(frames, "_FrameExecStrategy", None)) is not None:
@@ -57,12 +57,12 @@ def never_a_frame(function: _F) -> _F:
 
 
 def leave_uncompiled() -> None:
-    """In code that a compiler traces: let the function that it compiles run as it is."""
+    """Called while a compiler traces: run the traced function uncompiled."""
     torch._dynamo.skip_frame()
 
 
 def never_traced(kind: type[Tensor]) -> None:
-    """Let functions that get tensors of a subclass run as they are where they are compiled."""
+    """Run compiled functions uncompiled if they get tensors of this subclass."""
     if (config := sys.modules.get("torch._dynamo.config")) is not None:
         config.nontraceable_tensor_subclasses.add(kind)
 
@@ -93,7 +93,7 @@ def checkpoint_around() -> object:
 
 
 def is_restored_by_checkpoint() -> bool:
-    """True for code that `torch.utils.checkpoint` without reentrance runs again, to restore what it has freed."""
+    """True while `torch.utils.checkpoint` with ``use_reentrant=False`` runs code again to restore tensors."""
     top: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # pyright: ignore
     hooks = None if top is None else top(True)
     return hooks is not None and "recomputation" in hooks[0].__qualname__

@@ -1,4 +1,4 @@
-"""A checkpoint in which the part of the transforms is damaged: the error has words, and nothing changes."""
+"""A checkpoint in which the part of the transforms is damaged: a readable error, and an unchanged optimizer."""
 
 import copy
 

@@ -138,7 +138,7 @@ def test_no_warning_where_all_parameters_are_frozen(host):
 
 @pytest.mark.parametrize("chain", [list, lambda: [ClipNorm(1).only("head")], lambda: [ClipNorm(1, "sum")]])
 def test_no_warning_where_no_norm_of_all_gradients_is_measured(chain):
-    """No pass over memory is made for it. The sum of gradients that are not 0 may be 0, and a scope has only some."""
+    """The warning needs a norm that is measured anyway, and that is 0 only if all gradients are."""
     params = parameters(shapes=[(2,), (1,)])
     optimizer = Modular(list(zip(["body", "head"], params, strict=True)), *chain(), SGD())
     for _ in range(40):

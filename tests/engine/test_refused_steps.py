@@ -231,3 +231,13 @@ def test_a_step_that_is_refused_by_an_error_has_no_numbers_of_an_earlier_one(gra
     with pytest.raises(RuntimeError, match=r"not finite|steps in a row"):
         step(optimizer, params, gradient)
     assert optimizer.metrics().keys() <= COUNTS
+
+
+@each_host
+@pytest.mark.parametrize("gate", [SkipStep(max_ratio=3.0), SkipStep(sigma=6.0), SkipStep(max_norm=1.0)], ids=repr)
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_a_norm_that_is_not_finite_is_a_reason_before_there_is_a_limit(host, gate, value):
+    params = parameters(shapes=[(1,)])
+    optimizer, _ = host(params, gate)
+    texts = [text for _ in range(20) for text in step(optimizer, params, value)]
+    assert f"'skip_step' refused the last one: the norm of the gradients was {value}" in texts[-1]

@@ -1,4 +1,4 @@
-"""Norms that float32 cannot hold: functions return float64 on the CPU, and limits and metrics are as exact as else."""
+"""Norms that float32 cannot hold: functions return float64 on the CPU, and limits and metrics stay exact."""
 
 import math
 

@@ -83,6 +83,7 @@ def run(chain, *, fails, recorder=False, options=(), steps=7, kind=Fails):
             assert_equal(params, before)
             assert_same_checkpoint(optimizer.state_dict(), saved)
             assert handle.steps_taken == taken
+            assert handle.metrics().keys() <= {"skipped_steps"}  # not those of the step before
         set_grads(params, row)
         optimizer.step()
     return params, optimizer, handle, record

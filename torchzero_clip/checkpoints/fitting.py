@@ -153,8 +153,8 @@ def _check_state(
     # a bare key belongs to another package, unless torch's optimizer has it
     others = {k: v for k, v in saved.items() if "/" not in k and not any(f"{rule}/{k}" in expected for rule in rules)}
     saved = {key: value for key, value in saved.items() if key not in others}
-    # A transform may begin later than another: a setting was another at the first gradient, or that step raised. Then
-    # all of its state is missing, and never a part
+    # All state of a transform may be missing, but not a part: another setting at the first gradient left it out, or
+    # that step raised
     begun = [node for node in nodes if node.state(saved)]
     needed = [key for node in begun for key in node.qualified(node.state(expected)) if key in now and key in at_first]
     missing = [key for key in needed if key not in saved]

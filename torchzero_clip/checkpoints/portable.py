@@ -1,7 +1,7 @@
 """State in a form that no `load_state_dict` changes, so that the optimizer of another package may store it.
 
-Loads cast floating point state to the dtype of its parameter. torch leaves out what is stored under the key "step", but
-casts it to float32 for fused optimizers. Other packages have rules of their own. Bytes are the same after any cast.
+Loads cast floating point state to the dtype of its parameter. torch does not cast values under the key "step", but for
+fused optimizers casts them to float32. Other packages have rules of their own. Bytes keep their values in any cast.
 """
 
 from collections.abc import Container, Mapping
@@ -37,9 +37,9 @@ def _packed(value: Any, kept: Container[torch.dtype] | None) -> dict[str, Any]:
 
 
 def unpacked(saved: Any) -> State:
-    """The state behind the portable form, and values that are in no such form. Raises ValueError if it is malformed."""
+    """The state in the portable form; other values are returned as they are. Raises ValueError if malformed."""
     if not isinstance(saved, Mapping):
-        raise ValueError(f"the state of transforms is a dict, got {type(saved).__name__}")
+        raise ValueError(f"the state of transforms must be a dict, got {type(saved).__name__}")
     return {str(key): _unpacked(str(key), value) for key, value in saved.items()}
 
 

@@ -129,7 +129,7 @@ class Load:
 
     def restore(self, groups: Sequence[Group], state: MutableMapping[Tensor, Any]) -> None:
         """Put the state of the checkpoint in its place, after its groups were loaded."""
-        state.clear()  # what the checkpoint lacks has not begun
+        state.clear()  # parameters that the checkpoint lacks start anew
         ids = [i for group in self._fitting["param_groups"] for i in group["params"]]
         params = [param for group in groups for param in group["params"]]
         for i, param in zip(ids, params, strict=True):

@@ -182,7 +182,7 @@ class SkipStep(Gate):
         said: list[str] = []
         for key, (value, known) in values.items():
             number, limit = value.item(), min([limit.item() for limit in limits[key]], default=math.inf)
-            if known and not number <= limit:  # also NaN
+            if known and not (number <= limit and math.isfinite(number)):
                 what = "the norm of the gradients" if key == "norms" else "the loss"
                 said.append(f"{what} was {number:.4g}" + (f", and its limit is {limit:.4g}" if number > limit else ""))
         return ", and ".join(said)
@@ -202,7 +202,7 @@ class SkipStep(Gate):
         return result
 
     def _windows(self, values: dict[str, tuple[Tensor, Tensor]], step: Step) -> dict[str, tuple[Tensor, Tensor]]:
-        """The limits of the norm and of the loss by the values before; each with whether it is used."""
+        """The limits of norm and loss, from earlier values; each with whether it applies."""
         sigma: float | None = step.settings[0]["sigma"]
         state = step.global_state
         found: dict[str, tuple[Tensor, Tensor]] = {}

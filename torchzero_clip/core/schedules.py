@@ -106,7 +106,7 @@ def _in_use(schedules: Mapping[str, Schedule], group: Group, step: int) -> dict[
 
 
 def at(value: Any, step: int, key: str) -> Any:
-    """A setting, or the value of its schedule after so many steps. Errors name its key."""
+    """A setting, or the value of its schedule after ``step`` steps. Errors name ``key``."""
     if not callable(value):
         return value
     try:
@@ -114,8 +114,8 @@ def at(value: Any, step: int, key: str) -> Any:
     except Exception as error:
         if isinstance(error, TypeError) and not takes_one(value):
             raise TypeError(
-                f"{key} is a function that cannot be called with one argument, {value!r}. It gets the number of steps, "
-                "as in lambda step: 0.1 * step"
+                f"{key} is a function that cannot be called with one argument: {value!r}. It must take the number of "
+                "steps, as in lambda step: 0.1 * step"
             ) from error
         error.add_note(f"in the schedule of {key}, {value!r}, of step {step}")
         raise

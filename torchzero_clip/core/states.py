@@ -17,7 +17,7 @@ class States(Sequence[State]):
     """The state of one transform: a plain dict for each parameter, made when it is first read."""
 
     touched: list[State] | None = None  # the dicts, once they were read
-    undo: Undo | None = None  # what notes how the state was, if another optimizer takes the step
+    undo: Undo | None = None  # notes state before it changes, if another optimizer takes the step
     _has_begun = False
 
     def __init__(
@@ -104,7 +104,7 @@ class States(Sequence[State]):
         return found
 
     def draft(self, key: str, indices: Sequence[int] | None = None) -> tuple[list[Tensor], list[Tensor]]:
-        """The large state under one key, and the tensors in which the caller has to put its next values.
+        """The large state under one key, and the tensors into which the caller writes the next values.
 
         They are the same tensors, unless the step may have to be undone.
         """
@@ -118,7 +118,7 @@ class States(Sequence[State]):
         return undo.draft(name, rows, column)
 
     def changing(self, key: str, indices: Sequence[int] | None = None) -> list[Any]:
-        """The values of one key, which the caller may change in place if they are noted: there must be an ``undo``."""
+        """The values of one key, noted in ``undo``, so that the caller may change them in place."""
         column = self.column(key, indices)
         if self.undo is None or self.touched is not None:
             return column

@@ -20,7 +20,7 @@ class Spares:
         self._kept: dict[str, tuple[list[Tensor], list[Tensor]]] = {}
 
     def exchanged(self, name: str, column: list[Tensor]) -> list[Tensor]:
-        """Memory for the next values of a column, which becomes the spare memory in turn."""
+        """Memory for the next values of a column. The column itself is the spare memory of the next step."""
         live, spare = self._kept.get(name, ([], []))
         if len(live) != len(column) or not all(map(operator.is_, live, column)):
             spare = list(map(torch.empty_like, column))
@@ -60,7 +60,7 @@ class Undo:
         self.then(lambda: foreach.copy_(elements, list(kept.unbind())))
 
     def members(self, values: MutableMapping[Any, Any]) -> None:
-        """Note which values a dict has, and not what changes in them."""
+        """Note which values a dict has, not the content of its tensors."""
         kept = dict(values)
         self.then(lambda: _replace(values, kept))
 

@@ -125,7 +125,7 @@ def record(node: Node, norm: Tensor, step: Step, *, taken: bool) -> None:
 
 
 def why(node: Node, norm: Tensor, step: Step) -> str:
-    """Why a gate refuses the step, with its name, as it says itself."""
+    """What the gate says of why it refuses the step."""
     gate = cast(Gate, node.transform)
     said: Any = _asked(gate.why, node, norm, step)
     if not isinstance(said, str):

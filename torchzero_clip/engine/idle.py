@@ -1,4 +1,4 @@
-"""A warning if many steps in a row train nothing, because gradients are missing or 0."""
+"""A warning after many steps in a row without gradients, or with gradients of 0."""
 
 from torch import Tensor
 
@@ -6,11 +6,11 @@ from torchzero_clip.compat import never_compiled, warn_user
 from torchzero_clip.engine.walk import Walk
 
 IN_A_ROW = 20
-EVERY = 32  # a planned step looks at a norm of several tensors once in so many steps
+EVERY = 32  # planned steps compute the norm of all tensors only once in so many steps, to save time
 
 ABSENT = (
-    f"no parameter had a gradient in the last {IN_A_ROW} steps, so nothing was trained. Call backward() after "
-    "zero_grad() and before step(), with a loss that depends on the parameters of this optimizer"
+    f"no parameter had a gradient in the last {IN_A_ROW} steps, so the steps did nothing. Call backward() "
+    "after zero_grad() and before step(), with a loss that depends on the parameters of this optimizer"
 )
 ZERO = (
     f"all gradients were 0 in the last {IN_A_ROW} steps. The loss may not depend on these parameters, or gradients are "
@@ -21,7 +21,7 @@ ZERO = (
 class Idle:
     """Counts the steps in a row without gradients, or with gradients of 0, and warns once."""
 
-    # nothing is measured for it, and the step before is told by the count of steps, so that other steps do nothing
+    # It measures no norms. It knows from ``steps_taken`` that two steps are in a row, so ordinary steps need no call
 
     def __init__(self) -> None:
         self._row, self._reason, self._at = 0, "", -1

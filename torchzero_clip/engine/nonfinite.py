@@ -54,7 +54,7 @@ class StepPolicy:
         self.max_consecutive_skips = max_consecutive_skips
         self._gates = {name: transform for name, transform in transforms.items() if isinstance(transform, Gate)}
         self.bad_gradients: BadGradients | None = None  # the gradients of the last step that ``nonfinite`` has refused
-        self.idle = Idle()  # the steps that train nothing
+        self.idle = Idle()  # counts steps without gradients, or with zeros
         self._norms: deque[float] = deque(maxlen=REMEMBERED)
         self.has_gates = bool(self._gates)
         self.may_skip = nonfinite == "skip" or self.has_gates
@@ -157,7 +157,8 @@ class StepPolicy:
         skips = counts[CONSECUTIVE]
         if self.max_consecutive_skips is None:
             if is_worth_a_warning(skips):
-                way_out = "change the limit, or go back to a checkpoint. max_consecutive_skips= ends such a run"
+                way_out = "go back to a checkpoint. max_consecutive_skips= ends such a run"
+                way_out = way_out if walk.refused_by == ["nonfinite"] else f"change the limit, or {way_out}"
                 warn_of_skips(skips, self._reasons(walk, judged), way_out)
         elif skips > self.max_consecutive_skips:
             shown = ", ".join(f"{norm:.4g}" for norm in self._norms)
@@ -178,17 +179,17 @@ class StepPolicy:
 
 
 def is_worth_a_warning(skips: int) -> bool:
-    """True for the first number of refused steps in a row that gets a warning, and for each doubling of it."""
+    """True for 20, 40, 80, ... refused steps in a row."""
     times, rest = divmod(skips, WARNED_AFTER)
     return times > 0 and not rest and not times & (times - 1)
 
 
 @never_compiled
 def warn_of_skips(skips: int, reasons: Mapping[str, str], way_out: str) -> None:
-    """Warn that so many steps in a row were refused, for these reasons by who has refused the last one."""
+    """Warn of refused steps in a row. ``reasons`` has why the last one was refused, by who refused it."""
     (first, reason), *others = reasons.items()
     said = "; ".join([f"{first} refused the last one: {reason}", *(f"{who} refused it too: {s}" for who, s in others)])
-    warn_user(f"{skips} steps in a row were skipped. {said}. If this goes on, nothing is trained: {way_out}")
+    warn_user(f"{skips} steps in a row were skipped. {said}. The model does not train until you act: {way_out}")
 
 
 def _group_of(walk: Undecided) -> tuple[ProcessGroup | None, torch.device | None]:

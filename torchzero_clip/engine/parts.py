@@ -32,7 +32,7 @@ class Parts:
             raise second_gradient()
 
     def refuse_scaler(self) -> NoReturn:
-        """Raise if a gradient scaler would divide the gradients of the step."""
+        """Raise, because a gradient scaler cannot divide the gradients of this step."""
         raise RuntimeError(
             "step_in_backward cannot be used with GradScaler: the backward has updated parameters by gradients that "
             "the scaler multiplied. Use bfloat16, which needs no scaler, or take ordinary steps"

@@ -84,7 +84,7 @@ class Pointwise:
     flags: Flags
     follows_finite: bool = False  # its updates are known to be finite where gradients are
     counts: list[Tensor] = field(default_factory=list)  # how many elements of each piece changed
-    into: list[list[Tensor]] = field(default_factory=list)  # where the next state goes; ``state`` stays as it is there
+    into: list[list[Tensor]] = field(default_factory=list)  # where the next state goes; ``state`` keeps its values
     done: Callable[[Tensor], None] | None = None  # called at the end with the number of elements that changed
     scratch: Scratch | None = field(default=None, init=False)
     known: list[bool] = field(default_factory=list, init=False)

@@ -186,14 +186,14 @@ def _multiply(piece: _Piece, factors: Tensor, inverses: Tensor | None) -> None:
 
 
 def _new_columns(stage: Pointwise) -> list[list[Tensor]]:
-    """Where the next state goes, if this is other memory than that of the state."""
+    """The memory of the next state; empty if this is the memory of the state."""
     return [] if all(map(operator.is_, stage.into, stage.state)) else stage.into
 
 
 def _run(
     stage: Pointwise, piece: _Piece, source: Tensor, columns: list[list[Tensor]], into: list[list[Tensor]]
 ) -> None:
-    """Send one piece through one transform, from ``source`` to the memory of the piece, and ``columns`` of state."""
+    """Send one piece through one transform, from ``source`` to its memory; state goes from ``columns`` to ``into``."""
     are_known = all(stage.known[i] for i in piece.rows)
     is_alone = len(piece.rows) == 1
     if is_alone or (piece.flat.is_cpu and not are_known):

@@ -42,7 +42,7 @@ class Chunk(NamedTuple):
 
 
 class Moves(NamedTuple):
-    """How measured tensors move right before: they become ``starts``, moved towards ``ends`` by weights."""
+    """Right before they are measured, tensors become ``starts``, moved towards ``ends`` by weights."""
 
     starts: Sequence[Tensor]  # these tensors themselves, or others that keep their values
     ends: Sequence[Tensor]

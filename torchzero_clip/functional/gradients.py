@@ -116,7 +116,7 @@ def own_gradients(params: Sequence[Tensor]) -> list[Tensor]:
 
 
 def new_gradient(value: Tensor, param: Tensor) -> Tensor:
-    """A value as torch's backward stores it in an empty ``.grad``: laid out like the parameter, apart, without a graph.
+    """A value as torch's backward stores it in an empty ``.grad``: in the parameter's layout, own memory, detached.
 
     It may be the value itself, which nobody else may use any more.
     """
@@ -128,7 +128,7 @@ def new_gradient(value: Tensor, param: Tensor) -> Tensor:
 
 def laid_out_like(value: Tensor, param: Tensor) -> Tensor:
     """A value with the strides of the parameter, or contiguous if the parameter has gaps or overlaps."""
-    # torch's fused optimizers take all tensors of a parameter to have the same strides: on the CPU without a check
+    # torch's fused optimizers assume that gradients have the strides of their parameter; on the CPU without a check
     if value.layout != torch.strided or is_distributed(value) or value.stride() == param.stride():
         return value
     strides = param.stride() if _is_dense(param) else torch.empty(param.shape, device="meta").stride()
@@ -184,7 +184,7 @@ def values_tell_all(slicing: Slicing) -> Callable[[Tensor], bool]:
 
 
 def as_reported(total: Tensor, grads: list[Tensor], process_group: ProcessGroup | None = None) -> Tensor:
-    """A joint metric as the functions return it: float32, or float64 if a gradient has that width or it is needed."""
+    """A joint metric as the functions return it: float32, or float64 for such gradients or if float32 is too small."""
     # with a process group float64: all processes get the same number, and not all know all dtypes
     if process_group is not None:
         return total

@@ -61,8 +61,8 @@ def clip_grad_norm_(
 
     Args:
         params: A tensor, or an iterable of tensors or of pairs (name, tensor) such as ``model.named_parameters()``.
-            Parameters without a gradient are skipped. If none has one, there is a warning, but not in runs of several
-            processes, nor if all are frozen.
+            Parameters without a gradient are skipped. If none has one, the function warns, except in runs of several
+            processes or if all are frozen.
         max_norm: The limit of the norm of every slice: a number or a tensor of one element; None for no upper limit.
             A tensor on another device than the CPU is not read, because this would wait for the device. If it is
             negative, the gradients become NaN.

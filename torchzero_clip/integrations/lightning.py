@@ -31,7 +31,7 @@ class LightningCallback(Callback):
 
     Optimizers may also be a `Modular`, or have transforms already. The metrics are logged as by ``self.log`` in the
     module. With several optimizers, their names begin with the index of the optimizer, as in ``"1/clip_norm/norm"``.
-    What a step has not measured, such as the norms of a refused step or a limit that does not limit, is NaN. If the
+    Metrics that are absent, inf or NaN, such as the norms of a refused step, are logged as NaN. If the
     recorder has no ``log=``, it sends its numbers to the loggers of the Trainer.
 
     Args:

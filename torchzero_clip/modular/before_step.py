@@ -59,7 +59,7 @@ class BeforeStep:
         self._hidden: list[tuple[Tensor, Tensor]] = []  # parameters and their gradients, in a refused step of this kind
         self._is_open = False  # a step has begun and has not ended
         self._has_scaled = False  # this step has set ``grad_scale`` of the optimizer
-        self._scale_before: Any = None  # what was there
+        self._scale_before: Any = None  # its value before the step
         own = entries.register(optimizer)
         around = optimizer.register_step_pre_hook(self.before), optimizer.register_step_post_hook(self.after)
         self._hooks = [*around, *own]
@@ -244,7 +244,7 @@ class BeforeStep:
             self._infs += 1
             if is_worth_a_warning(self._infs):
                 reason = "the gradient scaler has found gradients that are not finite"
-                warn_of_skips(self._infs, {repr(FOUND_INF): reason}, "go back to a checkpoint, or take bfloat16")
+                warn_of_skips(self._infs, {repr(FOUND_INF): reason}, "go back to a checkpoint, or use bfloat16")
             return False
         self._infs = 0
         scale = getattr(optimizer, "grad_scale", None)
@@ -294,7 +294,7 @@ class BeforeStep:
         self._end(is_taken=False)
 
     def _end(self, *, is_taken: bool) -> None:
-        """End the step, if that has not happened yet. If the optimizer has raised, the transforms have not acted."""
+        """End the step, unless it has ended. If the optimizer has raised, undo what the transforms did to state."""
         if not self._is_open:
             return
         self._depth = 0

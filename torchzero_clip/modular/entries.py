@@ -21,17 +21,17 @@ _OF_CHAIN = (
     "then call optimizer.load_state_dict(to_torch_optim(modular, optimizer))"
 )
 _INCOMPLETE = (
-    "the checkpoint lacks state of the transforms that stand before the steps of the optimizer. What saved or loaded "
-    "it has dropped a part. torch.distributed.checkpoint loads into the state that exists: call before_step before the "
-    "first step of the optimizer, set gradients to None, and then load"
+    "the checkpoint lacks state of the transforms that stand before the steps of the optimizer. The tool that saved "
+    "or loaded it has dropped a part. torch.distributed.checkpoint loads into the state that exists: call before_step "
+    "before the first step of the optimizer, set gradients to None, and then load"
 )
 
 
 class Entries:
-    """Saves and loads what a `Front` has with the optimizer that it stands before.
+    """Saves and loads a `Front` together with the optimizer behind it.
 
     In a checkpoint, each param group has an entry with the settings and the state of the whole chain, because loaders
-    drop other keys of a checkpoint. In the optimizer, the groups have the name of the chain under this key, because
+    drop other keys of a checkpoint. In the optimizer, the groups have the name of the chain under ``KEY``, because
     flat checkpoints save the keys that groups have. `Placed` has the state of each parameter.
     """
 
@@ -138,7 +138,7 @@ class Entries:
             group[KEY] = self._name
 
     def _checked(self, groups: Sequence[Group], states: Mapping[Any, Any]) -> Load | None:
-        """A load of what groups and states of an optimizer have; None if that is nothing. Raise if it does not fit."""
+        """A checked load of groups and states; None if transforms have no state there. Raise if it does not fit."""
         front, entries = self._front, [group.get(KEY) for group in groups]
         load = front.new_load(self._new, self._dropped)
         ours = {key: entry[KEY] for key, entry in states.items() if isinstance(entry, Mapping) and KEY in entry}
@@ -202,7 +202,7 @@ def _check_whole(
 
 
 def _loaded(optimizer: Optimizer) -> tuple[list[Group], dict[int, Any]]:
-    """The groups and states of an optimizer, with the numbers of parameters instead of these."""
+    """The groups and states of an optimizer, with numbers in place of parameters."""
     numbers = {param: i for i, param in enumerate(p for group in optimizer.param_groups for p in group["params"])}
     groups = [{**group, "params": [numbers[param] for param in group["params"]]} for group in optimizer.param_groups]
     return groups, {numbers[param]: state for param, state in optimizer.state.items() if param in numbers}

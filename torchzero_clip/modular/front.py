@@ -64,14 +64,14 @@ class Front(Modular):
         return self._policy.may_skip
 
     def leave_out(self, refused_by: tuple[str, ...] = ()) -> None:
-        """Note a step in which no transform acts: it has no metrics and, if it is refused, no loss."""
+        """Note a step without transforms: clear the metrics and, if it is refused, the reported loss."""
         self.skipped_by = refused_by
         self._metrics, self._unread = {}, None
         if refused_by:
             self._reported.clear()
 
     def note_zeros(self) -> None:
-        """Note a step with gradients of 0 that counts as the template of a checkpoint."""
+        """Count a step with gradients of 0 that may only create state, into which a checkpoint is loaded."""
         self._policy.idle.zeros(self.steps_taken, is_taken=False)
 
     def change_gradients(self, groups: Sequence[Group], result: Any) -> None:
@@ -90,10 +90,11 @@ class Front(Modular):
             raise
 
     def end_step(self, *, is_taken: bool) -> None:
-        """Called after the step of the optimizer. If it has raised, all is as if the transforms had not acted."""
+        """End the step of the optimizer. If it has raised, restore the state from before the transforms."""
         undo, self._undo = self._undo, None
         if undo is not None and not is_taken and not self.skipped_by:  # a refused step keeps its counts
             undo.restore()
+            self._metrics, self._unread = {}, None
             if self.ended is not None:
                 self.ended.refused_by.append("error")
 

@@ -229,7 +229,7 @@ class Modular(Explained, ClassMaker, Optimizer):
     def metrics(self) -> dict[str, Tensor]:
         """Return what the transforms measured, as 0-d tensors on the device. Reading a value waits for the device.
 
-        They are those of the last step. If it was refused, only its gates have measured something.
+        The metrics are those of the last step. After a refused one, only gates and `skipped_steps` have any.
 
         Returns:
             For example ``"clip_norm/norm"`` (before clipping), ``"clip_norm/factor"`` (mean over tensors or slices) and
@@ -375,7 +375,7 @@ class Modular(Explained, ClassMaker, Optimizer):
                 policy.passes(step.total, state)
             self._take(None, partial(step.plan.take, step))
         self._unread = step.metrics or self._unread
-        key, idle = self._judging.norm_metric, policy.idle  # a joint norm that is known is not 0
+        key, idle = self._judging.norm_metric, policy.idle  # if ``step.total`` is set, it is not 0
         if step.total is None and key and (step.plan.needs_total or idle.looks(self.steps_taken)):
             idle.look(self._known_metrics().get(key), self.steps_taken)
         return True

@@ -1,4 +1,4 @@
-"""The state of transforms at the place where another optimizer has its state of each parameter."""
+"""Stores the state of transforms beside the state that another optimizer has of each parameter."""
 
 import operator
 from collections.abc import Collection, Container, Iterable, Mapping
@@ -35,7 +35,7 @@ class Placed:
         self._dicts: list[Any] = []  # what each of them has under ``KEY``
         self._own: list[State] = []  # the states of the front, as they were placed
         self._alone: list[Tensor] = []  # parameters of which the optimizer has no state
-        self._is_out = False  # True while the entries of these are taken out
+        self._is_out = False  # True while the entries of ``_alone`` are removed
         self._is_loaded = False  # the optimizer has the portable form of the state that was loaded
 
     def place(self, optimizer: Optimizer) -> None:
@@ -64,7 +64,7 @@ class Placed:
         self._is_loaded = True
 
     def take_out(self, optimizer: Optimizer) -> None:
-        """Before a step: remove the entries that have nothing of the optimizer, which may make its own now."""
+        """Before a step: remove entries without state of the optimizer, which makes its state only if there is none."""
         for param in self._alone:
             optimizer.state.pop(param, None)
         self._is_out = bool(self._alone)
@@ -102,7 +102,7 @@ class Placed:
                 del states[param]
 
     def save(self, optimizer: Optimizer, saved: dict[str, Any]) -> bool:
-        """Add the state to a checkpoint of the optimizer. Return True if each parameter that needs it has some."""
+        """Add the state to a checkpoint of the optimizer. Return True if no parameter lacks state."""
         states, own = optimizer.state, self._to_save(optimizer)
         numbered = [(i, param, group) for i, (param, group) in enumerate(_listed(optimizer.param_groups))]
         found, alone = {i: _without_key(entry) for i, entry in saved["state"].items()}, set(self._alone)
@@ -111,8 +111,8 @@ class Placed:
                 theirs = found.get(i, {})
                 if not isinstance(theirs, dict):
                     raise TypeError(
-                        f"{type(optimizer).__name__} has {type(theirs).__name__} as state of a parameter, which has no "
-                        "place for the state of transforms before its steps: remove() the handle before you save"
+                        f"{type(optimizer).__name__} has {type(theirs).__name__} as state of a parameter, not a dict, "
+                        "so the state of transforms cannot be stored there: call handle.remove() before you save"
                     )
                 # a new dict, because this one is the optimizer's
                 found[i] = {**theirs, KEY: packed(own[param], _kept_dtypes(optimizer, group))}
@@ -125,7 +125,7 @@ class Placed:
         return bool(found) and all(own.get(param) for param in stepped or [param for _, param in trainable])
 
     def _to_save(self, optimizer: Optimizer) -> Mapping[Tensor, State]:
-        """The state of each parameter. While torch loads, also of those without any: it loads into what exists."""
+        """The state of each parameter. While torch loads, each one has some, because torch loads into what exists."""
         front = self._front
         if not self._has_state or not torch_loads():
             return front.state

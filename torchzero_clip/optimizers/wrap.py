@@ -146,7 +146,7 @@ class Wrap(FinalRule):
         try:
             _step(optimizer)
         except BaseException:
-            for i in new:  # a part of the state of a parameter would end its next step, and no checkpoint may have it
+            for i in new:  # with incomplete state, the next step of the parameter raises, and checkpoints would have it
                 if step.states[i].keys() != self.init_state(step.params[i], step.settings[i]).keys():
                     step.states[i].clear()
             raise

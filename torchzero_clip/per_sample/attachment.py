@@ -81,7 +81,7 @@ class Attachment:
         return {name: shown.get(id(param), param) for name, param in found.items()}
 
     def whole_line(self, name: str, holds: object = None) -> str:
-        """A way out: see `torchzero_clip.per_sample.rules.whole.whole_line`."""
+        """The way out of `torchzero_clip.per_sample.rules.whole.whole_line`, for this model."""
         return whole_line(self.model, name, holds, reruns=self.reruns)
 
     @property

@@ -252,7 +252,7 @@ class CapturedLayer:
             )
 
     def _elsewhere(self, batch_first: bool) -> ValueError:
-        """The error for samples in the other one of the first two dimensions than the layer has them."""
+        """The error for a layer that gets the samples in dimension 1 instead of 0, or 0 instead of 1."""
         way_out = f"give the layer batch_first={not batch_first} and remove the transposes around it"
         if self.engine.batch_first == batch_first:
             way_out += f", and declare batch_first={not batch_first} for the clipper"

@@ -11,7 +11,7 @@ from torchzero_clip.compat import leave_uncompiled, never_a_frame
 
 
 class Mode(TorchFunctionMode, ABC):
-    """Sees the functions that run in its block. `torch.compile` compiles functions there as it does elsewhere."""
+    """Sees the functions that run in its block. `torch.compile` compiles them, unless `replaces` is True."""
 
     @final
     @override
@@ -28,5 +28,5 @@ class Mode(TorchFunctionMode, ABC):
         """Return the output of a function."""
 
     def replaces(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """True if functions must get others in place of these arguments, for which they run uncompiled."""
+        """True if these arguments must be replaced. The function is then run uncompiled."""
         return False

@@ -16,11 +16,11 @@ NOT_CAPTURED = (
 def outside_error(attachment: Attachment, name: str, *, ran: bool, reruns: bool) -> RuntimeError:
     """The error for a parameter, by its name.
 
-    ``ran`` says whether a forward was captured, and ``reruns`` whether a function runs a backward in its own.
+    ``ran`` says whether a forward was captured, and ``reruns`` whether this backward runs inside another.
     """
     layer = next((layer for layer in attachment.layers if RERUNS in layer.known and layer.has(name)), None)
     if layer is not None:
-        return rerun_error(layer, f"{name!r} gets a gradient from what runs in a backward")
+        return rerun_error(layer, f"{name!r} gets a gradient from modules that a backward runs")
     if reruns or name.rpartition(".")[0] in attachment.reruns:
         way_out = f"It is used again in the backward: {RERUN}. "
     else:

@@ -32,7 +32,7 @@ class Measurable:
         return bool(self._errors) and not self._has_said and any(self._errors.values())
 
     def said(self, named: Sequence[tuple[str, Tensor]]) -> str:
-        """What a warning says of parameters and gradients that cannot be measured."""
+        """The text of the warning about parameters and gradients that cannot be measured."""
         weights = [(name, self._error_of(param)) for name, param in named]
         grads = [(name, self._error_of(param.grad)) for name, param in named if param.grad is not None]
         parts: list[str] = []

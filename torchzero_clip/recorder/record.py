@@ -233,7 +233,7 @@ class Record(Data, Readable):
             if step < since:
                 continue
             del row["reason"]
-            # a limit of inf does not limit
+            # a limit of inf means no limit
             limits = [name for name, x in row.items() if name.endswith("/limit") and x == math.inf]
             known = {name: x for name, x in row.items() if x == x and name not in limits}
             found = {name if "/" in name else f"gradients/{name}": float(x) for name, x in known.items()}

@@ -41,7 +41,7 @@ def _check_tape(tape: Mapping[str, Any]) -> None:
     count, width = len(tape["steps"]), len(tape["names"])
     for key in ("refused_by", "limits"):
         if len(tape[key]) != count:
-            _raise(f"['tape'][{key!r}] must have {count} entries, as ['tape']['steps'], got {len(tape[key])}")
+            _raise(f"['tape'][{key!r}] must have {count} entries like ['tape']['steps'], got {len(tape[key])}")
     _check_tensor("['tape']['norms']", tape["norms"], (count, width))
     _check_tensor("['tape']['numbers']", tape["numbers"], (count, len(tape["keys"])))
     _check_tensor("['tape']['used']", tape["used"], (width,), torch.bool)

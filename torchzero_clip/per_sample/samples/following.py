@@ -83,7 +83,7 @@ NEUTRAL = {"value": 0, "padding_value": 0}
 
 
 class OwnMode(Mode):
-    """A mode around forwards. It costs a few microseconds for each function that is called, even if it ignores it."""
+    """A mode around forwards. It costs a few microseconds for each function, even one that it ignores."""
 
 
 def is_followed() -> bool:
