@@ -75,6 +75,7 @@ def test_transform(case):
         assert_agrees([-param.detach() for param in params], expected)
 
 
+@pytest.mark.filterwarnings("ignore:none of the parameters has a gradient")
 @cases("function")
 def test_function(case):
     for grads, expected in zip(case["steps"], case["expected"], strict=True):

@@ -55,7 +55,8 @@ def fresh_compiler():
 def kinds_of(base):
     """All subclasses in the package, whose modules are all imported."""
     for module in pkgutil.walk_packages(torchzero_clip.__path__, "torchzero_clip."):
-        if not module.name.startswith("torchzero_clip.integrations."):  # these import trainers
+        # these import trainers, or what needs an environment of its own
+        if not module.name.startswith(("torchzero_clip.integrations.", "torchzero_clip.private")):
             importlib.import_module(module.name)
     found, rest = set(), [base]
     while rest:

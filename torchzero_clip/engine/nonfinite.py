@@ -70,6 +70,10 @@ class StepPolicy:
         lines = [] if self.nonfinite == "propagate" else [f"nonfinite={self.nonfinite!r}"]
         return lines if most is None else [*lines, f"max_consecutive_skips={most}"]
 
+    def raises(self, refused_by: Sequence[str]) -> bool:
+        """True if a step that was refused so has raised for gradients that are not finite."""
+        return self.nonfinite == "raise" and "nonfinite" in refused_by
+
     def counts(self) -> dict[str, int]:
         """The counters that this policy needs, at 0."""
         return {SKIPPED: 0, CONSECUTIVE: 0} if self.may_skip else {}
