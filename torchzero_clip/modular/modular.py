@@ -302,16 +302,15 @@ class Modular(Explained, ClassMaker, Optimizer):
                 # the closure may have changed them, or added groups
                 settings = self.nodes.checked_settings(self.param_groups)
 
-            may_lack = self._has_meshes and not self.parts
-            missing = Missing(self.nodes, self.param_groups, self.state) if may_lack else None
+            absent = Missing(self.nodes, self.param_groups, self.state) if self._has_meshes and not self.parts else None
             try:
                 walk = self._walk(self.param_groups, self._fast_way, settings, loss())
                 if self.parts is not None:
                     self.parts.refuse_second(walk.table.params)
                 self._take(walk)
             finally:
-                if missing is not None:
-                    missing.put_back(walk)
+                if absent is not None:
+                    absent.put_back(walk)
             return result
         finally:
             if self._reported.count:
