@@ -161,9 +161,10 @@ class StepPolicy:
         skips = counts[CONSECUTIVE]
         if self.max_consecutive_skips is None:
             if is_worth_a_warning(skips):
+                reasons = self._reasons(walk, judged)
+                has_limit = any("limit" in reason for reason in reasons.values())  # no limit lets a NaN pass
                 way_out = "go back to a checkpoint. max_consecutive_skips= ends such a run"
-                way_out = way_out if walk.refused_by == ["nonfinite"] else f"change the limit, or {way_out}"
-                warn_of_skips(skips, self._reasons(walk, judged), way_out)
+                warn_of_skips(skips, reasons, f"change the limit, or {way_out}" if has_limit else way_out)
         elif skips > self.max_consecutive_skips:
             shown = ", ".join(f"{norm:.4g}" for norm in self._norms)
             bad = self.bad_gradients if "nonfinite" in walk.refused_by else None
