@@ -1,13 +1,11 @@
 """If the optimizer does not take a step, its transforms have not acted: the step can be repeated."""
 
 import copy
-import itertools
 import random
 
 import pytest
 import torch
 from contract.training import assert_equal, assert_same_checkpoint, gradients, parameters, set_grads, values
-from fast.comparison import short_pieces
 from fast.test_before_step_runs import FRONTS
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -87,22 +85,6 @@ def run(chain, *, fails, recorder=False, options=(), steps=7, kind=Fails, fast=T
         set_grads(params, row)
         optimizer.step()
     return params, optimizer, handle, record
-
-
-@pytest.mark.fast_way
-@pytest.mark.quick_cases(10)
-@pytest.mark.parametrize(
-    ("chain", "fused"), list(zip(CHAINS, itertools.cycle([False, True]), strict=False)), ids=lambda value: str(value)
-)
-def test_a_repeated_step_is_one_step(chain, fused):
-    """In the first step, in the next, and in steps that may follow a plan."""
-    with short_pieces:
-        options = {"fused": fused}.items()
-        params, optimizer, handle, _ = run(chain, fails={0, 1, 4, 6}, options=options)
-        others, plain, other, _ = run(chain, fails=(), options=options)
-    assert_equal(params, values(others))
-    assert_same_checkpoint(optimizer.state_dict(), plain.state_dict())
-    assert (handle.steps_taken, handle.skipped_steps) == (other.steps_taken, other.skipped_steps)
 
 
 @pytest.mark.parametrize("chain", ["ema", "adagc", "author between", "several 3", "entry ClipValueByEMA-tfm", "growth"])

@@ -63,7 +63,6 @@ def test_plain_steps_steps_of_a_scaler_and_scales_of_users_follow_each_other(tra
             torch.testing.assert_close(param, reference, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.fast_way
 @pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
 @pytest.mark.parametrize("before", ["absent", None, 8.0])
 def test_an_interrupted_step_leaves_the_scale_that_was_there(before, error, monkeypatch):
@@ -83,7 +82,6 @@ def test_an_interrupted_step_leaves_the_scale_that_was_there(before, error, monk
     assert vars(optimizer).get("grad_scale", "absent") is kept
 
 
-@pytest.mark.fast_way
 @pytest.mark.parametrize("place", range(4))
 def test_an_interrupt_between_two_lines_leaves_no_scale(place, monkeypatch):
     """At the writes of the attributes that tell what was there, and at the write of the scale itself."""
