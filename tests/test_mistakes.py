@@ -115,7 +115,10 @@ REFUSED = {
         lambda: Modular(model().parameters, SGD()),
         "call it, as in Modular(model.parameters(), ...)",
     ),
-    "a schedule without an argument": (lambda: ClipNorm(lambda: 1.0), "gets the number of steps, as in lambda step"),
+    "a schedule without an argument": (
+        lambda: ClipNorm(lambda: 1.0),
+        "must take the number of steps, as in lambda step",
+    ),
     "swapped arguments": (lambda: tz.clip_grad_norm_(1.0, params()), "They are the first argument of Modular"),
     "swapped arguments of a move": (
         lambda: tz.from_torch_optim(Modular(params(), SGD()), torch.optim.SGD(params())),

@@ -159,7 +159,11 @@ def test_modules_that_run_again_are_right_or_refused_without_a_line(kind, way, c
 @pytest.mark.parametrize("kind", RERUN)
 def test_they_are_refused_in_modules_that_are_run_whole(kind, whole, way, count):
     model, x = model_of(RERUN[kind]()), torch.randn(count, 3, dtype=torch.float64)
-    name = "'block.w' gets a gradient from what runs" if kind == "own parameter" else r"a function runs 'block\.[fg]'"
+    name = (
+        "'block.w' gets a gradient from modules that a backward runs"
+        if kind == "own parameter"
+        else r"a function runs 'block\.[fg]'"
+    )
     outer = "Net" if whole in ((Net,), ("",)) else r"'block' \(Block\)"
     with pytest.raises(
         RuntimeError, match=rf"^{outer} runs sample by sample, but {name}.*let autograd differ"

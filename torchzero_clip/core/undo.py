@@ -14,7 +14,7 @@ from torchzero_clip.types import State
 class Spares:
     """Second memory for large state: a step writes the new state there, and the old state is spare in the next step."""
 
-    # exchanging the two costs nothing, and a copy in each step would cost a pass over memory
+    # a copy in each step would also write the state a second time
 
     def __init__(self) -> None:
         self._kept: dict[str, tuple[list[Tensor], list[Tensor]]] = {}

@@ -59,6 +59,7 @@ class StepPolicy:
         self.has_gates = bool(self._gates)
         self.may_skip = nonfinite == "skip" or self.has_gates
         self.decides = self.may_skip or nonfinite == "raise"
+        self.raising = frozenset({"nonfinite"} if nonfinite == "raise" else ())  # of ``refused_by``, what is an error
         # one joint norm is enough, unless a gate acts on some gradients only
         self._judges_all = not any(gate.scope.limited for gate in self._gates.values())
         if max_consecutive_skips is not None and not self.may_skip:
@@ -69,10 +70,6 @@ class StepPolicy:
         most = self.max_consecutive_skips
         lines = [] if self.nonfinite == "propagate" else [f"nonfinite={self.nonfinite!r}"]
         return lines if most is None else [*lines, f"max_consecutive_skips={most}"]
-
-    def raises(self, refused_by: Sequence[str]) -> bool:
-        """True if a step that was refused so has raised for gradients that are not finite."""
-        return self.nonfinite == "raise" and "nonfinite" in refused_by
 
     def counts(self) -> dict[str, int]:
         """The counters that this policy needs, at 0."""

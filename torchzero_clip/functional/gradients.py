@@ -78,7 +78,7 @@ def with_gradients(
 
 
 def warn_of_no_gradients(params: Tensors, given: Sequence[Tensor]) -> None:
-    """Warn of a call that changes nothing, because none of the tensors that it was given has a gradient."""
+    """Warn that a call changes nothing, because none of its tensors has a gradient."""
     # in a pipeline or with experts, one of several processes may have none
     if torch.compiler.is_compiling() or (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return
@@ -118,7 +118,7 @@ def own_gradients(params: Sequence[Tensor]) -> list[Tensor]:
 def new_gradient(value: Tensor, param: Tensor) -> Tensor:
     """A value as torch's backward stores it in an empty ``.grad``: in the parameter's layout, own memory, detached.
 
-    It may be the value itself, which nobody else may use any more.
+    It may be the value itself, so the caller must not use the value afterwards.
     """
     value = laid_out_like(value.detach(), param)
     if value.layout != torch.strided or is_distributed(value):

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from typing_extensions import override
 
 from torchzero_clip.compat import any_distributed
@@ -124,10 +124,6 @@ class Front(Modular):
         """Follow the other optimizer if its parameters have changed."""
         if not self._has_lists_of(groups) or _ids(groups) != self._ids:
             self.follow(groups)
-
-    def all_params(self) -> list[Tensor]:
-        """The parameters of all groups."""
-        return [param for group in self.param_groups for param in group["params"]]
 
     def settings_to_save(self) -> list[dict[str, Any]]:
         """The settings of each group and the state of the whole chain, for a checkpoint."""

@@ -344,7 +344,7 @@ class Modular(Explained, ClassMaker, Optimizer):
             if walk is not None and "error" not in walk.refused_by:
                 self.skipped_by = tuple(walk.refused_by)
                 # a skipped step has the numbers of gates, and none of an earlier step
-                if (go is None or not is_taken) and not self._policy.raises(walk.refused_by):
+                if (go is None or not is_taken) and self._policy.raising.isdisjoint(walk.refused_by):
                     self._metrics.clear()  # torch.compile loses a dict that is assigned
                     found = walk.metrics if parts is None or not is_taken else parts.end(self.nodes, self.param_groups)
                     self._metrics.update(found)

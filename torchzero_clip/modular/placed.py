@@ -25,8 +25,8 @@ class Placed:
     reset or move the state of the optimizer reset or move this state too.
     """
 
-    # Optimizers make their state if `optimizer.state[param]` is empty. So the first state comes after the step in which
-    # they did, and a parameter of which the optimizer has no state has no entry while a step is taken.
+    # An optimizer makes its state of a parameter if `optimizer.state[param]` is empty. So ours is put there after that
+    # step. If the optimizer still has no state of a parameter, the entry is taken out while a step is taken.
 
     def __init__(self, front: Front) -> None:
         self._front = front
@@ -46,7 +46,7 @@ class Placed:
             return
         states: Any = optimizer.state
         self._alone, self._is_out = [], False
-        for param in self._front.all_params():
+        for param, _ in _listed(self._front.param_groups):
             if _has_own(states, param) and isinstance(states[param], dict):
                 states[param].setdefault(KEY, {})  # a flat load fills the keys that exist
         for param, own in self._front.state.items():
@@ -92,7 +92,6 @@ class Placed:
                     except ValueError:  # state that was moved to a parameter of another shape begins anew
                         del states[named.param][KEY]
         self.place(optimizer)
-        self._note(optimizer)
 
     def forget(self, optimizer: Optimizer) -> None:
         """Remove the state from the optimizer."""
@@ -154,7 +153,7 @@ def _each(states: Mapping[Any, Any]) -> list[Any]:
 
 
 def _ours(states: Mapping[Any, Any], param: Any) -> Any:
-    """What a parameter has under the key; None for an empty dict, which is what flat loads put under missing keys."""
+    """What a parameter has under the key. None for an empty dict, because flat loads put it under missing keys."""
     entry = states.get(param)
     return (entry.get(KEY) or None) if isinstance(entry, dict) else None
 

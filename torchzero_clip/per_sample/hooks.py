@@ -32,8 +32,8 @@ def _nothing(*args: Any) -> None:
 def accumulate(values: Sequence[tuple[Any, Tensor]]) -> None:
     """Add to the gradients of parameters as a backward does, calling the hooks that users have registered.
 
-    The values may become gradients, so nobody else may use them. If a hook raises, no gradient changes, except if it is
-    a hook that runs after accumulation.
+    The values may become gradients, so the caller must not use them afterwards. If a hook raises, no gradient changes,
+    except if it is a hook that runs after accumulation.
     """
     changed: list[tuple[Any, Tensor]] = []
     for param, value in values:
