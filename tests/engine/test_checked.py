@@ -395,14 +395,14 @@ def test_a_mistake_is_named_before_anything_changes(name, fast):
     if optimizer is None:
         return
     for param, state in optimizer.state.items():
-        declared = {k: v for n in optimizer.nodes for k, v in n.qualified(
+        declared = {k: v for n in optimizer.runner.nodes for k, v in n.qualified(
             n.transform.init_state(param, n.transform.defaults)).items()}  # fmt: skip
         assert state.keys() <= declared.keys()
         assert all(torch.equal(value, declared[key]) for key, value in state.items())
-    fresh = optimizer.nodes.init_global_state()
+    fresh = optimizer.runner.nodes.init_global_state()
     assert all(optimizer.param_groups[0][key] == value for key, value in fresh.items())
     assert not [key for key in optimizer.param_groups[0] if key.startswith("own/") and key not in fresh
-                and key not in optimizer.storage_keys]  # fmt: skip
+                and key not in optimizer.runner.nodes.storage_keys]  # fmt: skip
 
 
 @pytest.mark.quick_cases(len(LATE) * 2)

@@ -130,7 +130,7 @@ def test_nothing_of_the_size_of_a_parameter_is_copied(chain, fused):
     for k in range(6):
         for param in params:
             param.grad = torch.randn(500, 600)
-        states = [value for state in handle._front.state.values() for value in state.values()]
+        states = [value for state in handle._followed.state.values() for value in state.values()]
         own = [tensor for param in params for tensor in (param, param.grad)] + states
         with Allocations({tensor.untyped_storage().data_ptr() for tensor in own}) as seen:
             optimizer.step()
@@ -793,7 +793,7 @@ def test_the_loss_of_a_step_that_a_scaler_refuses_is_forgotten():
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     scaler.scale(torch.ones(()))
     seen = []
-    handle._front.listener = Seer(seen)
+    handle.runner.listener = Seer(seen)
     for loss, size in ((1.0, 1.0), (1e6, torch.inf), (2.0, 1.0)):
         handle.report_loss(loss)
         weight.grad = torch.full((2,), size) * scaler.get_scale()

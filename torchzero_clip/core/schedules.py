@@ -44,12 +44,10 @@ class Schedules:
     def __contains__(self, key: str) -> bool:
         return any(key in own for _, own in self.of_groups)
 
-    def catch_up(self, groups: Sequence[Group], step_method: object) -> None:
+    def catch_up(self, groups: Sequence[Group]) -> None:
         """Before a step: take over counters from the groups, and compute settings that were not known a step before."""
         self._chain_state.take_counters(groups)
         is_counted = SCHEDULE_STEP in self._chain_state.values
-        if is_counted and hasattr(step_method, "_wrapped_by_lr_sched") and "lr" in self:
-            raise ValueError("lr is a function of the step and has a scheduler as well: keep one of them")
         for group in groups if is_counted and self.any else ():
             own = self._of(group)
             if self._behind:
