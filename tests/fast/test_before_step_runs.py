@@ -4,6 +4,7 @@ import copy
 import itertools
 import random
 from collections import ChainMap
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -138,7 +139,13 @@ class Before(Whole):
 
     @property
     def chain(self):
-        return self.handle._followed
+        followed = self.handle._followed
+        return SimpleNamespace(
+            runner=followed.runner,
+            param_groups=followed.param_groups,
+            state=followed.state,
+            metrics=self.handle.metrics,
+        )
 
     def groups(self):
         pairs = zip(self.handle.param_groups, self.optimizer.param_groups, strict=True)

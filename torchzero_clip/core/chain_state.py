@@ -69,7 +69,7 @@ def saved_chain_state(saved_groups: Sequence[Mapping[str, Any]], keys: Iterable[
     found: dict[str, Any] = {}
     for key in keys:
         values = [group[key] for group in saved_groups if key in group]
-        if any(not _same(values[0], value) for value in values[1:]):
+        if any(not same(values[0], value) for value in values[1:]):
             shown = ", ".join(str(v.item() if isinstance(v, Tensor) and v.numel() == 1 else v) for v in values)
             raise ValueError(
                 f"the param groups of the checkpoint disagree about {key!r}, which is one value of the whole chain: "
@@ -80,7 +80,8 @@ def saved_chain_state(saved_groups: Sequence[Mapping[str, Any]], keys: Iterable[
     return found
 
 
-def _same(first: Any, second: Any) -> bool:
+def same(first: Any, second: Any) -> bool:
+    """True if two values of state or settings are equal, also if both are NaN."""
     if isinstance(first, Tensor) and isinstance(second, Tensor):
         # `torch.equal` says that a NaN differs from itself
         return first.shape == second.shape and bool(

@@ -30,10 +30,12 @@ from torchzero_clip.modular.followed import Followed, runner_before
 from torchzero_clip.modular.host import (
     RefusedStep,
     are_zero,
+    at_zero_grad,
     check_host,
     end_surely,
     takes_factor,
     unwrap,
+    unwrap_method,
     unwrapped_host,
 )
 from torchzero_clip.modular.modular import Modular
@@ -71,7 +73,10 @@ class BeforeStep:
         self._hooks = [*around, *own]
         # the step is over before the post-hooks of others, whose errors do not undo it
         optimizer._optimizer_step_post_hooks.move_to_end(around[1].id, last=False)  # pyright: ignore
-        self._wrapper = end_surely(optimizer, self.begin, self.finish)
+        self._wrappers = {
+            "step": end_surely(optimizer, self.begin, self.finish),
+            "zero_grad": at_zero_grad(optimizer, self.runner.reported.zeroed),
+        }
 
     @property
     def _optimizer(self) -> Optimizer:
@@ -140,10 +145,8 @@ class BeforeStep:
         self.runner.listener = None
         if optimizer is None:
             return
-        if vars(optimizer).get("step") is self._wrapper:  # a wrapper that was put around it later stays
-            del optimizer.step
-            if (given := self._wrapper.__wrapped__) is not type(optimizer).step:  # such as the wrapper of a scheduler
-                optimizer.step = given
+        for name, wrapper in self._wrappers.items():
+            unwrap_method(optimizer, name, wrapper)
         self._entries.remove(optimizer)
 
     def __enter__(self) -> Self:
@@ -176,6 +179,7 @@ class BeforeStep:
                 "cannot refuse it: call before_step first, for example before accelerator.prepare"
             )
         self._depth, self._is_open = 1, True
+        self.runner.skipped_by = ()
         self._entries.look(optimizer)
         self._entries.placed.take_out(optimizer)
         closure = kwargs.get("closure") if len(args) < 2 else args[1]
@@ -246,6 +250,7 @@ class BeforeStep:
         for values in (followed.state, *followed.param_groups):
             undo.members(values)
         undo.then(partial(setattr, runner, "steps_taken", runner.steps_taken))
+        undo.then(partial(setattr, runner.schedules, "is_behind", runner.schedules.is_behind))
         return undo
 
     def _restore(self, *, is_taken: bool) -> None:
@@ -324,7 +329,9 @@ class BeforeStep:
         if self._has_scaled:
             self._restore_scale(self._optimizer)
         self._restore(is_taken=is_taken)
-        self._entries.placed.place(self._optimizer)
+        self.runner.reported.clear()
+        if self in _HANDLES:  # else a closure or a hook has called `remove`
+            self._entries.placed.place(self._optimizer)
         self._is_open = False
         for param, grad in self._hidden:
             if param.grad is None:  # else there is a new one, if the step raised

@@ -20,6 +20,11 @@ _OF_CHAIN = (
     "the checkpoint is of a chain, which only a Modular can load. Load it into a Modular with the same transforms, "
     "then call optimizer.load_state_dict(to_torch_optim(modular, optimizer))"
 )
+_OF_COPY = (
+    "the checkpoint has no state of the transforms that stand before the steps of the optimizer, only their name: an "
+    "optimizer was copied or unpickled, which loses transforms, and then saved. Call before_step on the copy before it "
+    "saves. To begin anew with this checkpoint, load it before the call of before_step"
+)
 _INCOMPLETE = (
     "the checkpoint lacks state of the transforms that stand before the steps of the optimizer. The tool that saved "
     "or loaded it has dropped a part. torch.distributed.checkpoint loads into the state that exists: call before_step "
@@ -48,6 +53,7 @@ class Entries:
         hooks = [
             optimizer.register_state_dict_post_hook(self.save),
             optimizer.register_load_state_dict_pre_hook(self.check),
+            optimizer.register_state_dict_pre_hook(self.placed.drop_removed),
             optimizer.register_load_state_dict_post_hook(self.restore, prepend=True),
         ]
         self._check_hook = hooks[1].id
@@ -177,6 +183,8 @@ class Entries:
 
 def _as_checkpoint(groups: Sequence[Group], entries: Sequence[Any], ours: Mapping[Any, Any]) -> dict[str, Any]:
     """Entries and states in the form of the checkpoint of a `Modular`."""
+    if all(isinstance(entry, str) for entry in entries):
+        raise ValueError(_OF_COPY)
     if not all(isinstance(entry, Mapping) and isinstance(entry.get("settings"), Mapping) for entry in entries):
         raise ValueError(_INCOMPLETE)
     own: list[Group] = []

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from torchzero_clip.compat import any_distributed
 from torchzero_clip.core.chain import Chain, Composite, Transforms, as_written, flatten
+from torchzero_clip.core.chain_state import same
 from torchzero_clip.core.kinds import UpdateRule
 from torchzero_clip.core.learning_rate import LR
 from torchzero_clip.core.scope import named_params
@@ -50,7 +51,14 @@ class Followed:
         pairs = [item for item in group["params"] if isinstance(item, tuple)]
         if pairs:
             group["param_names"], group["params"] = [name for name, _ in pairs], [param for _, param in pairs]
-        self.param_groups.append(group)
+        self.param_groups.append({**group, **self._shared_settings()})
+
+    def _shared_settings(self) -> dict[str, Any]:
+        """The settings that are equal in all groups. An added group gets them, because some have to stay equal."""
+        groups, schedules = self.param_groups, self.runner.schedules
+        stored = self.nodes.storage_keys.values() if groups else ()
+        values = {key: [group[key] for group in groups] for key in stored if key not in schedules}
+        return {key: row[0] for key, row in values.items() if all(same(row[0], value) for value in row)}
 
     def has_lists_of(self, groups: Sequence[Group]) -> bool:
         """True if the lists of parameters are the same objects."""

@@ -100,6 +100,13 @@ class Placed:
             if isinstance(entry, dict) and entry.pop(KEY, None) is not None and not entry:
                 del states[param]
 
+    def drop_removed(self, optimizer: Optimizer) -> None:
+        """Before a save: remove entries of parameters that are in no group any more, for which torch has no number."""
+        held = set(map(id, (param for param, _ in _listed(optimizer.param_groups)))) if self._alone else set[int]()
+        for param in self._alone:
+            if id(param) not in held:
+                optimizer.state.pop(param, None)
+
     def save(self, optimizer: Optimizer, saved: dict[str, Any]) -> bool:
         """Add the state to a checkpoint of the optimizer. Return True if no parameter lacks state."""
         states, own = optimizer.state, self._to_save(optimizer)
