@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import ranks
+import table
 import torch
 from contract.entries import ENTRIES, Mul
 from contract.training import Model, assert_equal, assert_equal_to_rounding, gradients, parameters, through_file, values
@@ -46,7 +47,7 @@ from torchzero_clip import (
 )
 from torchzero_clip.core.transform import treats_each_alone
 
-SHAPES = [(4, 3), (3,), (2, 3, 2), (), (70, 9)]
+SHAPES = [*table.SHAPES, (70, 9)]
 SMALL = 100  # bytes of a bucket: two parameters share one now and then
 
 

@@ -1,13 +1,9 @@
 """What was recorded of a run, and the ways to read it."""
 
-import csv
 import importlib
-import math
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +12,7 @@ from typing_extensions import override
 
 from torchzero_clip.recorder.data import Data, Layers, Ratios, places_of, widened
 from torchzero_clip.recorder.figures import draw_record
-from torchzero_clip.recorder.files import Place, not_a_record
+from torchzero_clip.recorder.files import Place
 from torchzero_clip.recorder.series import EarlySign
 from torchzero_clip.recorder.suggestion import Scope, Suggestion, suggested
 from torchzero_clip.recorder.words import counted
@@ -91,45 +87,6 @@ class Readable(ABC):
         """Return one dict for each step, with the columns of `frame` as keys. It does not need pandas."""
         columns = self.record().columns(transforms=transforms)
         return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-
-    def to_csv(self, path: Place) -> None:
-        """Write what ``frame(transforms=True)`` returns to a CSV file. It raises for the file of a `Recorder`."""
-        not_a_record(path)
-        columns = self.record().columns(transforms=True)
-        with Path(path).open("w", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(columns)
-            writer.writerows(zip(*columns.values(), strict=True))
-
-    def to_tensorboard(self, writer: Any, since: int = 0) -> None:
-        """Add the numbers of each step to a `SummaryWriter`.
-
-        The names are ``gradients/norm``, ``gradients/loss``, ``gradients/share_clipped``, ``gradients/skipped``, those
-        of the transforms, such as ``clip_norm/factor``, and for known layers ``layers/<name>/norm`` and
-        ``layers/<name>/update_ratio``. Unknown numbers are left out.
-
-        Args:
-            writer: A `torch.utils.tensorboard.SummaryWriter`, or anything else with its ``add_scalar``.
-            since: The first step to write.
-
-        Raises:
-            TypeError: If ``writer`` has no ``add_scalar``.
-        """
-        if not hasattr(writer, "add_scalar"):
-            raise TypeError(f"writer must be a SummaryWriter, got {type(writer).__name__}")
-        for step, numbers in self.record().numbers(since):
-            for name, number in numbers.items():
-                writer.add_scalar(name, number, step)
-
-    def to_wandb(self, run: Any, since: int = 0) -> None:
-        """Log the numbers of each step to a run of Weights & Biases, with the names of `to_tensorboard`.
-
-        Args:
-            run: What ``wandb.init`` returned, or anything else with its ``log``.
-            since: The first step to write. Weights & Biases accepts steps only in increasing order.
-        """
-        for step, numbers in self.record().numbers(since):
-            run.log(numbers, step=step)
 
     def plot(self, path: Place | None = None) -> Any:
         """Draw the norms with limits and spikes, and the layers by steps, and return the `matplotlib.figure.Figure`.
@@ -223,24 +180,6 @@ class Record(Data, Readable):
         if transforms:
             columns |= {name: values.tolist() for name, values in self.metrics.items()}
         return columns
-
-    def numbers(self, since: int = 0) -> Iterator[tuple[int, dict[str, float]]]:
-        """Each step from ``since`` on, with its numbers and those of its layers by name, without the unknown ones."""
-        norms = dict(zip(self.layer_steps, self.layer_norms, strict=True))
-        ratios = {ratios.step: ratios.relative for ratios in self.ratios}
-        for row in self.rows(transforms=True):
-            step = row.pop("step")
-            if step < since:
-                continue
-            del row["reason"]
-            # a limit of inf means no limit
-            limits = [name for name, x in row.items() if name.endswith("/limit") and x == math.inf]
-            known = {name: x for name, x in row.items() if x == x and name not in limits}
-            found = {name if "/" in name else f"gradients/{name}": float(x) for name, x in known.items()}
-            for what, of_layers in (("norm", norms), ("update_ratio", ratios)):
-                values = of_layers[step].tolist() if step in of_layers else []
-                found |= {f"layers/{name}/{what}": x for name, x in zip(self.layers, values, strict=False) if x >= 0}
-            yield step, found
 
     def filled(self, kept: "Record") -> "Record":
         """This record, with the layers of the steps of another one, which are its last."""
