@@ -3,9 +3,7 @@
 import difflib
 import dis
 import functools
-import importlib
 import inspect
-import sys
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
@@ -62,24 +60,6 @@ def did_you_mean(name: str, known: Iterable[str], *, listed: bool = True) -> str
     if close := nearest(name, known):
         return f"; did you mean {close!r}?"
     return f"; there are: {', '.join(known) or 'none'}" if listed else ""
-
-
-def late_attribute(name: str) -> object:
-    """A name of the package that is imported late. Raise the error of the package for a name that it does not have."""
-    if name == "__all__":
-        return public_names()
-    known = [] if name.startswith("_") else public_names()  # imports the late ones, and their modules
-    if known and name in vars(sys.modules["torchzero_clip"]):
-        return vars(sys.modules["torchzero_clip"])[name]
-    hint = did_you_mean(name, known, listed=False)
-    raise AttributeError(f"module 'torchzero_clip' has no attribute {name!r}{hint}")
-
-
-def public_names() -> list[str]:
-    """The public names of the package, of which the late ones are imported now."""
-    names, late = vars(sys.modules["torchzero_clip"]), vars(importlib.import_module("torchzero_clip.late"))
-    names.update({name: value for name, value in late.items() if not name.startswith("_")})
-    return [name for name, value in names.items() if name[0] != "_" and not inspect.ismodule(value)]
 
 
 def explained(function: Callable[P, T]) -> Callable[P, T]:
