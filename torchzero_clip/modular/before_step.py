@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import cache, partial
 from typing import Any, Self, TypeVar
 
 import torch
@@ -393,6 +393,7 @@ def before_step(
         fast=fast,
     )
     handle = BeforeStep(found, front, Entries(front, new=new, dropped=dropped))
+    _warn_of_copies()
     _HANDLES.add(handle)
     recorder = hook_owner(found, Attached)
     handle.listener = None if recorder is None else recorder.listener
@@ -432,8 +433,10 @@ def _warn_of_copy(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         )
 
 
-# at import, because a pickle or a checkpoint may come to a process that never calls before_step
-register_optimizer_step_pre_hook(_warn_of_copy)
+@cache
+def _warn_of_copies() -> None:
+    """Warn of copies from now on, in this process."""
+    register_optimizer_step_pre_hook(_warn_of_copy)
 
 
 def hook_owner(optimizer: Optimizer, kind: type[T]) -> T | None:
