@@ -732,14 +732,15 @@ def test_a_copy_has_no_transforms_and_warns_once_by_name(copied):
 
 
 @pytest.mark.slow
-def test_a_copy_in_another_process_warns_too(tmp_path):
-    """That process never calls `before_step`."""
+def test_a_copy_in_another_process_warns_after_the_first_call_there(tmp_path):
     optimizer = sgd([one()])
     before_step(optimizer, ClipNorm(1, dim="global"))
     tmp_path.joinpath("pickle").write_bytes(pickle.dumps([optimizer, optimizer.state_dict()]))
     script = """
 import pathlib, pickle, sys, torch, torchzero_clip
 optimizer, saved = pickle.loads(pathlib.Path(sys.argv[1]).read_bytes())
+optimizer.step()
+torchzero_clip.before_step(torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))]), torchzero_clip.ClipNorm(1))
 optimizer.step()
 resumed = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))])
 resumed.load_state_dict(saved)
@@ -748,7 +749,7 @@ resumed.step()
     command = [sys.executable, "-c", script, str(tmp_path / "pickle")]
     run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     warned = [line for line in run.stderr.splitlines() if "call before_step on it" in line]
-    assert [line.split(":")[:2] for line in warned] == [["<string>", "4"], ["<string>", "7"]]
+    assert [line.split(":")[:2] for line in warned] == [["<string>", "6"], ["<string>", "9"]]
 
 
 def test_a_checkpoint_that_is_loaded_after_remove_warns_that_transforms_are_missing():

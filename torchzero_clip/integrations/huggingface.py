@@ -13,8 +13,8 @@ from transformers.trainer_callback import CallbackHandler
 from typing_extensions import override
 
 from torchzero_clip.compat import warn_user
-from torchzero_clip.integrations import numbers, unwrapped
 from torchzero_clip.integrations.attaching import Given, attached, check_trained
+from torchzero_clip.integrations.measured import numbers, unwrapped
 from torchzero_clip.modular.before_step import BeforeStep, chain_of
 from torchzero_clip.recorder.numbers import finite_ones
 from torchzero_clip.recorder.recorder import Recorder, begun, check_given

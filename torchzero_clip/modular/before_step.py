@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import cache, partial
 from typing import Any, Self, TypeVar
 
 import torch
@@ -424,6 +424,7 @@ def before_step(
     )
     followed = Followed(runner, found.param_groups, module)
     handle = BeforeStep(found, delivery, followed, Entries(followed, new=new, dropped=dropped))
+    _warn_of_copies()
     _HANDLES.add(handle)
     recorder = hook_owner(found, Attached)
     runner.listener = None if recorder is None else recorder.listener
@@ -463,8 +464,10 @@ def _warn_of_copy(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         )
 
 
-# at import, because a pickle or a checkpoint may come to a process that never calls before_step
-register_optimizer_step_pre_hook(_warn_of_copy)
+@cache
+def _warn_of_copies() -> None:
+    """Warn of copies from now on, in this process."""
+    register_optimizer_step_pre_hook(_warn_of_copy)
 
 
 def hook_owner(optimizer: Optimizer, kind: type[T]) -> T | None:
