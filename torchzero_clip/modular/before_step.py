@@ -246,11 +246,11 @@ class BeforeStep:
     def _noted(self) -> Undo:
         """Note what a step may change, except for the state of parameters, which is noted before it changes."""
         undo, followed, runner = Undo(self._spares), self._followed, self.runner
-        undo.values(runner.chain_state.values)
-        for values in (followed.state, *followed.param_groups):
-            undo.members(values)
-        undo.then(partial(setattr, runner, "steps_taken", runner.steps_taken))
-        undo.then(partial(setattr, runner.schedules, "is_behind", runner.schedules.is_behind))
+        state = runner.chain_state.values
+        undo.members([state, followed.state, *followed.param_groups])
+        if state:
+            undo.tensors([value for value in state.values() if isinstance(value, Tensor)])
+        undo.then(partial(runner.set_counts, runner.steps_taken, runner.schedules.is_behind))
         return undo
 
     def _restore(self, *, is_taken: bool) -> None:
@@ -263,7 +263,6 @@ class BeforeStep:
             if runner.ended is not None:
                 runner.ended.refused_by.append("error")
 
-    @torch.no_grad()
     def _unscale(self, optimizer: Any) -> bool:
         """Divide by the scale of a gradient scaler. Return False if it has found gradients that are not finite."""
         found_inf = getattr(optimizer, FOUND_INF, None)
@@ -278,7 +277,8 @@ class BeforeStep:
         scale = getattr(optimizer, "grad_scale", None)
         if scale is not None:
             grads = [param.grad for param in _params(optimizer)]
-            foreach.multiply_([grad for grad in grads if grad is not None], scale.double().reciprocal())
+            with torch.no_grad():
+                foreach.multiply_([grad for grad in grads if grad is not None], scale.double().reciprocal())
             self._set_scale(optimizer, None)
         return True
 
@@ -329,7 +329,8 @@ class BeforeStep:
         if self._has_scaled:
             self._restore_scale(self._optimizer)
         self._restore(is_taken=is_taken)
-        self.runner.reported.clear()
+        if self.runner.reported.count:
+            self.runner.reported.clear()
         if self in _HANDLES:  # else a closure or a hook has called `remove`
             self._entries.placed.place(self._optimizer)
         self._is_open = False

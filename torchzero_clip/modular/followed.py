@@ -1,6 +1,7 @@
 """The settings of transforms for the param groups of another optimizer, which they follow."""
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
@@ -44,7 +45,8 @@ class Followed:
         runner.complete(self.param_groups, None)
         for own, group in zip(self.param_groups, groups, strict=True):
             own["params"] = group["params"]
-        self._ids = _checked_ids(groups)
+        _check_ids(groups)
+        self._seen = _seen(groups)
 
     def _append(self, group: Group) -> None:
         """Add a group, and store the names of its parameters as torch does."""
@@ -60,16 +62,9 @@ class Followed:
         values = {key: [group[key] for group in groups] for key in stored if key not in schedules}
         return {key: row[0] for key, row in values.items() if all(same(row[0], value) for value in row)}
 
-    def has_lists_of(self, groups: Sequence[Group]) -> bool:
-        """True if the lists of parameters are the same objects."""
-        own = self.param_groups
-        if len(own) != len(groups):
-            return False
-        return all(mine["params"] is theirs["params"] for mine, theirs in zip(own, groups, strict=True))
-
     def sync(self, groups: Sequence[Group]) -> None:
         """Follow the other optimizer if its parameters have changed."""
-        if not self.has_lists_of(groups) or _ids(groups) != self._ids:
+        if _seen(groups) != self._seen:
             self.follow(groups)
 
     def settings_to_save(self) -> list[dict[str, Any]]:
@@ -88,11 +83,11 @@ class Followed:
             runner = self.runner
             check_added(self.nodes, params, runner.shared.group)
             check_places(runner.chain, self.nodes, params)
-            ids = _checked_ids(groups)
+            _check_ids(groups)
         except Exception:
             self.param_groups[:] = own
             raise
-        self._ids, runner.has_meshes = ids, any_distributed([named.param for named in params])
+        self._seen, runner.has_meshes = _seen(groups), any_distributed([named.param for named in params])
         held = {param for group in groups for param in group["params"]}
         for param in self.state.keys() - held:
             del self.state[param]
@@ -114,15 +109,16 @@ class Followed:
         self.param_groups[:] = [own for own in found if own is not None]
 
 
-def _ids(groups: Sequence[Group]) -> list[int]:
-    return [id(param) for group in groups for param in group["params"]]
+def _seen(groups: Sequence[Group]) -> list[int]:
+    """The ids of the lists of parameters, and of the parameters in them."""
+    lists = [group["params"] for group in groups]
+    return [*map(id, lists), *map(len, lists), *map(id, chain.from_iterable(lists))]
 
 
-def _checked_ids(groups: Sequence[Group]) -> list[int]:
-    ids = _ids(groups)
+def _check_ids(groups: Sequence[Group]) -> None:
+    ids = [id(param) for group in groups for param in group["params"]]
     if len(set(ids)) < len(ids):
         raise ValueError("a parameter is listed twice in the groups of the optimizer: list it once")
-    return ids
 
 
 def _successors(known: Sequence[Group], groups: Sequence[Group]) -> list[Group | None]:

@@ -174,6 +174,10 @@ class Runner:
         if refused_by:
             self.reported.clear()
 
+    def set_counts(self, steps_taken: int, is_behind: bool) -> None:
+        """Go back to these counts."""
+        self.steps_taken, self.schedules.is_behind = steps_taken, is_behind
+
     def forget_metrics(self) -> None:
         """Have no metrics until the next step."""
         self._metrics, self._unread = {}, None
