@@ -94,6 +94,14 @@ def takes_factor(optimizer: Any, hook: int, count: int) -> bool:
     return True
 
 
+def give_back(optimizer: Optimizer, wrapper: Any) -> None:
+    """Remove the wrapper that `end_surely` has returned. If there is another one around it, both stay."""
+    if vars(optimizer).get("step") is wrapper:
+        del optimizer.step
+        if (given := wrapper.__wrapped__) is not type(optimizer).step:  # such as the wrapper of a scheduler
+            optimizer.step = given
+
+
 def end_surely(optimizer: Optimizer, begin: Callable[[], object], finish: Callable[[], object]) -> Any:
     """Wrap ``step`` of one optimizer, so that a step ends even if it raises, for which torch calls no hook.
 
