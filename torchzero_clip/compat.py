@@ -5,7 +5,6 @@ which transformation, such as vmap, the forward of a module runs; torch has no p
 """
 
 import importlib
-import inspect
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -158,18 +157,11 @@ unflatten: Callable[[Tensor, Sequence[Tensor]], list[Tensor]] = torch._C._nn.unf
 """The inverse of `flatten`: views of the vector in the shapes of other tensors."""
 
 
-_STEP: Any = Optimizer.profile_hook_step(Optimizer.step)  # what torch wraps around `step` of each class
-
-
-def steps_being_taken(optimizer: Optimizer) -> int:
-    """How many steps of an optimizer are being taken; 2 if `step` of a subclass calls that of its base class."""
-    # counted on the stack, because torch calls no hook after a step that raises
-    count, frame = 0, inspect.currentframe()
-    while frame is not None:
-        if frame.f_code is _STEP.__code__:
-            count += frame.f_locals.get("self") is optimizer
-        frame = frame.f_back
-    return count
+def may_call_base(optimizer: Optimizer) -> bool:
+    """True if `step` of several classes of an optimizer runs hooks, so that one step may run them several times."""
+    # torch wraps `step` of a class, also if it is inherited, when it makes the first object of this class
+    steps: list[Any] = [vars(kind).get("step") for kind in type(optimizer).__mro__]
+    return len({step.__wrapped__ for step in steps if getattr(step, "hooked", False)}) > 1
 
 
 def may_be_template(groups: Sequence[Mapping[str, Any]], *, is_first: bool) -> bool:

@@ -496,6 +496,48 @@ def test_a_step_that_is_called_around_the_wrapper_is_the_same_step():
     assert handle.skipped_steps == 1
 
 
+@pytest.mark.parametrize("again", ["kept", "step"])
+def test_a_step_around_the_wrapper_that_raises_is_followed_by_ordinary_steps(again):
+    weight = one()
+    optimizer = sgd([weight])
+    kept = optimizer.step
+    handle = before_step(optimizer, ClipNorm(lambda step: 1.0 / (1 + step), dim="global"))
+    hook = optimizer.register_step_pre_hook(lambda *_: 1 / 0)
+    weight.grad = torch.tensor([3.0, 4.0])
+    with pytest.raises(ZeroDivisionError):
+        kept()
+    hook.remove()
+    weight.grad = torch.tensor([3.0, 4.0])
+    kept() if again == "kept" else optimizer.step()
+    assert weight.tolist() == pytest.approx([-0.6, -0.8])
+    assert handle.steps_taken == 1
+
+
+def test_a_step_around_the_wrapper_that_calls_that_of_its_base_is_refused():
+    weight = one()
+    torch.optim.AdamW([one()])  # hooks the base class
+    optimizer = Twice([weight], 0.1)
+    kept = optimizer.step
+    before_step(optimizer, ClipNorm(1, dim="global"))
+    weight.grad = torch.tensor([3.0, 4.0])
+    with pytest.raises(RuntimeError, match=r"step of Twice, which may call .* cannot know where it ends: call before_"):
+        kept()
+    assert (weight.tolist(), weight.grad.tolist()) == ([0.0, 0.0], [3.0, 4.0])
+
+
+def test_a_step_around_the_wrapper_that_is_inherited_runs_its_hooks_once():
+    """Torch hooks the same function for both classes."""
+    for kind in (torch.optim.AdamW, torch.optim.Adam):
+        kind([one()])
+    weight = one()
+    optimizer = torch.optim.AdamW([weight], 0.1)
+    kept = optimizer.step
+    handle = before_step(optimizer, ClipNorm(1, dim="global"))
+    weight.grad = torch.tensor([3.0, 4.0])
+    kept()
+    assert handle.metrics()["clip_norm/norm"].item() == pytest.approx(5.0)
+
+
 def test_a_step_around_the_wrapper_of_another_optimizer_than_torchs_is_not_refused_in_silence():
     """It may count steps without gradients."""
     weight = one()

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from torchzero_clip.checks import instance
-from torchzero_clip.compat import may_be_template, never_compiled, steps_being_taken, warn_user
+from torchzero_clip.compat import may_be_template, may_call_base, never_compiled, warn_user
 from torchzero_clip.core.chain import Transforms
 from torchzero_clip.core.group_keys import BEFORE_STEP as KEY
 from torchzero_clip.core.transform import Transform
@@ -168,7 +168,7 @@ class BeforeStep:
         if torch.compiler.is_compiling():
             return self._before_compiled(optimizer, args, kwargs)
         if self._depth:
-            if steps_being_taken(optimizer) > 1:
+            if self._is_wrapped or may_call_base(optimizer):
                 self._depth += 1
                 return None
             self._end(is_taken=False)  # the step before raised an error and was called without the wrapper
@@ -177,6 +177,11 @@ class BeforeStep:
             raise RuntimeError(
                 f"this step of {type(optimizer).__name__} was stored before before_step was called, so transforms "
                 "cannot refuse it: call before_step first, for example before accelerator.prepare"
+            )
+        if not self._is_wrapped and may_call_base(optimizer):
+            raise RuntimeError(
+                f"this step of {type(optimizer).__name__}, which may call that of its base class, was stored before "
+                "before_step was called, so transforms cannot know where it ends: call before_step first"
             )
         self._depth, self._is_open = 1, True
         self.runner.skipped_by = ()
@@ -314,6 +319,7 @@ class BeforeStep:
 
     def begin(self) -> None:
         """The wrapper has been called, and catches a `RefusedStep`."""
+        self._end(is_taken=False)  # the step before, if it raised an error and was called without the wrapper
         self._is_wrapped = True
 
     def finish(self) -> None:

@@ -143,7 +143,7 @@ def at_zero_grad(optimizer: Optimizer, note: Callable[[], object]) -> Any:
 
 
 def unwrap_method(optimizer: Optimizer, name: str, wrapper: Any) -> None:
-    """Remove a wrapper from an optimizer. If another one was put around it later, it stays."""
+    """Remove a wrapper from an optimizer. If there is another one around it, both stay."""
     if vars(optimizer).get(name) is wrapper:
         delattr(optimizer, name)
         if wrapper.__wrapped__ is not getattr(type(optimizer), name):  # such as the wrapper of a scheduler
