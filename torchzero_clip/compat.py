@@ -93,9 +93,21 @@ def checkpoint_around() -> object:
 
 def is_restored_by_checkpoint() -> bool:
     """True while `torch.utils.checkpoint` with ``use_reentrant=False`` runs code again to restore tensors."""
-    top: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # pyright: ignore
-    hooks = None if top is None else top(True)
-    return hooks is not None and "recomputation" in hooks[0].__qualname__
+    calls: Any = torch._C._autograd  # pyright: ignore
+    if not hasattr(calls, "_top_saved_tensors_default_hooks"):
+        return False
+    # the hooks of a checkpoint inside the one that restores are above the hooks that restore
+    above: list[Any] = []
+    try:
+        while (hooks := calls._top_saved_tensors_default_hooks(True)) is not None:
+            if "recomputation" in hooks[0].__qualname__:
+                return True
+            above.append(hooks)
+            calls._pop_saved_tensors_default_hooks()
+        return False
+    finally:
+        for hooks in reversed(above):
+            calls._push_saved_tensors_default_hooks(*hooks)
 
 
 def is_capturing() -> bool:
