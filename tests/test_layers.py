@@ -123,6 +123,19 @@ def test_no_module_is_part_of_a_circle_of_imports():
     assert {name for name in names if name in reached(imports, name)} == set()
 
 
+def test_frames_of_callers_are_read_in_two_places():
+    """To warn at the line of the user, and to refuse an optimizer that says nothing of itself."""
+    words = {"_getframe", "currentframe", "walk_stack", "walk_tb", "extract_stack", "f_back", "tb_frame", "f_locals"}
+    found = set()
+    for path in FILES:
+        tree = ast.parse(path.read_text())
+        names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)} - {"dis"}
+        names |= {name.rpartition(".")[2] for name in imported(tree)}
+        if names & {*words, "dis"}:
+            found.add(str(path.relative_to(PACKAGE)))
+    assert found == {"compat.py", "modular/validation.py"}
+
+
 def test_the_optimizer_sees_one_name_of_the_fast_way():
     names = [name for path in FILES if layer(path) == "modular" for name in imported(ast.parse(path.read_text()))]
     assert {name for name in names if ".fast." in name} == {"torchzero_clip.fast.door.FastWay"}

@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
-from traceback import walk_stack
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -188,13 +187,6 @@ def may_be_template(groups: Sequence[Mapping[str, Any]], *, is_first: bool) -> b
     return has_rates or is_first  # to look at the gradients waits too
 
 
-def torch_loads() -> bool:
-    """True while torch.distributed.checkpoint loads an optimizer."""
-    # With full_state_dict=True it asks for the state dict of the optimizer, takes the device of the first tensor with a
-    # dimension in it, and raises "Expected device to be set" without one; in torch 2.13 also for SGD without momentum.
-    return any(frame.f_code.co_name == "_load_optim_state_dict" for frame, _ in walk_stack(sys._getframe()))
-
-
 def is_distributed(tensor: object) -> "TypeIs[DTensor]":
     """True for a distributed tensor. It does not import `torch.distributed.tensor`, because that takes 0.7 s."""
     return type(tensor) not in _ORDINARY and issubclass(type(tensor), _distributed_types())
@@ -228,7 +220,7 @@ _ORDINARY = {Tensor, nn.Parameter}
 
 def warn_user(text: str) -> None:
     """Warn at the line of the user."""
-    # hooks of torch may lie between, and Python 3.11 has no ``skip_file_prefixes``
+    # its frame is searched, because hooks of torch may lie between, and Python 3.11 has no ``skip_file_prefixes``
     level, frame = 1, sys._getframe()
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("torchzero_clip", "torch"):
         level, frame = level + 1, frame.f_back

@@ -31,7 +31,7 @@ def images(**settings):
 
 ODD = {
     "sparse": lambda param: torch.ones_like(param).to_sparse(),
-    "expanded": lambda param: torch.ones(1).expand(param.shape),
+    "expanded": lambda param: torch.ones_like(param[:1, :1]).expand(param.shape),
     "dense": torch.ones_like,
 }
 
@@ -39,7 +39,8 @@ ODD = {
 @pytest.mark.parametrize("way", [by_backward, with_low_memory])
 @pytest.mark.parametrize("kind", ODD)
 def test_a_gradient_that_exists_is_added_to_as_by_torch(kind, way):
-    model, x = nn.Sequential(*[nn.Linear(2, 2, bias=False) for _ in range(3)]), torch.randn(COUNT, 2)
+    model = nn.Sequential(*[nn.Linear(2, 2, bias=False) for _ in range(3)]).double()
+    x = torch.randn(COUNT, 2, dtype=torch.float64)
     expected = torch.autograd.grad(losses_of(model(x)).mean(), list(model.parameters()))
     step = way(model, limit=1e9)
     for layer in model:

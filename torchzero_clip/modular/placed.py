@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 
 from torchzero_clip.checkpoints.fitting import fitted_state
 from torchzero_clip.checkpoints.portable import FLOAT32, packed, unpacked
-from torchzero_clip.compat import torch_loads
 from torchzero_clip.core.group_keys import BEFORE_STEP as KEY
 from torchzero_clip.core.scope import named_params
 from torchzero_clip.modular.followed import Followed
@@ -131,9 +130,12 @@ class Placed:
         return bool(found) and all(own.get(param) for param in stepped or [param for _, param in trainable])
 
     def _to_save(self, optimizer: Optimizer) -> Mapping[Tensor, State]:
-        """The state of each parameter. While torch loads, each one has some, because torch loads into what exists."""
+        """The state of each parameter: that before the first step where the optimizer has state, and transforms none.
+
+        torch.distributed.checkpoint loads into what exists, so a checkpoint has all of it.
+        """
         followed = self._followed
-        if not self._has_state or not torch_loads():
+        if not self._has_state:
             return followed.state
         own = dict(followed.state)
         for group in followed.param_groups:
