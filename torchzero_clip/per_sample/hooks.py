@@ -7,7 +7,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from torchzero_clip.compat import never_compiled
-from torchzero_clip.functional.gradients import added_gradient, new_gradient
+from torchzero_clip.functional.gradients import new_gradient
 
 
 class Hook:
@@ -51,7 +51,11 @@ def accumulate(values: Sequence[tuple[Any, Tensor]]) -> None:
         # a user may have stored the tensor that a hook got
         changed.append((param, value.detach().clone() if hooks else value))
     for param, value in changed:
-        param.grad = new_gradient(value, param) if param.grad is None else added_gradient(param.grad, value, param)
+        grad = param.grad
+        if grad is not None and grad.layout == torch.strided and 0 not in grad.stride():
+            grad.add_(value)
+        else:  # a sparse gradient becomes dense, as in torch, and an expanded one gets memory for each element
+            param.grad = new_gradient(value if grad is None else value + grad.detach(), param)
     for param, _ in changed:
         for hook in list((param._post_accumulate_grad_hooks or {}).values()):
             hook(param)
