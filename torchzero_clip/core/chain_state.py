@@ -70,7 +70,7 @@ def saved_chain_state(saved_groups: Sequence[Group], keys: Iterable[str]) -> dic
     found: dict[str, Any] = {}
     for key in keys:
         values = [group[key] for group in saved_groups if key in group]
-        if any(not _same(values[0], value) for value in values[1:]):
+        if any(not same(values[0], value) for value in values[1:]):
             shown = ", ".join(str(v.item() if isinstance(v, Tensor) and v.numel() == 1 else v) for v in values)
             raise ValueError(
                 f"the param groups of the checkpoint disagree about {key!r}, which is one value of the whole chain: "
@@ -81,7 +81,8 @@ def saved_chain_state(saved_groups: Sequence[Group], keys: Iterable[str]) -> dic
     return found
 
 
-def _same(first: object, second: object) -> bool:
+def same(first: object, second: object) -> bool:
+    """True if two values of state or settings are equal, also if both are NaN."""
     if isinstance(first, Tensor) and isinstance(second, Tensor):
         # `torch.equal` says that a NaN differs from itself
         return first.shape == second.shape and bool(

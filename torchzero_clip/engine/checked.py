@@ -255,13 +255,13 @@ def _explain(error: Exception, node: Node, step: Step) -> NoReturn:
         "state of the whole chain": node.global_keys,
         **({"children": node.children} if node.children else {}),
     }
-    loss = None
-    if step.loss is None:
-        loss = "call optimizer.report_loss(loss) before step(), or pass step a closure that returns the loss"
+    text = explanation(error, repr(transform), known)
+    if text is not None:
+        raise RuntimeError(text) from error
+    error.add_note(f"in {transform!r}")
+    if step.loss is None and "'NoneType'" in str(error):
+        way_out = "call optimizer.report_loss(loss) before step(), or pass step a closure that returns the loss"
         if isinstance(transform, Gate) and not transform.needs_loss:
-            loss = f"write needs_loss = True in the class of the gate, and {loss}"
-    text = explanation(error, repr(transform), known, loss=loss)
-    if text is None:
-        error.add_note(f"in {transform!r}")
-        raise error
-    raise RuntimeError(text) from error
+            way_out = f"write needs_loss = True in the class of the gate, and {way_out}"
+        error.add_note(f"the loss of this step is None: {way_out}")
+    raise error

@@ -126,6 +126,14 @@ def new_gradient(value: Tensor, param: Tensor) -> Tensor:
     return value if value.untyped_storage().nbytes() == value.nbytes else value.clone()
 
 
+def added_gradient(grad: Tensor, value: Tensor, param: Tensor) -> Tensor:
+    """The sum of a gradient and a value, as torch's backward stores it: in the gradient, or dense if it is sparse."""
+    has_memory = grad.layout == torch.strided and all(
+        s or n == 1 for s, n in zip(grad.stride(), grad.shape, strict=True)
+    )
+    return grad.add_(value) if has_memory else new_gradient(value + grad.detach(), param)
+
+
 def laid_out_like(value: Tensor, param: Tensor) -> Tensor:
     """A value with the strides of the parameter, or contiguous if the parameter has gaps or overlaps."""
     # torch's fused optimizers assume that gradients have the strides of their parameter; on the CPU without a check

@@ -6,7 +6,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from torchzero_clip.compat import never_compiled
-from torchzero_clip.functional.gradients import new_gradient
+from torchzero_clip.functional.gradients import added_gradient, new_gradient
 
 
 class Hook:
@@ -50,7 +50,7 @@ def accumulate(values: Sequence[tuple[Tensor, Tensor]]) -> None:
         # a user may have stored the tensor that a hook got
         changed.append((param, value.detach().clone() if hooks else value))
     for param, value in changed:
-        param.grad = new_gradient(value, param) if param.grad is None else param.grad.add_(value)
+        param.grad = new_gradient(value, param) if param.grad is None else added_gradient(param.grad, value, param)
     for param, _ in changed:
         for hook in list((param._post_accumulate_grad_hooks or {}).values()):
             hook(param)

@@ -80,7 +80,7 @@ def refuse_unclipped(engine: Clips, optimizer: Optimizer, _: bool) -> None:
 def refuse_unreleased(clipper: Releases, optimizer: Optimizer, has_closure: bool) -> None:
     """Raise if a step over private parameters has a closure, comes before `pre_step`, or uses other gradients."""
     if has_closure:
-        refuse_loss(optimizer, "a closure")
+        refuse_loss(optimizer.param_groups, "a closure")
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if set(map(id, clipper.released_params())).isdisjoint(map(id, params)):
         return

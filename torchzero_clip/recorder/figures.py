@@ -61,7 +61,7 @@ def png_of(figure: "Figure") -> bytes:
 
 
 def _figure(height: float) -> "Figure":
-    return panels.module("matplotlib.figure").Figure(figsize=(9, height), layout="constrained")
+    return panels.matplotlib().figure.Figure(figsize=(9, height), layout="constrained")
 
 
 def _saved(figure: "Figure", path: Place | None) -> "Figure":
@@ -102,8 +102,8 @@ def _draw_tiles(figure: "Figure", axes: "Axes", tiles: Tiles) -> None:
     high = next((bound for bound in (3.0, 10.0, 100.0) if most <= bound), 1000.0)
     low = 1 / 3 if high == 3 else 0.1
     shades = torch.where(tiles.ratios.isinf(), 10 * high, tiles.ratios.clamp(low, high)).log10().tolist()
-    colors = panels.module("matplotlib").colormaps["RdBu_r"].with_extremes(over="black", bad="0.8")
-    scale = panels.module("matplotlib.colors").TwoSlopeNorm(0, math.log10(low), math.log10(high))
+    colors = panels.matplotlib().colormaps["RdBu_r"].with_extremes(over="black", bad="0.8")
+    scale = panels.matplotlib().colors.TwoSlopeNorm(0, math.log10(low), math.log10(high))
     edges = [k - 0.5 for k in range(len(tiles.names) + 1)]
     mesh = axes.pcolormesh(tiles.edges, edges, shades, cmap=colors, norm=scale, rasterized=True)
     bar = figure.colorbar(mesh, ax=axes, orientation="horizontal", shrink=0.6, aspect=40)
@@ -115,7 +115,7 @@ def _draw_tiles(figure: "Figure", axes: "Axes", tiles: Tiles) -> None:
 
 def _explain(axes: "Axes", tiles: Tiles) -> None:
     """A legend of the colors that are not on the color bar."""
-    patch = panels.module("matplotlib.patches").Patch
+    patch = panels.matplotlib().patches.Patch
     shades = [
         ("black", "inf or NaN", tiles.ratios.isinf()),
         ("0.8", "no gradient, rounding only, or not recorded", tiles.ratios.isnan()),

@@ -164,9 +164,10 @@ def draw_series_row(axes: "Axes", side: Any, series: Series, limit: float) -> in
     return len(spikes)
 
 
-def module(name: str) -> Any:
+def matplotlib() -> Any:
     try:
-        return importlib.import_module(name)
+        importlib.import_module("matplotlib.figure")  # it imports colors, patches and ticker
+        return importlib.import_module("matplotlib")
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError("drawing a record needs matplotlib: pip install matplotlib") from error
 
@@ -194,7 +195,7 @@ def set_log_ticks(axis: "Axis", low: float, high: float) -> None:
     """Write 1, 2, 5, 10 beside a log axis that is too short for powers of 10 alone."""
     if high / low < 1e3:
         subs = (1, 2, 5) if high / low > 10 else (1, 1.5, 2, 3, 4, 5, 6, 8)
-        axis.set_major_locator(module("matplotlib.ticker").LogLocator(subs=subs))
+        axis.set_major_locator(matplotlib().ticker.LogLocator(subs=subs))
         axis.set_major_formatter("{x:,g}")
         axis.set_minor_formatter("")
 

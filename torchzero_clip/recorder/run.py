@@ -4,7 +4,7 @@ import atexit
 import operator
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -60,6 +60,7 @@ class Run(Listener):
         self._run_in_file: str | None = None  # the id of the run, once the record is closed
         self._loaded_until = 0
         OPEN.add(self)
+        _close_at_exit()
 
     @override
     @never_compiled
@@ -262,7 +263,12 @@ class Run(Listener):
 OPEN: WeakSet[Run] = WeakSet()  # runs that are not closed
 
 
-@atexit.register
+@cache
+def _close_at_exit() -> None:
+    """Close the open runs when the process ends. It is registered with the first run."""
+    atexit.register(_finish)
+
+
 def _finish() -> None:
     for run in list(OPEN):
         try:

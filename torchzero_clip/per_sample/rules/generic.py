@@ -26,7 +26,7 @@ from torchzero_clip.per_sample.hooks import Hook
 from torchzero_clip.per_sample.modes import Mode
 from torchzero_clip.per_sample.processes.sharding import memory_of
 from torchzero_clip.per_sample.rules.copies import EMPTY, Bare, copy_of
-from torchzero_clip.per_sample.rules.reruns import watch_functions
+from torchzero_clip.per_sample.rules.reruns import find_functions, watch_modules
 from torchzero_clip.per_sample.rules.state import State
 from torchzero_clip.per_sample.samples.arguments import counts_up
 from torchzero_clip.per_sample.samples.broadcast_row import HOOKS, by_vmap, is_in_place, is_row, row_of, without_padding
@@ -74,8 +74,10 @@ class GenericRule(Rule):
         with _alone(layer, one) as state:
             tensors = _mapped(layer, state, one, copies, list(inputs.values()))
             changed = versions != [leaf._version for leaf in given]  # so that it cannot run again
+            if not is_known:
+                watch_modules(layer)
             if not is_known and decision not in known:
-                watch_functions(layer, tensors, inputs.values())
+                find_functions(layer, tensors, inputs.values())
             if not is_known and not changed and decision not in known:
                 _refuse_reentrant(layer, tensors, inputs.values())
                 _compare(layer, state, one.output(tensors), args, kwargs)

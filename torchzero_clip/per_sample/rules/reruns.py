@@ -22,17 +22,24 @@ RERUN = (
     "modules, or use torch.utils.checkpoint with use_reentrant=False"
 )
 """The way out of a function that runs modules again."""
+WATCHED = "watched"  # a key of `CapturedLayer.known`: its modules are watched
 RERUNS = "reruns"  # a key of `CapturedLayer.known`: its graph has a function that may run modules again
 
 
-def watch_functions(layer: CapturedLayer, outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> None:
-    """Watch the modules in a layer that is run whole, if its graph has a `torch.autograd.Function`."""
+def watch_modules(layer: CapturedLayer) -> None:
+    """Raise if a module in a layer that is run whole runs in a backward."""
+    if WATCHED not in layer.known:
+        layer.known[WATCHED] = True
+        layer.engine.attachment.watch_inside(layer, partial(_refuse, layer))
+
+
+def find_functions(layer: CapturedLayer, outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> None:
+    """Note for messages if the graph of a layer that is run whole has a `torch.autograd.Function`."""
     if RERUNS in layer.known:
         return
     nodes: Iterable[Node] = {*nodes_of(outputs)}.difference(nodes_of(inputs))
     if any(isinstance(node, BackwardCFunction) and not is_watched(node) for node in nodes):
         layer.known[RERUNS] = True
-        layer.engine.attachment.watch_inside(layer, partial(_refuse, layer))
 
 
 def rerun_error(layer: CapturedLayer, what: str) -> RuntimeError:
