@@ -9,6 +9,7 @@ from torchzero_clip.checks import instance, is_numeric
 from torchzero_clip.core.group_keys import BEFORE_STEP
 from torchzero_clip.modular.before_step import BeforeStep
 from torchzero_clip.modular.modular import Modular
+from torchzero_clip.types import Group
 
 
 def as_lr(optimizer: Optimizer | BeforeStep, key: str) -> Optimizer:
@@ -64,7 +65,7 @@ class _View(Optimizer):
         self._opt_called = True  # schedulers warn if they find no step before theirs
         self.defaults = {"lr": optimizer.param_groups[0][key]}
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return _View, (self._optimizer, self._key)  # schedulers are copied and pickled with what they schedule
 
     @property
@@ -85,7 +86,7 @@ class _View(Optimizer):
 class _Group(MutableMapping[str, Any]):
     """A param group in which ``lr`` is another setting, and ``initial_lr`` and the like have qualified keys."""
 
-    def __init__(self, group: dict[str, Any], key: str) -> None:
+    def __init__(self, group: Group, key: str) -> None:
         self._group, self._key = group, key
 
     def _stored(self, key: str) -> str:

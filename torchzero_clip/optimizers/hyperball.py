@@ -1,7 +1,6 @@
 """Steps that keep the norms of weights."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from torchzero_clip.functional import foreach
 from torchzero_clip.functional.norms import beyond_float32, each_norm, may_look, norm
 from torchzero_clip.functional.shards import pack
 from torchzero_clip.optimizers.weight_decay import WeightDecay
-from torchzero_clip.types import Setting
+from torchzero_clip.types import NewState, Setting
 
 
 class Hyperball(Retraction):
@@ -68,7 +67,7 @@ class Hyperball(Retraction):
         super().__init__({}, name=name)
 
     @override
-    def init_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
+    def init_state(self, param: Tensor, setting: Setting) -> NewState:
         return {"radius": norm(param.detach()).to(_wide(param))}
 
     @override

@@ -47,7 +47,7 @@ class Rule(ABC):
         return None
 
     @abstractmethod
-    def run(self, *args: Any, **kwargs: Any) -> Any:
+    def run(self, *args: Any, **kwargs: Any) -> object:
         """Return the output of a layer: the first argument is the `CapturedLayer`, then come those of the call.
 
         The graph must not contain the parameters of the layer.
@@ -143,7 +143,7 @@ class CapturedLayer:
         """The last function that got a row and cannot run for each sample, and whether the layer called it."""
 
     @never_compiled
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         """The forward of the module while it is captured."""
         module, engine = self.module, self.engine
         now = module.__dict__.get("forward")
@@ -177,7 +177,7 @@ class CapturedLayer:
             engine.running = around
 
     @override
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         # copies of an attached model are ordinary models
         return class_forward, (self.module,)
 
@@ -208,7 +208,7 @@ class CapturedLayer:
         """Note where the samples are in this call. Every rule calls this, directly or by `samples`."""
         self.engine.mixing.note((self.name, *decision))
 
-    def count_in(self, values: Iterable[Any]) -> int | None:
+    def count_in(self, values: Iterable[object]) -> int | None:
         """The number of samples: that of the batch, or that of the first tensor if it is not known."""
         # it is not known in a layer that is called by itself, and where arguments have several sizes
         known, dim = self.engine.forward.batch_size, self.engine.batch_dim
@@ -305,7 +305,7 @@ class CapturedLayer:
         """Raise a ValueError if the samples of an input are not in this dimension, in order."""
         labels = self.labels(input)
         if labels is not None and not (isinstance(labels, Place) and labels == (dim, 1)):
-            own: Any = getattr(self.module, "batch_first", None)
+            own: object = getattr(self.module, "batch_first", None)
             if isinstance(own, bool) and labels in (Place(0), Place(1)) and dim is not None:
                 raise self._elsewhere(own)
             ways = self.line, "run it on all positions and select from its output: layer(x)[mask]"
@@ -435,7 +435,7 @@ class CapturedLayer:
         )
 
 
-def is_watched(node: Any) -> bool:
+def is_watched(node: object) -> bool:
     """True for a node that `CapturedLayer.watch` has put into the graph."""
     backward: Any = _Watched
     return isinstance(node, backward._backward_cls)
@@ -448,7 +448,7 @@ def rows_first(where: Place | Tensor, *tensors: Tensor) -> list[Tensor]:
     return [x.flatten(0, where.ndim - 1) for x in tensors]
 
 
-def class_forward(module: nn.Module) -> Callable[..., Any]:
+def class_forward(module: nn.Module) -> Callable[..., object]:
     """The forward of the class of a module, bound to the module."""
     return MethodType(type(module).forward, module)
 

@@ -65,7 +65,9 @@ class Hooks(Attached):
             unwrap_method(optimizer, "step", self._wrapper)
 
     @never_compiled
-    def before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def before(
+        self, optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[object, ...], dict[str, Any]] | None:
         """Measure the gradients, or wrap the closure that makes them."""
         # the transforms before the steps tell the listener what they have seen
         if not self._depth.enter(optimizer) or handle_of(optimizer) is not None:
@@ -83,7 +85,7 @@ class Hooks(Attached):
 
     @torch.no_grad()
     @never_compiled
-    def _measure(self, optimizer: Optimizer, loss: Any) -> None:
+    def _measure(self, optimizer: Optimizer, loss: object) -> None:
         groups = optimizer.param_groups
         params = [param for group in groups for param in group["params"] if param.grad is not None]
         found = self._run.measurable.among([param.grad for param in params])
@@ -102,7 +104,7 @@ class Hooks(Attached):
         self._run.finish = partial(self._finish, write)
 
     @never_compiled
-    def after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def after(self, optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         if self._depth.leave():
             self._run.finish("")
 
@@ -115,11 +117,11 @@ class Hooks(Attached):
         write(Note(self._run.step, FAILED if reason is None else reason))
 
 
-def _measured(closure: Callable[[], Any], measure: Callable[[Any], None]) -> Callable[[], Any]:
+def _measured(closure: Callable[[], object], measure: Callable[[object], None]) -> Callable[[], object]:
     """A closure that measures the gradients after its first call. `torch.optim.LBFGS` calls it several times."""
     waiting = [measure]
 
-    def call() -> Any:
+    def call() -> object:
         loss = closure()
         while waiting:
             waiting.pop()(loss)

@@ -4,7 +4,7 @@ import importlib
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,6 +16,15 @@ from torchzero_clip.recorder.files import Place
 from torchzero_clip.recorder.series import EarlySign
 from torchzero_clip.recorder.suggestion import Scope, Suggestion, suggested
 from torchzero_clip.recorder.words import counted
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from pandas import DataFrame
+
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from pandas import DataFrame
 
 
 class Readable(ABC):
@@ -63,7 +72,7 @@ class Readable(ABC):
         """
         return self._whole().early_signs()
 
-    def frame(self, *, transforms: bool = False) -> Any:
+    def frame(self, *, transforms: bool = False) -> "DataFrame":
         """Return one row for each step.
 
         Args:
@@ -83,12 +92,12 @@ class Readable(ABC):
         record = self.record()
         return pandas.DataFrame(record.columns(transforms=transforms), index=pandas.Index(record.steps))
 
-    def rows(self, *, transforms: bool = False) -> list[dict[str, Any]]:
+    def rows(self, *, transforms: bool = False) -> list[dict[str, object]]:
         """Return one dict for each step, with the columns of `frame` as keys. It does not need pandas."""
         columns = self.record().columns(transforms=transforms)
         return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
-    def plot(self, path: Place | None = None) -> Any:
+    def plot(self, path: Place | None = None) -> "Figure":
         """Draw the norms with limits and spikes, and the layers by steps, and return the `matplotlib.figure.Figure`.
 
         Args:
@@ -171,10 +180,10 @@ class Record(Data, Readable):
             'To read it: rows(), frame(), spikes(), worst(step=...), plot("norms.png").'
         )
 
-    def columns(self, *, transforms: bool = False) -> dict[str, list[Any]]:
+    def columns(self, *, transforms: bool = False) -> dict[str, list[object]]:
         """The columns of `frame`, as lists."""
         vectors = {"norm": self.norm, "loss": self.loss, "share_clipped": self.share_clipped}
-        columns: dict[str, list[Any]] = {"step": list(self.steps)}
+        columns: dict[str, list[object]] = {"step": list(self.steps)}
         columns |= {name: values.tolist() for name, values in vectors.items()}
         columns |= {"skipped": [bool(reason) for reason in self.reasons], "reason": list(self.reasons)}
         if transforms:

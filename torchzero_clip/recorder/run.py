@@ -29,8 +29,9 @@ from torchzero_clip.recorder.precision import precision_of
 from torchzero_clip.recorder.reading import last_run
 from torchzero_clip.recorder.record import Record, joined
 from torchzero_clip.recorder.tape import PRECISION, Note, Tape
+from torchzero_clip.types import Group
 
-Groups: TypeAlias = Sequence[dict[str, Any]]
+Groups: TypeAlias = Sequence[Group]
 PRECISION_EVERY = 100  # steps
 FAILED = "error"  # the reason of a step that raised an error
 
@@ -103,7 +104,7 @@ class Run(Listener):
         groups: Groups,
         params: Sequence[Tensor],
         norms: Tensor | None,
-        numbers: dict[str, Any],
+        numbers: Mapping[str, object],
         note: Note,
         *,
         is_first: bool = False,
@@ -310,7 +311,7 @@ def _all_params(groups: Groups) -> list[Tensor]:
     return [param for group in groups for param in group["params"]]
 
 
-def _as_tensors(numbers: dict[str, Any], device: torch.device) -> dict[str, Tensor]:
+def _as_tensors(numbers: Mapping[str, object], device: torch.device) -> dict[str, Tensor]:
     """The numbers as 0-d tensors. Values that are not one number are left out."""
     found: dict[str, Tensor] = {}
     for name, number in numbers.items():

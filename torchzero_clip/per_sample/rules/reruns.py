@@ -7,11 +7,11 @@ got copies of the parameters, and the function gives gradients to the parameters
 
 from collections.abc import Iterable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import Node
 
 from torchzero_clip.compat import current_graph_task_id, is_restored_by_checkpoint
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, is_watched
@@ -37,7 +37,7 @@ def find_functions(layer: CapturedLayer, outputs: Iterable[Tensor], inputs: Iter
     """Note for messages if the graph of a layer that is run whole has a `torch.autograd.Function`."""
     if RERUNS in layer.known:
         return
-    nodes: Iterable[Any] = {*nodes_of(outputs)}.difference(nodes_of(inputs))
+    nodes: Iterable[Node] = {*nodes_of(outputs)}.difference(nodes_of(inputs))
     if any(isinstance(node, BackwardCFunction) and not is_watched(node) for node in nodes):
         layer.known[RERUNS] = True
 
@@ -47,7 +47,7 @@ def rerun_error(layer: CapturedLayer, what: str) -> RuntimeError:
     return RuntimeError(f"{layer} runs sample by sample, but {what}, where samples cannot be told apart: {RERUN}")
 
 
-def _refuse(layer: CapturedLayer, module: nn.Module, *_: Any) -> None:
+def _refuse(layer: CapturedLayer, module: nn.Module, *_: object) -> None:
     """Raise if a module runs in a backward, other than to restore what a checkpoint has freed."""
     engine = layer.engine
     if engine.inside or current_graph_task_id() == -1 or not torch.is_grad_enabled() or is_restored_by_checkpoint():
