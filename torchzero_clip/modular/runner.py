@@ -262,7 +262,7 @@ class Runner:
 
     def _repeat(self, groups: list[Group], states: States, loss: Callable[[], Loss]) -> bool:
         """Take a step by the plan. Return False if it does not fit; then nothing has changed."""
-        if not self._may_be_fast():
+        if not self.fast or not self._may_be_fast():
             return False
         values = self.chain_state.values
         if values:
@@ -310,7 +310,7 @@ class Runner:
     ) -> Walk:
         """Start a walk with the parameters that have a gradient. Raise before any change if a parameter is unusable."""
         table, values = Table.of(groups, states), self.chain_state.values
-        is_fast = self._may_be_fast()
+        is_fast = self.fast and self._may_be_fast()
         columns = fast_way.columns(table) if is_fast else None
         if columns is None:  # else the fast way has checked these tensors already
             refuse_unusable(groups)
@@ -334,7 +334,7 @@ class Runner:
         # The compiler combines operations itself. Memory that is made in inference mode cannot be used outside of it. A
         # transform with target="grad" would change gradients that waiting operations still have to read.
         usable = not (torch.compiler.is_compiling() or torch.is_inference_mode_enabled())
-        return self.fast and usable and "grad" not in self.nodes.targets
+        return usable and "grad" not in self.nodes.targets
 
     @torch.no_grad()
     def take_part(self, groups: list[Group], states: States, settings: dict[str, list[Setting]], first: int) -> None:
