@@ -339,7 +339,7 @@ def attribute(run: Run, draw: random.Random) -> None:
 
 def option(run: Run, draw: random.Random) -> None:
     name = draw.choice(["maximize", "keep_grads", "fast"])
-    setattr(run.optimizer, name, not getattr(run.optimizer, name))
+    setattr(run.optimizer.runner, name, not getattr(run.optimizer.runner, name))
 
 
 def listened(run: Run, draw: random.Random) -> None:

@@ -42,7 +42,7 @@ def complete(saved: dict[str, Any], groups: Sequence[Group], chain_state: ChainS
     chain_state.show(saved["param_groups"])
     values = [value for state in saved["state"].values() for value in state.values()]
     if saved["state"] and not any(isinstance(value, Tensor) and value.ndim for value in values):
-        one = torch.zeros(1, device=device_of([p for group in groups for p in group["params"]]))
+        one = torch.zeros(1, dtype=torch.float32, device=device_of([p for group in groups for p in group["params"]]))
         saved["state"] = {i: {**state, DEVICE: one} for i, state in saved["state"].items()}
 
 
