@@ -82,6 +82,8 @@ def test_hooks_of_modules_fire_as_before():
     model[0].register_forward_pre_hook(lambda *_: seen.append("pre"))
     model[2].register_full_backward_hook(lambda m, gi, go: seen.append(tuple(go[0].shape)))
     clipper = clip(model, verify="never")
+    clipper.backward(losses_of(model(x)))  # a new graph is proved, and backward hooks see the further backwards too
+    seen.clear()
     result = clipper.backward(losses_of(model(x)))
     assert seen == ["pre", "forward", (5, 2)]
     clipper.detach()

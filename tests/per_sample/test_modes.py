@@ -33,8 +33,6 @@ from torchzero_clip.per_sample.modes import Mode
 from torchzero_clip.per_sample.rules.bare import _Rows
 from torchzero_clip.per_sample.rules.generic import _Inside as InVmap
 from torchzero_clip.per_sample.samples.broadcast_row import BroadcastRow
-from torchzero_clip.per_sample.samples.following import Following, OneSample, _Inside
-from torchzero_clip.per_sample.samples.provenance import Provenance
 from torchzero_clip.per_sample.verify import _WithoutGraphs
 
 pytestmark = [
@@ -72,14 +70,11 @@ CLIPPER = clip(ATTACHED)  # which restores the layer when it is freed
 def made(kind, count):
     """A mode, for a layer with a parameter and a batch of this many samples."""
     layer = ATTACHED.forward
-    given = {Following: (Provenance(count, 0, (), {}),), _Rows: (layer, count), InVmap: (layer,)}
-    return _Inside(made(Following, count)) if kind is _Inside else kind(*given.get(kind, ()))
+    given = {_Rows: (layer, count), InVmap: (layer,)}
+    return kind(*given.get(kind, ()))
 
 
-MODES = {
-    kind.__qualname__ + "." + kind.__module__: kind
-    for kind in (Following, InVmap, OneSample, _Inside, _Rows, _WithoutGraphs)
-}
+MODES = {kind.__qualname__ + "." + kind.__module__: kind for kind in (InVmap, _Rows, _WithoutGraphs)}
 
 
 def test_all_modes_are_here():
@@ -138,8 +133,6 @@ def test_compiled_functions_return_the_same_in_a_mode(mode, function, backend):
 @needs_compiler
 @pytest.mark.parametrize("mode", MODES)
 def test_functions_in_one_graph_stay_in_one_graph(mode):
-    if MODES[mode] is _Inside:
-        pytest.skip("dynamo compiles no function in a dispatch mode")
     function = FUNCTIONS["two"]
     for count in (1, 2):
         x = torch.linspace(-2, 2, 3 * count).view(count, 3)

@@ -18,7 +18,6 @@ from torchzero_clip.per_sample.processes.processes import Processes
 from torchzero_clip.per_sample.processes.sharding import group_of_shards, reshard, slots, stands_for
 from torchzero_clip.per_sample.rules.registry import (
     BARE,
-    FAST_PATH,
     RULES,
     WHOLE,
     BatchNorm,
@@ -167,7 +166,7 @@ class Attachment:
             _refuse(name, module, refusal(module, batch_first=self._engine.batch_first) or mixes(module))
             params = trainable(module)
             rule = WHOLE if params and name in whole else rule_for(module)
-            if id(module) in inside or rule is None or not (params or rule is FAST_PATH):
+            if id(module) in inside or rule is None or not params:
                 continue
             _refuse(name, module, rule.refusal(module))
             # others, as that of attention, know batch dimensions that the generic rule does not

@@ -2,29 +2,29 @@
 
 import weakref
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from contextlib import nullcontext
+from functools import partial
 from types import MethodType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from typing_extensions import override
 
-from torchzero_clip.compat import current_graph_task_id, get_interpreter_stack, never_compiled, without_autocast
-from torchzero_clip.per_sample.gradients.autograd_graph import leaves_of
+from torchzero_clip.compat import get_interpreter_stack, never_compiled, without_autocast
 from torchzero_clip.per_sample.gradients.captured_gradients import Forward, GivenRows
 from torchzero_clip.per_sample.gradients.contributions import Contribution, Dense
-from torchzero_clip.per_sample.gradients.rows import regrouped
 from torchzero_clip.per_sample.gradients.squared_norms import wide
-from torchzero_clip.per_sample.mixing import MixingCheck
 from torchzero_clip.per_sample.processes.processes import Processes
 from torchzero_clip.per_sample.processes.sharding import memory_of, slots, stands_for
 from torchzero_clip.per_sample.rules.whole import written
 from torchzero_clip.per_sample.samples.broadcast_row import BroadcastRow, is_row, row_of
-from torchzero_clip.per_sample.samples.following import is_followed, without_own_modes
-from torchzero_clip.per_sample.samples.labels import LOST, Labels, Place, depth_of, place_of, simplest, step_at, wider
-from torchzero_clip.per_sample.samples.probe import NOT_REENTRANT, LostRows, Probe
+from torchzero_clip.per_sample.samples.call import Call, Contribute, Reduce, Samples, rows_first
+from torchzero_clip.per_sample.samples.nodes import IDENTITIES
+from torchzero_clip.per_sample.samples.pattern import Place
+from torchzero_clip.per_sample.samples.prover import Prover
 
 
 class Rule(ABC):
@@ -52,20 +52,6 @@ class Rule(ABC):
 
         The graph must not contain the parameters of the layer.
         """
-
-
-class Samples(NamedTuple):
-    """The input of a layer, and where its samples are.
-
-    If the layer got one row for all samples, ``had_dim`` says whether that had the batch dimension.
-    """
-
-    tensor: Tensor
-    where: Place | Tensor
-    """The place of the samples; or the sample of each entry of the first dimensions, `LOST` if it is not known yet."""
-    had_dim: bool | None = None
-    lost: bool = False
-    """True if the samples of the rows are not known yet."""
 
 
 class Attached(Protocol):
@@ -97,13 +83,13 @@ class Host(Protocol):
     forward: Forward
     given: GivenRows | None
     inside: bool  # while a layer runs its submodules by itself
-    mixing: MixingCheck
+    numbers: Counter[Hashable]  # how many calls of each kind this forward has had
     outputs: list[weakref.ref[Tensor]]
     pauses: int
-    probe: Probe
+    prover: Prover
     processes: Processes
-    repeats: bool
     running: "CapturedLayer | None"
+    shares: bool  # whether inputs may be found to be shared by all samples
 
     @property
     def attachment(self) -> Attached:
@@ -120,6 +106,12 @@ class Host(Protocol):
 
     def add(self, layer: "CapturedLayer", forward: Forward, contributions: Iterable[Contribution]) -> None:
         """Store the contributions of one call of a layer."""
+
+    def contributions(
+        self, call: Call, grad: Tensor, inputs: tuple[Tensor, ...], before: tuple[Node | None, int]
+    ) -> list[Contribution]:
+        """The contributions of a call in an ordinary backward."""
+        ...
 
     def clear(self) -> None:
         """Drop all gradients that have arrived."""
@@ -139,6 +131,10 @@ class CapturedLayer:
         self._refusal = None if type(rule).refusal is Rule.refusal else rule.refusal
         self.known: dict[Hashable, Any] = {}
         """What rules have learnt about the layer in earlier calls."""
+        self._shared: dict[tuple[int, int], Tensor | None] = {}
+        """Inputs that all samples share, by their numbers of dimensions. None for one that was found to be of data."""
+        self.written: dict[int, tuple[Tensor, Tensor]] | None = None
+        """Tensors into which the module has written rows, with rows in their place, by id; None outside of it."""
         self.misuse: tuple[str, bool] | None = None
         """The last function that got a row and cannot run for each sample, and whether the layer called it."""
 
@@ -152,8 +148,7 @@ class CapturedLayer:
         # what runs under `torch.func`, with lent parameters or in a transformation, is the same as without a clipper
         used = [(held.get(key), param) for held, key, param in self._slots]
         lent = any(value is not param and not stands_for(value, param) for value, param in used)
-        is_seen = torch.is_grad_enabled() if self.params else is_followed()
-        is_ordinary = lent or not is_seen or get_interpreter_stack()
+        is_ordinary = lent or not torch.is_grad_enabled() or get_interpreter_stack()
         if is_ordinary or (rule := engine.enter(self)) is None:
             return type(module).forward(module, *args, **kwargs)
         now = module.__dict__.get("forward")
@@ -164,12 +159,10 @@ class CapturedLayer:
             raise ValueError(f"{self} cannot be clipped per sample: {reason}")
         around, engine.running = engine.running, self
         try:
-            # rules mark their outputs, so what they compute need not be followed
-            with nullcontext() if rule.runs_layers else without_own_modes():
-                if self.params and any(isinstance(x, Tensor) and x.is_nested for x in (*args, *kwargs.values())):
-                    way_out = "pad it, with x.to_padded_tensor(0.0), and mask the loss"
-                    raise ValueError(f"{self} got a nested tensor: {way_out}")
-                output = rule.run(self, *args, **kwargs)
+            if self.params and any(isinstance(x, Tensor) and x.is_nested for x in (*args, *kwargs.values())):
+                way_out = "pad it, with x.to_padded_tensor(0.0), and mask the loss"
+                raise ValueError(f"{self} got a nested tensor: {way_out}")
+            output = rule.run(self, *args, **kwargs)
             if type(output) is Tensor:
                 engine.outputs.append(weakref.ref(output))
             return output
@@ -204,10 +197,6 @@ class CapturedLayer:
         """True if a parameter with this name in the model is in the layer."""
         return not self.name or name.startswith(f"{self.name}.")
 
-    def note(self, *decision: Hashable) -> None:
-        """Note where the samples are in this call. Every rule calls this, directly or by `samples`."""
-        self.engine.mixing.note((self.name, *decision))
-
     def count_in(self, values: Iterable[object]) -> int | None:
         """The number of samples: that of the batch, or that of the first tensor if it is not known."""
         # it is not known in a layer that is called by itself, and where arguments have several sizes
@@ -223,127 +212,71 @@ class CapturedLayer:
         dim = 0 if leading == 1 else self.engine.batch_dim  # without positions, samples are first in any case
         forward = self.engine.forward
         count = forward.batch_size
-        if count == 1:
-            return Samples(input, Place(0, len(input)))
         if isinstance(input, BroadcastRow) and is_row(input):
             each, had_dim = input.samples(dim)
-            found = Samples(each, Place(dim), had_dim)
-        elif forward.provenance is None:
-            found = Samples(input, Place(dim))
-        else:
-            labels = self.labels(input)
-            if labels is None and input.shape[dim] == 1 != count:
-                found = Samples(
-                    input.expand(*input.shape[:dim], forward.count, *input.shape[dim + 1 :]), Place(dim), True
-                )
-            elif isinstance(labels, Place) and labels.dim < leading:
-                found = Samples(input, labels)
-            else:
-                found = self._found(input, labels, leading, dim)
-        how = found.where.ndim if isinstance(found.where, Tensor) else (found.where.dim, found.where.run > 1)
-        self.engine.mixing.note((self.name, how, found.had_dim, found.lost))
-        return found
+            return Samples(each, leading + (not had_dim), had_dim, dim)
+        if count is not None and count > 1 and input.shape[dim] == 1 and self._is_shared(input):
+            each = input.expand(*input.shape[:dim], count, *input.shape[dim + 1 :])
+            return Samples(each, leading, True, dim)
+        if (
+            (input.ndim, leading) in self._shared
+            and count is not None
+            and count > 1
+            and self._is_still_shared(input, leading)
+        ):
+            return Samples(input.expand(count, *input.shape).movedim(0, dim), leading + 1, False, dim)
+        is_argument = input.shape[dim] == count and forward.given is None and forward.is_argument(input)
+        return Samples(input, leading, dim=dim, is_argument=is_argument)
 
-    def _found(self, input: Tensor, labels: Place | Labels, leading: int, dim: int) -> Samples:
-        count = self.engine.forward.count
-        alike = labels is None and is_same(input, dim, count, of_batch=leading > 1 or input.ndim > 2)
-        if alike:
-            return Samples(input, Place(dim))
-        if isinstance(labels, Tensor):
-            depth = max(depth_of(labels), 1)
-            if depth <= leading and bool((labels >= 0).all()):
-                rows = labels.reshape(labels.shape[:depth]).expand(input.shape[:depth])
-                return Samples(input, rows.reshape(rows.shape))
-        self.refuse_made_of_params(input)
-        if not self.engine.probe.possible:
-            raise self.unknown_rows(how=NOT_REENTRANT if current_graph_task_id() != -1 else "")
-        unknown = torch.full((1,) * leading, LOST, device="cpu")
-        return Samples(input, unknown.expand(input.shape[:leading]), lost=True)
+    def _is_still_shared(self, input: Tensor, leading: int) -> bool:
+        """True for an input that all samples share, as one of an earlier step, which had the same values."""
+        earlier = self._shared.get((input.ndim, leading))
+        if earlier is None or (leading and not self._may_be_shared(input, self.engine.forward)):
+            return False
+        if earlier.shape == input.shape and not torch.equal(earlier, input):  # of data
+            self._shared[input.ndim, leading] = None
+            return False
+        return True
 
-    def rows_along(self, input: Tensor, dim: int) -> Tensor | None:
-        """The sample of each entry along a dimension; None if these are the samples in order."""
-        provenance = self.engine.forward.provenance
-        if self.engine.forward.batch_size == 1 and input.shape[dim] != 1:  # all rows are of the only sample
-            return torch.zeros(input.shape[dim], dtype=torch.int64, device=input.device)
-        if provenance is None:
-            return None
-        labels = self.labels(input)
-        if labels == Place(dim) or (labels is None and is_same(input, dim, provenance.count)):
-            return None
-        if isinstance(labels, Place):
-            labels = wider(step_at(labels, tuple(input.shape)), input.shape, provenance.count)
-        if not isinstance(labels, Tensor) or labels.shape[dim] != labels.numel() or bool((labels < 0).any()):
-            raise self.unknown_rows()
-        return labels.flatten().expand(input.shape[dim]).to(input.device)
+    def is_table(self, input: Tensor, *, learned: bool = False) -> bool:
+        """True for a tensor that was found to be shared by all samples, or has not their number of rows."""
+        if learned:
+            return bool(self._shared) and self._is_still_shared(input, 0)
+        return self._may_be_shared(input, self.engine.forward)
 
-    def unknown_rows(self, *, why: str = "", instead: str = "", how: str = "") -> ValueError:
-        """The error for rows whose samples are not known. ``how`` replaces the way out that the message shows."""
-        provenance = self.engine.forward.provenance
-        given = sorted(provenance.given) if provenance is not None else []
+    def share_table(self, input: Tensor, forward: Forward) -> bool:
+        """Note that all samples share a tensor that the layer uses itself, unless it is one of samples."""
+        if input.requires_grad or forward.direct or not self.engine.shares or memory_of((input,)) & forward.memory:
+            return False
+        if self._shared.get((input.ndim, 0), input) is None:
+            return False
+        self._shared[input.ndim, 0] = input.clone()
+        return True
+
+    def _may_be_shared(self, input: Tensor, forward: Forward) -> bool:
+        """True for an input that is not known to depend on samples."""
+        if input.requires_grad or forward.direct or forward.given is not None or not self.engine.shares:
+            return False
+        # data of the batch may be neither an argument nor have a graph, but have its size
+        size = input.shape[min(self.engine.batch_dim, input.ndim - 1)]
+        if not forward.batch_size or (not size % forward.batch_size and (input.is_floating_point() or input.ndim > 1)):
+            return False
+        return not memory_of((input,)) & forward.memory
+
+    def _is_shared(self, input: Tensor) -> bool:
+        """True for an input that does not depend on samples."""
+        forward = self.engine.forward
+        if input.requires_grad or forward.direct or input.is_sparse:
+            return False
+        return not memory_of((input,)) & forward.memory_of_values
+
+    def unknown_rows(self, why: str, *, how: str = "") -> ValueError:
+        """The error for rows whose samples are not known."""
         how = how or (
-            f"rows() got vectors for {' and '.join(map(str, given))} rows only: give it one for each number of rows"
-            if given
-            else "Say which sample each row belongs to, with `with clipper.rows(sample_of_row, batch_size=B):` around "
-            "the forward"
+            "Use backward(losses), or say which sample each row belongs to, with `with clipper.rows(sample_of_row, "
+            "batch_size=B):` around the forward"
         )
-        return ValueError(f"{self} got rows whose samples are not known{why}. {how}{instead}{self.way_out}")
-
-    def refuse_made_of_params(self, input: Tensor) -> None:
-        """Raise a ValueError if an input without samples is made of a parameter of the model."""
-        attachment = self.engine.attachment
-        if not input.requires_grad or self.engine.forward.provenance is None or self.labels(input) is not None:
-            return
-        leaves = set(map(id, (input, *leaves_of([input]))))
-        for name, params, key in slots(attachment.model, attachment.params):
-            if id(value := params.get(key)) in leaves:
-                raise ValueError(
-                    f"{self} got values that are made of parameters alone, such as {name!r}, which all samples share: "
-                    f"{self.engine.attachment.whole_line(self.name, value) or 'freeze it'}"
-                )
-
-    def check_rows(self, input: Tensor, dim: int | None) -> None:
-        """Raise a ValueError if the samples of an input are not in this dimension, in order."""
-        labels = self.labels(input)
-        if labels is not None and not (isinstance(labels, Place) and labels == (dim, 1)):
-            own: object = getattr(self.module, "batch_first", None)
-            if isinstance(own, bool) and labels in (Place(0), Place(1)) and dim is not None:
-                raise self._elsewhere(own)
-            ways = self.line, "run it on all positions and select from its output: layer(x)[mask]"
-            raise ValueError(
-                f"{self} got rows of several samples, and runs sample by sample: {', or '.join(filter(None, ways))}"
-            )
-
-    def _elsewhere(self, batch_first: bool) -> ValueError:
-        """The error for a layer that gets the samples in dimension 1 instead of 0, or 0 instead of 1."""
-        way_out = f"give the layer batch_first={not batch_first} and remove the transposes around it"
-        if self.engine.batch_first == batch_first:
-            way_out += f", and declare batch_first={not batch_first} for the clipper"
-        else:
-            way_out += self.way_out
-        return ValueError(
-            f"{self} has batch_first={batch_first}, and got the samples in dimension {int(batch_first)}: {way_out}"
-        )
-
-    def is_constant(self, input: Tensor, *, of_batch: bool = True) -> bool:
-        """True for values that depend on no sample, and are not such as zeros for each of them."""
-        dim, provenance = self.engine.batch_dim, self.engine.forward.provenance
-        depends = provenance is None or self.labels(input) is not None
-        return not (depends or is_same(input, dim, input.shape[dim], of_batch=of_batch))
-
-    def labels(self, input: Tensor) -> Place | Labels:
-        """The place of the samples in an input, if it has all of them in order; else labels, as in `samples.labels`.
-
-        None if the input does not depend on samples, or if their number is not known.
-        """
-        provenance = self.engine.forward.provenance
-        labels = None if provenance is None else provenance.asked(input, self)
-        if provenance is None or not isinstance(labels, int) or labels is LOST:
-            return labels
-        shape, count = tuple(input.shape), provenance.count
-        place = place_of(labels, shape, count)
-        if place is None or shape[place.dim] != count * place.run:
-            return wider(labels, shape, count)
-        return place
+        return ValueError(f"{self} got rows whose samples are not known: {why}. {how}{self.way_out}")
 
     def watch_params(
         self,
@@ -358,9 +291,8 @@ class CapturedLayer:
         ``weight`` returns its contribution, from the input and the gradient of the output; ``bias`` its gradients for
         each sample. Both get tensors with the samples first, in one dtype, which is float32 or wider.
         """
-        where = samples.where  # the graph holds this function, which must not hold the input
 
-        def contribute(*tensors: Tensor) -> list[Contribution]:
+        def contribute(where: Place | Tensor, *tensors: Tensor) -> list[Contribution]:
             grad, *inputs = rows_first(where, *wide(*tensors))
             found = [weight(x, grad) for x in inputs]
             return [*found, Dense(self.params["bias"], bias(grad))] if "bias" in self.params else found
@@ -371,53 +303,60 @@ class CapturedLayer:
         self,
         output: Tensor,
         inputs: Sequence[Tensor],
-        contribute: Callable[..., Iterable[Contribution]],
+        contribute: Contribute,
         samples: Samples | None = None,
+        *,
+        kind: Hashable = (),
+        shape: Sequence[int] = (),
+        reduce: Reduce | None = None,
+        copies: bool = False,
+        on_shared: Callable[[], bool] | None = None,
     ) -> Tensor:
         """Return the output. Its gradient and the inputs will be passed to ``contribute``, which returns contributions.
 
-        ``samples`` is the input of the layer. Without it, the output is a step of the layer, whose rows are its own.
+        ``samples`` is the input of the layer. Without it, the output has rows of items of a ``shape``. The other
+        arguments are those of `Call`.
         """
-        before = output if output.requires_grad else None
-        where: Place | Tensor | None = None
-        engine = self.engine
-        in_order = samples is not None and isinstance(samples.where, Place) and samples.where == Place(0)
-        if samples is not None and samples.lost:
-            contribute = LostRows(self, contribute, samples.where, shared=self.labels(samples.tensor) is None)
-        # the number of samples may be known only from the losses
-        elif samples is not None and in_order and engine.forward.batch_size is None and engine.probe.possible:
-            contribute = LostRows(self, contribute, samples.where, rows=len(output))
-        elif samples is not None:
-            where = samples.where
-            rows = where if isinstance(where, Tensor) else where.run
-            if isinstance(rows, Tensor) or rows != 1:
-                contribute = _regrouping(contribute, rows, engine.forward.count)
-        lasting = self.lasting(inputs) if engine.processes.sharded else inputs
-        watched: Any = _Watched.apply(engine.anchor, before, [output.detach()], lasting, self, contribute, where)
+        before, engine = output if output.requires_grad else None, self.engine
+        declared, leading = None, 1
         if samples is not None:
-            self.mark(watched, LOST if where is None else where)
-        if samples is None or samples.had_dim is None or isinstance(samples.where, Tensor):
+            if on_shared is None and not (copies or samples.tensor.requires_grad) and samples.had_dim is None:
+                on_shared = partial(self._note_shared, samples.tensor, engine.forward, samples.leading)
+            kind, leading = (kind, samples.leading, samples.had_dim), samples.leading
+            shape, declared = samples.tensor.shape[:leading], samples.dim if samples.is_argument else None
+        kind = self.name, kind
+        engine.numbers[kind] += 1
+        call = Call(
+            self,
+            engine.forward,
+            contribute,
+            shape,
+            kind=(engine.numbers[kind], kind),
+            leading=leading,
+            reduce=reduce,
+            copies=copies,
+            declared=declared,
+            on_shared=on_shared,
+        )
+        lasting = self.lasting(inputs) if engine.processes.sharded else inputs
+        watched: Any = _Watched.apply(engine.anchor, before, [output.detach()], lasting, self, call)
+        if samples is None or samples.had_dim is None:
             return watched
-        dim = samples.where.dim
-        each = watched.movedim(dim, 0)
-        return row_of(self, each.unsqueeze(dim + 1) if samples.had_dim else each)
+        each = watched.movedim(samples.dim, 0)
+        return row_of(self, each.unsqueeze(samples.dim + 1) if samples.had_dim else each)
+
+    def _note_shared(self, input: Tensor, forward: Forward, leading: int) -> bool:
+        """Note that all samples share an input, unless it is one of samples."""
+        key = input.ndim, leading
+        if self._shared.get(key, input) is None or not self._may_be_shared(input, forward):
+            return False
+        self._shared[key] = input.clone()
+        return True
 
     def lasting(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """Inputs to keep until the end of the step: copies of those in a parameter that `fully_shard` frees before."""
         shown = memory_of(self.engine.attachment.model.parameters())
         return [x.clone() if memory_of((x,)) & shown else x for x in inputs]
-
-    def mark(self, output: Tensor, labels: Place | Labels) -> None:
-        """Note the samples of an output, which are as in `CapturedLayer.labels`, or those of its first dimensions."""
-        provenance = self.engine.forward.provenance
-        if provenance is not None and output.ndim:
-            if isinstance(labels, Tensor):
-                labels = labels.view(*labels.shape, *[1] * (output.ndim - labels.ndim))
-                labels = simplest(labels, output.shape, provenance.count)
-            if isinstance(labels, Place):
-                fits = output.shape[labels.dim] == provenance.count * labels.run
-                labels = step_at(labels, tuple(output.shape)) if fits else LOST
-            provenance.note(output, labels)
 
     def refuse_row(self) -> None:
         """Raise for a gradient that is summed over samples."""
@@ -441,34 +380,9 @@ def is_watched(node: object) -> bool:
     return isinstance(node, backward._backward_cls)
 
 
-def rows_first(where: Place | Tensor, *tensors: Tensor) -> list[Tensor]:
-    """Tensors with the rows of samples in the first dimension."""
-    if isinstance(where, Place):
-        return [x.movedim(where.dim, 0) for x in tensors]
-    return [x.flatten(0, where.ndim - 1) for x in tensors]
-
-
 def class_forward(module: nn.Module) -> Callable[..., object]:
     """The forward of the class of a module, bound to the module."""
     return MethodType(type(module).forward, module)
-
-
-def is_same(tensor: Tensor, dim: int, count: int, *, of_batch: bool = True) -> bool:
-    """True if a tensor without a graph has equal values for all samples along a dimension.
-
-    Without ``of_batch``, only expanded values count, because others may belong to positions.
-    """
-    if tensor.grad_fn is not None or tensor.ndim < 2 or tensor.ndim <= dim or tensor.shape[dim] != count:
-        return False
-    if tensor.stride(dim) == 0 or count == 1:
-        return True
-    return of_batch and bool((tensor == tensor.narrow(dim, 0, 1)).all())
-
-
-def _regrouping(
-    contribute: Callable[..., Iterable[Contribution]], rows: Tensor | int, count: int
-) -> Callable[..., Iterable[Contribution]]:
-    return lambda *tensors: [regrouped(part, rows, count) for part in contribute(*tensors)]
 
 
 class _Watched(torch.autograd.Function):
@@ -483,38 +397,38 @@ class _Watched(torch.autograd.Function):
         output: list[Tensor],
         inputs: Sequence[Tensor],
         layer: CapturedLayer,
-        contribute: Callable[..., Iterable[Contribution]],
-        where: Place | Tensor | None,
+        call: Call,
     ) -> Tensor:
-        ctx.layer, ctx.of, ctx.contribute, ctx.goes_on = layer, layer.engine.forward, contribute, before is not None
-        ctx.where, ctx.call = where, contribute if isinstance(contribute, LostRows) else None
+        ctx.layer, ctx.of, ctx.call, ctx.goes_on = layer, layer.engine.forward, call, before is not None
         ctx.save_for_backward(*(x.detach() for x in inputs))  # which would hold their graph
         return output[0]  # passed in a list, it counts as created here, so later layers may change it in place
 
     @staticmethod
     @override
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        layer, grad = ctx.layer, grads[0]
-        if layer.engine.wants(layer):
+        layer, grad, call = ctx.layer, grads[0], ctx.call
+        engine: Host = layer.engine
+        proof = engine.prover.proof
+        if proof is not None and proof.is_further:
+            proof.saw(call, grad)
+        elif engine.wants(layer):
             try:
-                inputs, own = ctx.saved_tensors, grad
+                inputs = ctx.saved_tensors
             except RuntimeError as error:
-                layer.engine.clear()
+                engine.clear()
                 if "modified by an inplace operation" not in str(error):
                     raise
                 raise RuntimeError(
                     f"the input of {layer} was changed in place after the layer used it: its gradient would be wrong"
                 ) from error
-            if layer.engine.repeats:
-                own = grad.clone()  # a loss may write into it in the next backward
-                if ctx.where is not None:
-                    ctx.call = layer.engine.probe.known(layer, ctx.where, own)
+            before = ctx.next_functions[1] if ctx.goes_on else (None, 0)
             with without_autocast(grad):
-                layer.engine.add(layer, ctx.of, ctx.contribute(own, *inputs))
-        elif ctx.call is not None:
-            ctx.call.compare(grad)
+                engine.add(layer, ctx.of, engine.contributions(call, grad, inputs, before))
         # torch takes no gradient for a None among the inputs
-        return None, grad if ctx.goes_on else None, None, None, None, None, None
+        return None, grad if ctx.goes_on else None, None, None, None, None
+
+
+IDENTITIES.add(_Watched)
 
 
 def described(name: str, module: nn.Module) -> str:

@@ -11,12 +11,12 @@ from typing_extensions import override
 from torchzero_clip.checks import boolean, instance, one_of
 from torchzero_clip.hints import Explained
 from torchzero_clip.per_sample.captured_layer import trainable
-from torchzero_clip.per_sample.engine import Engine
+from torchzero_clip.per_sample.engine import Engine, Phase
 from torchzero_clip.per_sample.gradients.contributions import Contribution, Memory
 from torchzero_clip.per_sample.hooks import replace_gradients
-from torchzero_clip.per_sample.mixing import Verify
 from torchzero_clip.per_sample.norm_clippers import NormClipper, checked_norm_clipper
 from torchzero_clip.per_sample.rules.whole import Whole
+from torchzero_clip.per_sample.samples.prover import Verify
 from torchzero_clip.per_sample.weighting import ClippingResult, Nonfinite, clipped_backward, weighed
 
 LossReduction: TypeAlias = Literal["mean", "sum"]
@@ -90,7 +90,7 @@ class PerSampleGradientClipper(Explained):
     class adds no noise; clipping without noise gives no privacy.
     """
 
-    _probes: ClassVar[bool] = True
+    _private: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class PerSampleGradientClipper(Explained):
             verify=verify,
             of_mean=loss_reduction == "mean",
             keep_grad_samples=keep_grad_samples,
-            probes=self._probes,
+            private=self._private,
         )
         self._engine.release_with(self)
         self._sums: dict[str, Tensor] = {}
@@ -196,7 +196,7 @@ class PerSampleGradientClipper(Explained):
     def _waiting(self, batch_size: int | None) -> tuple[dict[int, tuple[Contribution, Tensor]], int]:
         """Take the gradients that wait, and their number of samples."""
         engine = self._engine
-        if not engine.captured.of:
+        if not engine.captured.of and engine.phase is not Phase.BACKWARD:
             if batch_size == 0 and engine.processes.group is not None:
                 return {}, 0
             raise RuntimeError(

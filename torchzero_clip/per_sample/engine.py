@@ -2,13 +2,14 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Generator, Hashable, Iterable, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
 from contextlib import contextmanager
 from enum import Enum, auto
 from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
@@ -17,19 +18,22 @@ from torchzero_clip.checks import boolean, instance, one_of
 from torchzero_clip.compat import at_end_of_backward, current_graph_task_id, is_restored_by_checkpoint
 from torchzero_clip.per_sample.attachment import Attachment
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule, trainable
+from torchzero_clip.per_sample.gradients.autograd_graph import outside_gradients
 from torchzero_clip.per_sample.gradients.captured_gradients import CapturedGradients, Forward, GivenRows
 from torchzero_clip.per_sample.gradients.contributions import Contribution, Dense, Memory
-from torchzero_clip.per_sample.mixing import MixingCheck, Verify
 from torchzero_clip.per_sample.outside import outside_error
 from torchzero_clip.per_sample.processes.processes import Processes
 from torchzero_clip.per_sample.processes.sharding import group_of_shards, reshard
 from torchzero_clip.per_sample.rules.copies import EMPTY
 from torchzero_clip.per_sample.rules.whole import Whole
 from torchzero_clip.per_sample.samples.arguments import tensors_held
-from torchzero_clip.per_sample.samples.following import Following, OneSample, OwnMode
-from torchzero_clip.per_sample.samples.probe import Probe
+from torchzero_clip.per_sample.samples.call import Call, Layer
+from torchzero_clip.per_sample.samples.classic import Classic
+from torchzero_clip.per_sample.samples.prover import Prover, Schedule, Verify
+from torchzero_clip.per_sample.samples.refusals import not_repeatable, runs_in_backward
 from torchzero_clip.per_sample.unclipped import refuse_unclipped, watch_steps
 
+PRIVATE = 16  # steps after which what is proved is proved again in private training
 _ALL = 'run the model sample by sample: whole=("",)'
 IS_PACKED = partial(type.__instancecheck__, PackedSequence)  # not in Python, because it sees all that forwards get
 
@@ -42,14 +46,12 @@ class Phase(Enum):
     FORWARD = auto()
     BACKWARD = auto()
     """Gradients arrive. If the backward raises, the phase lasts until the next forward."""
-    CHECK = auto()
-    """The losses of some samples are sent backward alone, to see which samples get gradients."""
 
 
 class Engine:
     """Captures the layers of a model, and collects their per-sample gradients.
 
-    ``of_mean`` is for losses that are means over the samples, and ``probes`` finds lost rows by more backwards.
+    ``of_mean`` is for losses that are means over the samples. ``private`` proves more often.
     """
 
     def __init__(
@@ -61,9 +63,9 @@ class Engine:
         force_generic: bool = False,
         whole: Whole = (),
         verify: Verify = "first",
+        private: bool = False,
         of_mean: bool = False,
         keep_grad_samples: bool = False,
-        probes: bool = False,
     ) -> None:
         instance("module", model, nn.Module)
         self.processes, model = processes_of(model)
@@ -73,17 +75,17 @@ class Engine:
         self.batch_dim = 0 if batch_first else 1
         """The batch dimension of sequences."""
         self.of_mean = of_mean
-        self.mixing = MixingCheck(verify)
         self.anchor = torch.empty(0, dtype=torch.float32, device="cpu", requires_grad=True)
         """An input of every captured call, so that a backward can be asked for these calls alone."""
-        self.probe = Probe(self, possible=probes)
+        self.prover = Prover(self, Schedule(verify, PRIVATE if private else None))
+        self.classic = Classic(self, self.prover)
+        self.shares = not private
+        """Whether rows without samples may be found to be shared by all of them."""
         self.enabled = self.attached = True
         self.inside = False
         """True while a layer runs its submodules by itself."""
         self.accumulated: set[int] = set()
         """The ids of the parameters whose clipped sums are not in ``.grad`` yet."""
-        self.repeats = False
-        """True while further backwards of the same graph follow."""
         self.pauses = 0
         """How many blocks of `paused` are open."""
         self.running: CapturedLayer | None = None
@@ -91,8 +93,8 @@ class Engine:
         self.forward = Forward()
         self.given: GivenRows | None = None
         """What the user says of rows, in a block of `rows`."""
-        self.following: OwnMode | None = None
-        """Follows the forward of the model while it runs."""
+        self.modes: Hashable = ()
+        """The modes of all modules in this forward."""
         self.outputs: list[weakref.ref[Tensor]] = []
         """What layers and the model have returned."""
         self._several: set[Hashable] = set()  # kinds of arguments that had several sizes in the batch dimension
@@ -158,6 +160,8 @@ class Engine:
         """Drop all gradients that have arrived."""
         self.phase = Phase.IDLE
         self.captured = CapturedGradients(self._memory)
+        self.numbers: Counter[Hashable] = Counter()
+        """How many calls of each kind this forward has had."""
         self._calls: Counter[int] = Counter()  # how often each layer was called, by its id
         self._tasks: set[int] = set()
 
@@ -166,8 +170,6 @@ class Engine:
         if self.inside or self.pauses or not torch.is_grad_enabled():
             return
         if current_graph_task_id() != -1:  # a checkpoint of the model, in a backward
-            if self.forward.provenance is not None:
-                self._follow(Following(self.forward.provenance))
             return
         around = DistributedDataParallel._active_ddp_module
         if self.enabled and around is not None and (around.module is not model or self.processes.group is None):
@@ -194,28 +196,17 @@ class Engine:
                 "the module itself got parameters that train, after its forward had been called: call it once more"
             )
         self.phase = Phase.FORWARD
-        if (provenance := self.forward.provenance) is not None:
-            for x in packed:
-                provenance.note_packed(x, torch.arange(provenance.count, device="cpu"))
-            self._follow(Following(provenance))
-        elif self.forward.batch_size == 1:
-            self._follow(OneSample())
 
     def forward_ended(self, model: nn.Module, args: tuple[object, ...], output: object) -> None:
         """The hook of the model after its forward."""
         if self.pauses:
             return
-        self._follow(None)
         if self.phase is Phase.FORWARD:
             self.phase = Phase.IDLE
-            self.outputs += [weakref.ref(x) for x in pytree.tree_leaves(output) if type(x) is Tensor]
-
-    def _follow(self, following: OwnMode | None) -> None:
-        if self.following is not None:  # else, or if this is the next forward, an interrupt has ended the last one
-            self.following.__exit__(None, None, None)
-        self.following = following
-        if following is not None:
-            following.__enter__()
+            outputs = [x for x in pytree.tree_leaves(output) if type(x) is Tensor]
+            self.outputs += [weakref.ref(x) for x in outputs]
+            if self.forward.captured:
+                self.classic.watch(self.forward, outputs)
 
     def enter(self, layer: CapturedLayer) -> Rule | None:
         """Note that a layer runs. Return its rule, or the rule for empty batches; None if it is not captured."""
@@ -242,7 +233,9 @@ class Engine:
         self.forward = forward
         self.outputs.clear()
         self.attachment.refresh()
-        self.mixing.note(("modes", *(module.training for module in self.attachment.modules)))
+        self.modes = hash(tuple([module.training for module in self.attachment.modules]))
+        if not forward.direct:
+            self.numbers.clear()
 
     def refuse_forward(self) -> None:
         """Raise because a forward starts while gradients wait to be clipped."""
@@ -265,25 +258,52 @@ class Engine:
                 f"{layer} is in a backward with create_graph=True, such as that of a gradient penalty: "
                 f"{layer.line or _ALL}"
             )
-        return self.phase is Phase.CHECK or of_all
+        return of_all
 
     def add(self, layer: CapturedLayer, forward: Forward, contributions: Iterable[Contribution]) -> None:
         """Store the contributions of one call of a layer."""
         if not self.attached:
             raise RuntimeError(f"the clipper was detached before the backward of {layer}; run the forward again")
-        if self.phase is not Phase.CHECK:
-            self.phase = Phase.BACKWARD
-            self.captured.forwards.add(forward)
-            task = current_graph_task_id()
-            if task not in self._tasks:  # several, if a reentrant checkpoint runs a backward in a backward
-                self._tasks.add(task)
-                at_end_of_backward(partial(self.backward_ended, task))
+        self.captured.forwards.add(forward)
+        self.backward_began()
         for part in contributions:
             self.receive(layer, part)
 
-    def receive(self, layer: CapturedLayer, part: Contribution) -> None:
+    def backward_began(self) -> None:
+        """A backward of the user runs."""
+        self.phase = Phase.BACKWARD
+        task = current_graph_task_id()
+        if task not in self._tasks:  # several, if a reentrant checkpoint runs a backward in a backward
+            self._tasks.add(task)
+            at_end_of_backward(partial(self.backward_ended, task))
+
+    def check_counts(self, calls: Sequence[Call], count: int) -> None:
+        """Raise a ValueError if a call has seen another number of samples."""
+        seen = [(call.layer, call.forward.batch_size) for call in calls]
+        if counts := [(layer, number) for layer, number in seen if number not in (None, count)]:
+            captured = CapturedGradients(self._memory)
+            captured.counts += counts if len(counts) == len(seen) else [*counts, (seen[0][0], count)]
+            captured.forwards.update(call.forward for call in calls)
+            captured.check_counts(count, batch_first=self.batch_first)
+
+    def contributions(
+        self, call: Call, grad: Tensor, inputs: tuple[Tensor, ...], before: tuple[Node | None, int]
+    ) -> list[Contribution]:
+        """The contributions of a call in the ordinary backward; none yet if a proof has to find its samples."""
+        prover = self.prover
+        if prover.count is None:
+            return self.classic.contributions(call, grad, inputs, before)
+        if call.in_backward and prover.count > 1:
+            self.clear()
+            raise runs_in_backward(call.layer)
+        if prover.proof is None:
+            return prover.contributions(call, grad, inputs)
+        prover.proof.arrived(call, grad.clone(), inputs)  # a loss may write into it in the next backward
+        return []
+
+    def receive(self, layer: Layer, part: Contribution) -> None:
         """Store a contribution."""
-        if self._keep_grad_samples and self.phase is not Phase.CHECK:
+        if self._keep_grad_samples:
             part = Dense(part.param, part.dense(0, part.batch_size))
             grads = part.grads * self.scale(part.batch_size) if self.of_mean else part.grads
             earlier = getattr(part.param, "grad_sample", None)
@@ -316,21 +336,51 @@ class Engine:
             self.captured.check_counts(expected, batch_first=self.batch_first)
         return self.captured.gathered()
 
-    def gradients_of(self, losses: Tensor, chosen: Tensor) -> dict[int, Tensor]:
-        """The squared norms that the losses of chosen samples alone give to all samples, by the id of the parameter."""
-        before, self.captured = (self.captured, self.phase), CapturedGradients("low")  # only the norms are needed
-        self.phase = Phase.CHECK
-        try:
-            self.repeat(losses, chosen.to(losses))
-            return {key: squares for key, (_, squares) in self.captured.gathered().items()}
-        finally:
-            self.captured, self.phase = before
+    @contextmanager
+    def of_losses(self, losses: Tensor, further: int) -> Generator[Callable[[], None]]:
+        """A block for the backward of losses, and ``further`` ones. It yields what runs them.
 
-    def repeat(self, losses: Tensor, weights: Tensor, *, retain_graph: bool = True) -> None:
-        """Run one more backward, of losses times weights, as a check or as a probe. It changes no ``.grad``."""
+        An error in the block restores the gradients of tensors outside of the model.
+        """
+        of_mean, self.of_mean = self.of_mean, False  # the losses are added up, also with "mean"
+        inside = set(map(id, self.attachment.params.values()))
+        restore = outside_gradients(losses, inside, self.retained()) if further else None
+        try:
+            yield partial(self._backward, losses, further)
+            if len(losses) > 1:
+                self.prover.schedule.passed()
+        except BaseException:
+            if restore is not None:
+                restore()
+            raise
+        finally:
+            self.of_mean = of_mean
+            self.prover.clear()
+            self.clear()
+
+    def _backward(self, losses: Tensor, further: int) -> None:
+        """Run the backward of losses, and the further ones that find the samples of rows."""
+        try:
+            losses.sum().backward(retain_graph=further > 0)
+        except RuntimeError as error:
+            if "donated buffers" in str(error):
+                raise not_repeatable(str(error)) from error
+            raise
+        if not further:
+            return
+        repeat = partial(self._repeat, losses)
+        self.prover.prove(repeat, losses, at_least=further)
+        self.prover.conclude(None if self.processes.sharded else repeat, losses)
+        for call, parts in self.prover.proved():
+            for part in parts:
+                self.receive(call.layer, part)
+        self.backward_ended(-1)
+
+    def _repeat(self, losses: Tensor, weights: Tensor) -> None:
+        """Run one more backward, of losses times weights. It changes no ``.grad``."""
         retained = [(x, x.grad) for x in self.retained()]
         try:
-            torch.autograd.backward(losses, weights, retain_graph=retain_graph, inputs=[self.anchor])
+            torch.autograd.backward(losses, weights, retain_graph=True, inputs=[self.anchor])
         finally:
             for x, grad in retained:
                 x.grad = grad

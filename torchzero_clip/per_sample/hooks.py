@@ -13,12 +13,12 @@ from torchzero_clip.functional.gradients import new_gradient
 class Hook:
     """A hook of the clipper's own, which calls a function. In copies of the model it does nothing."""
 
-    def __init__(self, function: Callable[..., None]) -> None:
+    def __init__(self, function: Callable[..., Tensor | None]) -> None:
         self._function = function
 
     @never_compiled
-    def __call__(self, *args: object) -> None:
-        self._function(*args)
+    def __call__(self, *args: object) -> Tensor | None:
+        return self._function(*args)
 
     @override
     def __reduce__(self) -> tuple[object, ...]:

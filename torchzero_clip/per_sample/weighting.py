@@ -1,7 +1,6 @@
 """Computes the clipped sums from the norms of the samples."""
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Sized
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -13,7 +12,6 @@ from torchzero_clip.compat import without_autocast
 from torchzero_clip.per_sample.engine import Engine
 from torchzero_clip.per_sample.gradients.contributions import Contribution
 from torchzero_clip.per_sample.hooks import accumulate
-from torchzero_clip.per_sample.mixing import outside_gradients
 from torchzero_clip.per_sample.norm_clippers import NormClipper
 
 Nonfinite: TypeAlias = Literal["zero", "raise"]
@@ -70,23 +68,24 @@ def clipped_sums(
     """
     processes, params = engine.processes, engine.attachment.params
     if processes.group is None:
-        check, passes = _plan(engine, losses)
-        with _backwards(engine, losses, check, passes) as restore:
-            found = weighed(engine, _gathered(engine, losses, restore, check=check), norm_clipper, nonfinite)
+        _check(engine, losses)
+        with engine.of_losses(losses, engine.prover.plan(losses)) as backward:
+            found = weighed(engine, _gathered(engine, losses, backward), norm_clipper, nonfinite)
         return dict(found.sums(float(max(len(losses), 1)) if mean else 1.0)), {*params}, found.result
     with processes.start("backward", params, mean) as start:
-        check, passes = _plan(engine, losses)
-        start.numbers = len(losses), check, losses.requires_grad, passes
+        _check(engine, losses)
+        further = engine.prover.plan(losses)
+        start.numbers = len(losses), further, losses.requires_grad
     if processes.sharded:  # each backward collects shards, so all processes run equally many
-        check, passes = start.anywhere(1), int(start.largest(3))
+        further = int(start.largest(1))
         if not all(row[2] for row in start.rows):
             raise RuntimeError(
                 "the losses of a process do not require grad: with fully_shard, all processes have to run forward and "
                 "backward, also those without samples, on an empty batch"
             )
-    with _backwards(engine, losses, check, passes) as restore:
+    with engine.of_losses(losses, further) as backward:
         with processes.agreement(params, len(params)) as agreement:
-            gathered = _gathered(engine, losses, restore, check=check)
+            gathered = _gathered(engine, losses, backward)
             agreement.numbers = [id(param) in gathered for param in params.values()]  # `weighed` empties it
             found = weighed(engine, gathered, norm_clipper, nonfinite)
         used = {name for i, name in enumerate(params) if agreement.anywhere(i)}
@@ -96,29 +95,8 @@ def clipped_sums(
     return processes.collected(found.sums(divisor), params, used), used, found.result
 
 
-@contextmanager
-def _backwards(engine: Engine, losses: Tensor, check: bool, passes: int) -> Generator[Callable[[], None] | None]:
-    """A block that runs backwards of the losses. It yields a function to restore gradients if there are several."""
-    of_mean, engine.of_mean = engine.of_mean, False  # the losses are added up, also with "mean"
-    engine.probe.passes, engine.repeats = passes, check or passes > 0
-    inside = set(map(id, engine.attachment.params.values()))
-    restore = outside_gradients(losses, inside, engine.retained()) if engine.repeats else None
-    try:
-        yield restore
-        engine.mixing.passed(losses)
-    except BaseException:
-        if restore is not None:
-            restore()
-        raise
-    finally:
-        engine.of_mean = of_mean
-        engine.repeats = False
-        engine.probe.clear()
-        engine.clear()
-
-
-def _plan(engine: Engine, losses: Tensor) -> tuple[bool, int]:
-    """Check a call, and return whether the check of samples that mix is due, and the number of backwards of a probe."""
+def _check(engine: Engine, losses: Tensor) -> None:
+    """Raise if losses cannot be sent backward now."""
     instance("losses", losses, Tensor)
     if losses.ndim != 1:
         way_out = "one loss for each sample is needed, such as losses.flatten(1).mean(1)"
@@ -135,22 +113,14 @@ def _plan(engine: Engine, losses: Tensor) -> tuple[bool, int]:
         )
     if engine.captured.of:
         raise RuntimeError("gradients of an earlier backward wait: call clip_and_accumulate() or discard() first")
-    return engine.mixing.is_due(losses), engine.probe.plan(losses) if engine.probe.live else 0
 
 
-def _gathered(
-    engine: Engine, losses: Tensor, restore: Callable[[], None] | None, *, check: bool
-) -> dict[int, tuple[Contribution, Tensor]]:
-    """Run the backward, those that find lost rows, and perhaps the check. With several, ``restore`` is given."""
-    params, probe = engine.attachment.params, engine.probe
-    check = losses.requires_grad and _backward(engine, losses, restore) and check
-    if probe.passes:
-        probe.run(losses, retain_graph=check)
-    # before the next backward, all processes have to be right
-    with engine.processes.agreement(params, 0) if engine.processes.sharded and check else nullcontext():
-        if probe.passes:
-            probe.receive(losses)
-        gathered = engine.gathered(len(losses))
+def _gathered(engine: Engine, losses: Tensor, backward: Callable[[], None]) -> dict[int, tuple[Contribution, Tensor]]:
+    """Run the backwards, and return what they bring to each parameter."""
+    params = engine.attachment.params
+    if losses.requires_grad:
+        backward()
+    gathered = engine.gathered(len(losses))
     has_samples = len(losses) or engine.processes.group is None
     if has_samples and gathered.keys().isdisjoint(map(id, params.values())):
         raise RuntimeError(
@@ -158,32 +128,7 @@ def _gathered(
             if losses.requires_grad
             else "losses do not require grad: the forward ran under torch.no_grad(), or nothing in it trains"
         )
-    if check:
-        names = {id(param): name for name, param in params.items() if id(param) in gathered}
-        repeats = not engine.processes.sharded
-        engine.mixing.check(losses, names, engine.gradients_of, repeats=repeats)
     return gathered
-
-
-def _backward(engine: Engine, losses: Tensor, restore: Callable[[], None] | None) -> bool:
-    """Run the backward, and retain its graph if there is a function to restore gradients. Return True if it did."""
-    if restore is not None:
-        try:
-            losses.sum().backward(retain_graph=True)
-            return True
-        except RuntimeError as error:
-            if "donated buffers" not in str(error) or engine.processes.sharded:
-                raise
-            if engine.probe.passes:
-                raise engine.probe.refusal(error) from error
-            restore()
-            engine.clear()
-            engine.mixing.give_up(
-                "a compiled function gives its memory away in the backward, unless you set "
-                "torch._functorch.config.donated_buffer = False"
-            )
-    losses.sum().backward()
-    return False
 
 
 def _factors(norm_clipper: NormClipper, answer: Any, count: int, norms: Tensor) -> list[Tensor]:

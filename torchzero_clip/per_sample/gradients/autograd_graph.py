@@ -1,6 +1,6 @@
 """What the graph of autograd leads to."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from torch import Tensor
 from torch.autograd.graph import Node
@@ -25,3 +25,17 @@ def nodes_of(tensors: Iterable[Tensor]) -> Iterator[Node]:
             if following is not None and following not in seen:
                 seen.add(following)
                 nodes.append(following)
+
+
+def outside_gradients(losses: Tensor, inside: set[int], retained: Sequence[Tensor]) -> Callable[[], None]:
+    """Return a function that restores the gradients of ``retained`` tensors, and of leaves that are not ``inside``."""
+    tensors = [*retained, *(leaf for leaf in leaves_of([losses]) if id(leaf) not in inside)]
+    before = [(x, x.grad, None if x.grad is None else x.grad.clone()) for x in tensors]
+
+    def restore() -> None:
+        for x, grad, values in before:
+            x.grad = grad
+            if grad is not None and values is not None:
+                grad.copy_(values)
+
+    return restore

@@ -13,8 +13,8 @@ from torchzero_clip.compat import warn_user, without_autocast
 from torchzero_clip.per_sample.gradients.contributions import Contribution, Dense, Memory, Tied
 from torchzero_clip.per_sample.gradients.products import Products
 from torchzero_clip.per_sample.gradients.rows import RowProducts, SparseRows
+from torchzero_clip.per_sample.processes.sharding import memory_of
 from torchzero_clip.per_sample.samples.arguments import counts_up
-from torchzero_clip.per_sample.samples.provenance import Provenance
 
 PACKED = "Several documents packed in one row? Put one document in each row."
 
@@ -81,12 +81,7 @@ class Forward:
         """The size of all inputs in the batch dimension; None if they differ, or have one size by chance."""
         if given is not None:
             self.batch_size = given.batch_size
-        self.provenance: Provenance | None = None
-        """The samples of tensors; None if their number is not known. A single sample has all rows."""
-        if self.batch_size and self.batch_size > 1 and captured and not self.direct:
-            of = {} if given is None else given.of
-            found += [x for x in held if x.shape[min(dim, x.ndim - 1)] == self.batch_size]
-            self.provenance = Provenance(self.batch_size, dim, found, of)
+        self.given = given
         self._arguments = [weakref.ref(x) for x in found]
 
     @property
@@ -96,14 +91,23 @@ class Forward:
             raise RuntimeError("the number of samples of this forward is not known")
         return self.batch_size
 
-    def is_argument(self, tensor: Tensor) -> bool:
-        """True if this tensor is an argument of the model."""
-        return any(argument() is tensor for argument in self._arguments)
+    @functools.cached_property
+    def memory(self) -> set[int]:
+        """The memory of the arguments: a view of them is of samples."""
+        return memory_of(self._alive)
 
-    def is_batch(self, tensor: Tensor) -> bool:
-        """True for the only argument of the model, or any if all are 0, 1, 2, ...: one of them must be the batch."""
-        known = [x for x in (argument() for argument in self._arguments) if x is not None]
-        return any(tensor is x or tensor._base is x for x in known) and (len(known) == 1 or all(map(counts_up, known)))
+    @functools.cached_property
+    def memory_of_values(self) -> set[int]:
+        """That of arguments which are no indices."""
+        return memory_of([x for x in self._alive if x.dtype != torch.int64])
+
+    @property
+    def _alive(self) -> list[Tensor]:
+        return [x for x in (argument() for argument in self._arguments) if x is not None]
+
+    def is_argument(self, tensor: Tensor) -> bool:
+        """True if this tensor is an argument of the model, whose samples are in the declared dimension."""
+        return any(argument() is tensor for argument in self._arguments)
 
 
 class Layer(Protocol):

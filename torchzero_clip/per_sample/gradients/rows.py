@@ -192,6 +192,10 @@ def regrouped(part: Contribution, rows: Tensor | int, count: int) -> Contributio
             return Products(part.param, *(x.reshape(count, -1, x.shape[-1]) for x in (part.inputs, part.outputs)))
         rows = torch.arange(count, device=part.param.device).repeat_interleave(rows)
     rows = rows.flatten().to(part.param.device)
+    if not len(rows):
+        return Dense(
+            part.param, torch.zeros(count, *part.param.shape, dtype=part.param.dtype, device=part.param.device)
+        )
     if isinstance(part, SparseRows):
         return SparseRows(part.param, count, rows[part.samples], part.index, part.values)
     if type(part) is Products:

@@ -11,12 +11,12 @@ from typing_extensions import override
 
 from torchzero_clip.checks import count, instance
 from torchzero_clip.functional.foreach import wide_dtype
-from torchzero_clip.per_sample.captured_layer import CapturedLayer
 from torchzero_clip.per_sample.engine import Engine, processes_of
 from torchzero_clip.per_sample.gradients.captured_gradients import Forward
 from torchzero_clip.per_sample.gradients.contributions import Contribution
 from torchzero_clip.per_sample.gradients.squared_norms import squared_norms
 from torchzero_clip.per_sample.hooks import accumulate
+from torchzero_clip.per_sample.samples.call import Layer
 
 
 class TwoPassEngine(Engine):
@@ -61,7 +61,7 @@ class TwoPassEngine(Engine):
             )
 
     @override
-    def receive(self, layer: CapturedLayer, part: Contribution) -> None:
+    def receive(self, layer: Layer, part: Contribution) -> None:
         if self.enabled:
             super().receive(layer, part)
             return

@@ -15,12 +15,18 @@ from torchzero_clip.compat import fully_sharded, is_distributed
 from torchzero_clip.per_sample.clipper import PerSampleGradientClipper
 from torchzero_clip.per_sample.gradients.contributions import Memory
 from torchzero_clip.per_sample.hooks import replace_gradients
-from torchzero_clip.per_sample.mixing import Verify, refuse_other_leaves
 from torchzero_clip.per_sample.norm_clippers import NormClipper
 from torchzero_clip.per_sample.private.noise import gaussian
-from torchzero_clip.per_sample.private.promises import Buffers, check_within, joint_limit, watched
+from torchzero_clip.per_sample.private.promises import (
+    Buffers,
+    check_within,
+    joint_limit,
+    refuse_other_leaves,
+    watched,
+)
 from torchzero_clip.per_sample.processes.processes import Agreement
 from torchzero_clip.per_sample.rules.whole import Whole
+from torchzero_clip.per_sample.samples.prover import Verify
 from torchzero_clip.per_sample.unclipped import refuse_unreleased, watch_steps
 from torchzero_clip.per_sample.weighting import ClippingResult, clipped_sums, weighed
 from torchzero_clip.private_losses import declare
@@ -80,7 +86,7 @@ class PrivateGradientClipper(PerSampleGradientClipper):
     Source: Abadi et al., [Deep learning with differential privacy](https://arxiv.org/abs/1607.00133), 2016.
     """
 
-    _probes = False  # what a probe finds has no proof, unlike a label
+    _private = True
 
     def __init__(
         self,
@@ -106,7 +112,6 @@ class PrivateGradientClipper(PerSampleGradientClipper):
         self.noise_multiplier = noise_multiplier
         self.expected_batch_size = expected_batch_size
         super().__init__(module, norm_clipper, batch_first, "sum", memory=memory, whole=whole, verify=verify)
-        self._engine.mixing.must_check = True
         self._generator = generator
         self._releases: dict[float, int] = {}
         self._sensitivity: float | None = None  # of the sums that wait

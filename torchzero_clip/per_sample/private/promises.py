@@ -6,6 +6,7 @@ Buffers are parts of the model that get no noise.
 import torch
 from torch import Tensor, nn
 
+from torchzero_clip.per_sample.gradients.autograd_graph import nodes_of
 from torchzero_clip.per_sample.norm_clippers import NormClipper
 from torchzero_clip.per_sample.weighting import ClippingResult
 
@@ -38,6 +39,18 @@ def check_within(limit: float, norm_clipper: NormClipper, result: ClippingResult
             f"{norm_clipper!r} breaks its own limit: the norm of a clipped gradient is above {limit}. "
             "Factor times norm must not exceed the limit for any norm. Nothing was changed"
         )
+
+
+def refuse_other_leaves(losses: Tensor, inside: set[int]) -> None:
+    """Raise a RuntimeError if the backward of the losses may give a gradient to another leaf than some parameters."""
+    for node in nodes_of([losses]):
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and id(leaf) not in inside and not hasattr(leaf, "refuses"):  # the backward says why
+            raise RuntimeError(
+                f"a tensor of shape {tuple(leaf.shape)} outside of the module would get a gradient that is not clipped "
+                "and has no noise. Put it into the module that the clipper was made for, such as a parent of the model "
+                "and its head, or call requires_grad_(False) on it"
+            )
 
 
 class Buffers:

@@ -63,4 +63,8 @@ def slots(model: nn.Module, params: Mapping[str, nn.Parameter]) -> Iterator[tupl
 def memory_of(tensors: Iterable[Tensor]) -> set[int]:
     """The addresses of the memory of tensors, views or not."""
     plain = map(local, tensors)
-    return {x.untyped_storage().data_ptr() for x in plain if x.numel() and not is_functorch_wrapped_tensor(x)}
+    return {
+        x.untyped_storage().data_ptr()
+        for x in plain
+        if not (x.is_nested or x.is_sparse) and x.numel() and not is_functorch_wrapped_tensor(x)
+    }

@@ -8,13 +8,22 @@ from typing_extensions import override
 
 from torchzero_clip.compat import checkpoint_around
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
+from torchzero_clip.per_sample.modes import Mode
 from torchzero_clip.per_sample.rules.copies import copy_of
 from torchzero_clip.per_sample.rules.generic import GenericRule
 from torchzero_clip.per_sample.samples.arguments import flattened
-from torchzero_clip.per_sample.samples.broadcast_row import TRANSPOSED, row_of_param
-from torchzero_clip.per_sample.samples.following import OwnMode, without_own_modes
+from torchzero_clip.per_sample.samples.broadcast_row import TRANSPOSED, is_row, row_of_param
 
 GENERIC = GenericRule()
+
+
+class RowsRule(GenericRule):
+    """The generic rule for rows of several samples."""
+
+    by_rows = True
+
+
+OF_ROWS = RowsRule()
 
 
 class BareRule(Rule):
@@ -26,14 +35,28 @@ class BareRule(Rule):
     def run(self, layer: CapturedLayer, /, *args: Any, **kwargs: Any) -> object:
         count = layer.count_in(flattened(args, kwargs)[0])
         if count is None:
-            with without_own_modes():
-                return GENERIC.run(layer, *args, **kwargs)
-        layer.note()
-        with _Rows(layer, count):
-            return type(layer.module).forward(layer.module, *args, **kwargs)
+            return GENERIC.run(layer, *args, **kwargs)
+        if _gets_rows(layer, count, args, kwargs):
+            return OF_ROWS.run(layer, *args, **kwargs)
+        layer.written = {}
+        try:
+            with _Rows(layer, count):
+                return type(layer.module).forward(layer.module, *args, **kwargs)
+        finally:
+            layer.written = None
 
 
-class _Rows(OwnMode):
+def _gets_rows(layer: CapturedLayer, count: int, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
+    """True for a module without submodules that gets rows of several samples, such as nodes, as its only argument."""
+    leaves = flattened(args, kwargs)[0]
+    if len(leaves) != 1 or layer.engine.batch_dim or list(layer.module.children()):
+        return False
+    (x,) = leaves
+    of_rows = isinstance(x, Tensor) and x.ndim == 2 and x.is_floating_point() and not is_row(x)
+    return of_rows and count > 1 and len(x) % count != 0 and not layer.engine.forward.direct
+
+
+class _Rows(Mode):
     """Replaces parameters of a layer and its submodules by rows where the layer uses them itself."""
 
     def __init__(self, layer: CapturedLayer, count: int) -> None:
@@ -52,8 +75,7 @@ class _Rows(OwnMode):
             if param is None:  # of a submodule
                 name = next(name for name, value in layer.module.named_parameters() if value is x)
                 param = layer.engine.attachment.params_of(layer.module)[name]
-            with without_own_modes():
-                self._rows[id(x)] = row_of_param(layer, x, copy_of(layer, param, x, self._count))
+            self._rows[id(x)] = row_of_param(layer, x, copy_of(layer, param, x, self._count), param)
         return self._rows.get(id(x), x)
 
     @override
@@ -68,6 +90,12 @@ class _Rows(OwnMode):
         if reads or self._layer.engine.running is not self._layer:
             return func(*args, **kwargs)
         leaves, rebuilt = flattened(args, kwargs)
+        written = self._layer.written or {}
+        if written and not written.keys().isdisjoint(map(id, leaves)):
+            leaves = [written[id(x)][1] if id(x) in written else x for x in leaves]
+            if self._params.isdisjoint(map(id, leaves)):
+                changed = rebuilt(leaves)
+                return func(*changed[0], **changed[1])
         if not self._params.isdisjoint(map(id, leaves)):
             if checkpoint_around() is not self._around:
                 raise RuntimeError(

@@ -8,20 +8,20 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
-from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule, Samples, trainable
+from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule, trainable
 from torchzero_clip.per_sample.gradients.contributions import Dense
 from torchzero_clip.per_sample.gradients.squared_norms import wide
-from torchzero_clip.per_sample.samples.labels import Place
+from torchzero_clip.per_sample.samples.call import Samples, rows_first
 
 
-def copy_of(layer: CapturedLayer, param: nn.Parameter, value: Tensor, count: int) -> Tensor:
+def copy_of(layer: CapturedLayer, param: nn.Parameter, value: Tensor, count: int, *, ordered: bool = True) -> Tensor:
     """A view of the value of a parameter for each sample, whose gradients are the per-sample gradients."""
 
-    def contribute(grad: Tensor) -> list[Dense]:
-        return [Dense(param, *wide(grad))]
+    def contribute(where: Any, grad: Tensor) -> list[Dense]:
+        return [Dense(param, *rows_first(where, *wide(grad)))]
 
     copies = value.detach().expand(count, *value.shape)
-    return layer.watch(copies, [], contribute, Samples(copies, Place(0)))
+    return layer.watch(copies, [], contribute, Samples(copies, 1), copies=ordered)
 
 
 class Bare(nn.Module):

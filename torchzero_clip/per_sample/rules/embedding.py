@@ -7,12 +7,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
-from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule, Samples, rows_first
+from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
 from torchzero_clip.per_sample.gradients.contributions import Contribution
 from torchzero_clip.per_sample.gradients.rows import SparseRows
 from torchzero_clip.per_sample.gradients.squared_norms import wide
+from torchzero_clip.per_sample.processes.sharding import memory_of
 from torchzero_clip.per_sample.samples.arguments import counts_up
-from torchzero_clip.per_sample.samples.labels import Place
+from torchzero_clip.per_sample.samples.call import Samples, rows_first
 
 OF_SAMPLES = "of samples"  # a key of `CapturedLayer.known`: True after a call whose argument was not 0, 1, 2, ...
 
@@ -35,9 +36,9 @@ class EmbeddingRule(Rule):
     def run(self, layer: CapturedLayer, input: Tensor) -> Tensor:
         module: Any = layer.module
         found = _positions(layer, input) or layer.samples(input, input.ndim)
-        where, padding = found.where, module.padding_idx
+        padding = module.padding_idx
 
-        def contribute(grad: Tensor, source: Tensor) -> list[Contribution]:
+        def contribute(where: Any, grad: Tensor, source: Tensor) -> list[Contribution]:
             index, grad = rows_first(where, source, grad)
             samples = torch.arange(len(index), device=index.device).repeat_interleave(index[:1].numel())
             return [_rows(layer, len(index), samples, index.reshape(-1), grad.reshape(-1, grad.shape[-1]), padding)]
@@ -67,12 +68,16 @@ class EmbeddingBagRule(EmbeddingRule):
         module: Any = layer.module
         mode, padding = module.mode, module.padding_idx
         samples = _bags(input, offsets, include_last=module.include_last_offset)
-        found = layer.samples(input, 1) if offsets is None else _owners(layer, input, offsets, samples)
+        found = (
+            layer.samples(input, 1)
+            if offsets is None
+            else Samples(offsets[:-1] if module.include_last_offset else offsets, 1)
+        )
         scale = torch.ones_like(samples) if padding is None else (input.reshape(-1) != padding).int()
         if per_sample_weights is not None:
             scale = scale * per_sample_weights.detach().reshape(-1)
 
-        def contribute(grad: Tensor, index: Tensor, samples: Tensor, scale: Tensor) -> list[Contribution]:
+        def contribute(where: Any, grad: Tensor, index: Tensor, samples: Tensor, scale: Tensor) -> list[Contribution]:
             scale = scale.to(grad.dtype)
             if mode == "mean":
                 sizes = scale.new_zeros(len(grad)).index_add_(0, samples, scale)
@@ -91,43 +96,19 @@ class EmbeddingBagRule(EmbeddingRule):
         return layer.watch(output, [input, samples, scale], contribute, found)
 
 
-def _owners(layer: CapturedLayer, input: Tensor, offsets: Tensor, bags: Tensor) -> Samples:
-    """The sample of each bag."""
-    layer.note()
-    forward, labels = layer.engine.forward, layer.labels(input)
-    if forward.batch_size == 1:
-        return layer.samples(offsets, 1)
-    if labels is None or forward.is_argument(offsets):
-        layer.check_rows(offsets, 0)
-        return Samples(input, Place(0))
-    count, along = forward.count, layer.rows_along(input, 0)
-    of_index = torch.arange(count, device=bags.device) if along is None else along
-    rows = bags.new_full((len(offsets),), -1).index_copy(0, bags, of_index)
-    if not torch.equal(rows[bags], of_index) or bool((rows < 0).any()):
-        raise layer.unknown_rows()
-    return Samples(input, Place(0) if torch.equal(rows, torch.arange(count).to(rows)) else rows)
-
-
 def _positions(layer: CapturedLayer, input: Tensor) -> Samples | None:
-    """Indices that all samples share, such as positions and their distances; None if they are those of samples.
-
-    They are shared if they depend on no sample, or are an argument that was 0, 1, 2, ... in all calls, beside others.
-    """
+    """Indices that all samples share, such as positions and their distances; None if they are those of samples."""
     forward, dim = layer.engine.forward, layer.engine.batch_dim
-    count, along = forward.batch_size, min(dim, input.ndim - 1)
-    if forward.provenance is None or not input.ndim or input.shape[along] == 1 or forward.is_batch(input):
+    count = forward.batch_size
+    if count in (None, 0, 1) or forward.direct or not input.ndim or input.shape[min(dim, input.ndim - 1)] == 1:
         return None
-    if forward.is_argument(input):
-        shared = counts_up(input)
-        layer.known[OF_SAMPLES] = layer.known.get(OF_SAMPLES, False) or (input.ndim == 1 and not shared)
-        shared = shared and not layer.known[OF_SAMPLES]
-    else:  # as many equal indices as samples may be either
-        known = _relative(input) or (input.ndim == 1 and (len(input) != count or bool((input != input[0]).any())))
-        shared = known and layer.labels(input) is None
-    if not shared:
+    given = bool(memory_of((input,)) & forward.memory)
+    if given:  # an argument that was 0, 1, 2, ... in all calls
+        layer.known[OF_SAMPLES] = layer.known.get(OF_SAMPLES, False) or (input.ndim == 1 and not counts_up(input))
+    shared = counts_up(input) and not (given and (layer.known[OF_SAMPLES] or len(forward.memory) == 1))
+    if not (shared or (not given and _relative(input))):
         return None
-    layer.note("positions", dim)
-    return Samples(input.expand(forward.count, *input.shape).movedim(0, dim), Place(dim), had_dim=False)
+    return Samples(input.expand(count, *input.shape).movedim(0, dim), input.ndim + 1, False, dim)
 
 
 def _relative(index: Tensor) -> bool:

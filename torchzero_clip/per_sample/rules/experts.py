@@ -13,7 +13,10 @@ from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
 from torchzero_clip.per_sample.gradients.contributions import Contribution
 from torchzero_clip.per_sample.gradients.rows import RowProducts, SparseRows
 from torchzero_clip.per_sample.gradients.squared_norms import wide
-from torchzero_clip.per_sample.samples.labels import Place
+from torchzero_clip.per_sample.rules.copies import EMPTY
+from torchzero_clip.per_sample.samples.broadcast_row import is_row
+from torchzero_clip.per_sample.samples.nodes import IDENTITIES
+from torchzero_clip.per_sample.samples.pattern import Place, samples_of_items
 
 SETTINGS = ("num_experts", "has_gate", "has_bias", "is_transposed", "has_post_expert_norm", "_apply_gate")
 STACKS = ("gate_up_proj", "up_proj", "down_proj")
@@ -41,32 +44,49 @@ class ExpertsRule(Rule):
     def run(self, layer: CapturedLayer, /, *args: Any, **kwargs: Any) -> Tensor:
         module: Any = layer.module
         tokens, chosen, shares = inspect.signature(type(module).forward).bind(module, *args, **kwargs).args[1:]
-        found, count, top = layer.samples(tokens, 1), layer.engine.forward.batch_size, chosen.shape[-1]
-        if count is None or found.had_dim is not None or found.lost:
-            raise layer.unknown_rows()
-        sample = found.where
-        if isinstance(sample, Place):
-            sample = torch.arange(len(tokens), device=tokens.device) // sample.run
-        cells = chosen.reshape(-1) * count + sample.to(tokens.device).repeat_interleave(top)
-        order = torch.argsort(cells)
-        lengths = torch.bincount(cells // max(count, 1), minlength=module.num_experts).tolist()
-        sent = partial(_sent, layer, cells[order], count, lengths)
-        rows = tokens.index_select(0, order // top)
+        if not len(tokens):
+            empty: Any = EMPTY.run(layer, *args, **kwargs)
+            return empty
+        if is_row(tokens):
+            raise layer.unknown_rows("all samples share them")
+        top, count = chosen.shape[-1], len(tokens)
+        order = torch.argsort(chosen.reshape(-1), stable=True)
+        lengths = torch.bincount(chosen.reshape(-1), minlength=module.num_experts).tolist()
+        sent = partial(_sent, layer, order // top, count, lengths)
+        rows: Any = Taken.apply(tokens, order // top)
         if module.has_gate:
             rows = module._apply_gate(sent("gate_up_proj", rows))
         else:
             rows = module.act_fn(sent("up_proj", rows))
-        rows = sent("down_proj", rows) * shares.reshape(-1).index_select(0, order)[:, None]
+        rows = sent("down_proj", rows) * Taken.apply(shares.reshape(-1), order)[:, None]
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        output = rows.index_select(0, back).view(*chosen.shape, rows.shape[-1]).sum(-2).to(tokens.dtype)
-        layer.mark(output, found.where)
-        return output
+        return Taken.apply(rows, back).view(*chosen.shape, rows.shape[-1]).sum(-2).to(tokens.dtype)
 
 
-def _sent(layer: CapturedLayer, cells: Tensor, count: int, lengths: list[int], name: str, rows: Tensor) -> Tensor:
-    """The outputs of one linear layer of each expert, for rows that are sorted by expert and then by sample.
+class Taken(torch.autograd.Function):
+    """Takes rows by an index. The rule knows the sample of each, so that it does not count as moving rows by values."""
 
-    ``cells`` has the expert times B plus the sample of each row, and ``lengths`` the number of rows of each expert.
+    @staticmethod
+    @override
+    def forward(ctx: Any, x: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.length = len(x)
+        return x.index_select(0, index)
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (grad,), (index,) = grads, ctx.saved_tensors
+        return grad.new_zeros(ctx.length, *grad.shape[1:]).index_add_(0, index, grad), None
+
+
+IDENTITIES.add(Taken)
+
+
+def _sent(layer: CapturedLayer, tokens: Tensor, length: int, lengths: list[int], name: str, rows: Tensor) -> Tensor:
+    """The outputs of one linear layer of each expert, for rows that are sorted by expert.
+
+    ``tokens`` has the token of each row, of ``length`` tokens, and ``lengths`` the number of rows of each expert.
     """
     module, params = layer.module, layer.params
     weights: Tensor = getattr(module, name).detach()
@@ -74,12 +94,19 @@ def _sent(layer: CapturedLayer, cells: Tensor, count: int, lengths: list[int], n
     turned = bool(module.is_transposed)
     pairs = zip(rows.split(lengths), weights if turned else weights.mT, strict=True)
     outputs = [x @ w if biases is None else torch.addmm(biases[i], x, w) for i, (x, w) in enumerate(pairs)]
+    experts = torch.repeat_interleave(torch.tensor(lengths, device=tokens.device))
 
-    def contribute(grad: Tensor, *inputs: Tensor) -> Iterator[Contribution]:
+    def contribute(where: Place | Tensor, grad: Tensor, *inputs: Tensor, count: int) -> Iterator[Contribution]:
+        samples = where.rows((length,), count) if isinstance(where, Place) else where
+        sample = samples.to(tokens.device)[tokens]
         grad, *wider = wide(grad, *inputs)
         for x in wider:
-            yield RowProducts(params[name], count, x, grad, cells, turned=turned)
+            cells = experts * count + sample
+            order = torch.argsort(cells, stable=True)
+            yield RowProducts(params[name], count, x[order], grad[order], cells[order], turned=turned)
         if (bias := f"{name}_bias") in params:
-            yield SparseRows(params[bias], count, cells % max(count, 1), cells // max(count, 1), grad)
+            yield SparseRows(params[bias], count, sample, experts, grad)
 
-    return layer.watch(torch.cat(outputs), [rows] if name in params else [], contribute)
+    watched = [rows] if name in params else []
+    reduce = partial(samples_of_items, tokens, length)
+    return layer.watch(torch.cat(outputs), watched, contribute, shape=(length,), kind=name, reduce=reduce)

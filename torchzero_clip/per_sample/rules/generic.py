@@ -31,7 +31,6 @@ from torchzero_clip.per_sample.rules.state import State
 from torchzero_clip.per_sample.samples.arguments import counts_up
 from torchzero_clip.per_sample.samples.broadcast_row import HOOKS, by_vmap, is_in_place, is_row, row_of, without_padding
 from torchzero_clip.per_sample.samples.comparison import differ
-from torchzero_clip.per_sample.samples.labels import Place
 
 BY_VMAP = "by vmap"  # a key of `CapturedLayer.known`: False if vmap cannot run the module
 SHARED = "shared"  # a key of `CapturedLayer.known`: arguments that all samples share, and those that had samples
@@ -48,18 +47,22 @@ class GenericRule(Rule):
     """
 
     covers_submodules = True
+    by_rows = False
+    """Whether arguments without a graph are rows of several samples, too, if none has the size of the batch."""
 
     @override
     def run(self, layer: CapturedLayer, /, *args: Any, **kwargs: Any) -> Any:
-        is_known = type(self) is not GenericRule  # `MultiheadAttention` calls no hooks inside, and does not mix samples
+        is_known = not (type(self) is GenericRule or self.by_rows)
         _check_inside(layer, hooks=not is_known)
         leaves, structure = pytree.tree_flatten((args, kwargs))
         dims, shared = self.dims(layer, args, kwargs, leaves)
+        if not any(dim is not None for dim in dims):
+            dims = _dims_of_rows(layer, leaves, all_rows=self.by_rows)
         inputs = _inputs(layer, leaves, dims)
         count = _batch_size(layer, leaves, {len(x) for x in inputs.values()})
         if not count:
             return EMPTY.run(layer, *args, **kwargs)
-        copies = copies_of(layer, count)
+        copies = copies_of(layer, count, ordered=count == layer.engine.forward.batch_size)
         has_samples = any(dim is not None for dim in dims)
 
         def output_dim(i: int) -> int | None:
@@ -84,7 +87,6 @@ class GenericRule(Rule):
                 known.add(decision)
             state.join()
         if current_graph_task_id() == -1:  # in a backward, where a checkpoint repeats a call that was noted
-            layer.note(*dims)
             layer.known.setdefault(SHARED, set()).update(shared)
         return one.output(tensors)
 
@@ -97,18 +99,17 @@ class GenericRule(Rule):
         own = memory_of((*model.parameters(), *model.buffers()))
         shared: set[object] = set(layer.known.get(SHARED, ()))
         result: list[int | None] = []
-        beside = any(isinstance(x, Tensor) and layer.labels(x) is not None for x in leaves)
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
         for path, leaf in pytree.tree_flatten_with_path((args, kwargs))[0]:
             result.append(None)
             if not isinstance(leaf, Tensor) or leaf.ndim <= dim or is_row(leaf):
                 continue
-            layer.refuse_made_of_params(leaf)
-            if layer.labels(leaf) is not None or not memory_of((leaf,)) & own:  # copies share memory with a parameter
+            if leaf.requires_grad or not memory_of((leaf,)) & own:  # copies share memory with a parameter
                 argument = str(path), leaf.ndim
-                if leaf.shape[dim] not in (1, size) or layer.is_constant(leaf, of_batch=beside or leaf.ndim > 2):
+                if leaf.shape[dim] not in (1, size) or (size != 1 and not leaf.stride(dim) and not leaf.requires_grad):
                     shared.add(argument)
                 split = (*argument, dim)  # one that was split before stays so, even if it is 0, 1, 2, ... once
-                positions = counts_up(leaf) and split not in shared and not layer.engine.forward.is_batch(leaf)
+                positions = counts_up(leaf) and split not in shared and len(tensors) > 1
                 if leaf.shape[dim] == size and argument not in shared and not positions:
                     shared.add(split)
                     result[-1] = dim
@@ -119,18 +120,23 @@ class GenericRule(Rule):
         return layer.engine.batch_dim
 
 
+def _dims_of_rows(layer: CapturedLayer, leaves: Sequence[object], *, all_rows: bool) -> list[int | None]:
+    """The dimensions of the arguments if these are rows of several samples, such as nodes: each runs as a sample."""
+    tensors = [x for x in leaves if isinstance(x, Tensor) and x.ndim and not is_row(x)]
+    counts = {len(x) for x in tensors if all_rows or x.requires_grad}
+    if layer.engine.batch_dim or len(counts) != 1 or 1 in counts:
+        return [None] * len(leaves)
+    return [0 if isinstance(x, Tensor) and x.ndim and len(x) in counts and not is_row(x) else None for x in leaves]
+
+
 def _inputs(layer: CapturedLayer, leaves: Sequence[Any], dims: Sequence[int | None]) -> dict[int, Tensor]:
     """The arguments that have samples, with these first."""
     inputs: dict[int, Tensor] = {}
     for i, (leaf, dim) in enumerate(zip(leaves, dims, strict=True)):
         if is_row(leaf):  # with a dimension, it is such as a first state for all, expanded to the batch
             inputs[i] = leaf._each if dim is None else leaf._each.diagonal(0, 0, dim + 1).movedim(-1, 0)
-        elif isinstance(leaf, Tensor):
-            labels = layer.labels(leaf)
-            if dim is not None or (labels is not None and not (isinstance(labels, Place) and labels.run == 1)):
-                layer.check_rows(leaf, dim)
-            if dim is not None:
-                inputs[i] = leaf.movedim(dim, 0)
+        elif isinstance(leaf, Tensor) and dim is not None:
+            inputs[i] = leaf.movedim(dim, 0)
     return inputs
 
 
@@ -191,8 +197,6 @@ class _One:
         leaves, structure = [*self._output[0]], self._output[1]
         for (i, dim), tensor in zip(self._output_dims.items(), tensors, strict=True):
             leaves[i] = row_of(self._layer, tensor) if dim is None else tensor.movedim(0, dim)
-            if dim is not None:
-                self._layer.mark(leaves[i], Place(dim))
         return pytree.tree_unflatten(leaves, structure)
 
 
@@ -244,9 +248,9 @@ class _Inside(Mode):
         return func(*args, **kwargs)
 
 
-def copies_of(layer: CapturedLayer, count: int) -> dict[str, Tensor]:
+def copies_of(layer: CapturedLayer, count: int, *, ordered: bool = True) -> dict[str, Tensor]:
     """The views of each parameter of a layer, under all its names."""
-    of = {id(value): copy_of(layer, param, value, count) for param, value in layer.values}
+    of = {id(value): copy_of(layer, param, value, count, ordered=ordered) for param, value in layer.values}
     size = count * sum(param.nbytes for param in layer.params.values())
     if size > WARN and WARNED not in layer.known:
         layer.known[WARNED] = True

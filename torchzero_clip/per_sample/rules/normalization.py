@@ -11,7 +11,6 @@ from typing_extensions import override
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
 from torchzero_clip.per_sample.gradients.contributions import Dense
 from torchzero_clip.per_sample.rules.copies import copy_of
-from torchzero_clip.per_sample.samples.labels import Place
 
 
 class NormalizationRule(Rule):
@@ -68,17 +67,17 @@ class GroupNormRule(NormalizationRule):
         dtypes, lower = {x.dtype for x in (input, *affine)}, torch.is_autocast_enabled(input.device.type)
         fits = len(dtypes) == 1 and dtypes <= {torch.float32, torch.float64} and not lower
         found = layer.samples(input, 1) if fits and len(affine) == 2 and input.numel() else None
-        if found is None or found.had_dim is not None or found.lost or found.where != Place(0):
+        if found is None or found.had_dim is not None:
             return super().run(layer, input)
         x, own = found.tensor, {id(value): param for param, value in layer.values}
         weight, bias = (
-            copy_of(layer, own[id(value)], value, len(x)) if id(value) in own else value.expand(len(x), -1)
+            copy_of(layer, own[id(value)], value, len(x), ordered=False)
+            if id(value) in own
+            else value.expand(len(x), -1)
             for value in affine
         )
         one = x.reshape(1, weight.numel(), *x.shape[2:])
-        output = F.group_norm(one, len(x) * module.num_groups, weight.flatten(), bias.flatten(), module.eps).view_as(x)
-        layer.mark(output, Place(0))
-        return output
+        return F.group_norm(one, len(x) * module.num_groups, weight.flatten(), bias.flatten(), module.eps).view_as(x)
 
 
 def _instance_norm(input: Tensor, **settings: Any) -> Tensor:

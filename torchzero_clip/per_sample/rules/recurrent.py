@@ -19,6 +19,7 @@ from torchzero_clip.per_sample.gradients.products import Products
 from torchzero_clip.per_sample.gradients.rows import regrouped
 from torchzero_clip.per_sample.gradients.squared_norms import wide
 from torchzero_clip.per_sample.samples.broadcast_row import BroadcastRow
+from torchzero_clip.per_sample.samples.pattern import Place, samples_of_items
 
 NAMES = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")
 
@@ -38,7 +39,7 @@ class RecurrentRule(Rule):
         if tensor.ndim != (2 if packed else 3):
             raise ValueError(f"{layer} got an input without a batch dimension: per-sample gradients need one")
         if isinstance(tensor, BroadcastRow):
-            raise layer.unknown_rows(why=", because all samples share them", instead=", or expand them to the batch")
+            raise layer.unknown_rows("all samples share them", how="Expand them to the batch")
         module.check_input(tensor, sizes)
         if hx is not None:
             module.check_forward_args(tensor, hx, sizes)
@@ -59,7 +60,6 @@ class RecurrentRule(Rule):
             rows = torch.cat(outputs, 1) if len(outputs) > 1 else outputs[0]
         last = tuple(sequences.restored(torch.stack(column)) for column in zip(*ends, strict=True))
         output = sequences.output(rows)
-        sequences.mark(output, last)
         return output, last if is_lstm else last[0]
 
 
@@ -112,15 +112,18 @@ class _Direction:
         """Sums of biases and of products with weights, which get their gradients from that of the sums."""
         own, sequences = self._own, self._sequences
 
-        def contribute(grad: Tensor, *inputs: Tensor) -> Iterator[Contribution]:
+        def contribute(where: Place | Tensor, grad: Tensor, *inputs: Tensor, count: int) -> Iterator[Contribution]:
             outputs = sequences.by_sample(grad)
             for kind, factors in (uses | {"ih": inputs} if inputs else uses).items():
                 if (param := own[f"weight_{kind}"]) is not None:
-                    yield sequences.regrouped(Products(param, *wide(sequences.by_sample(factors[0]), outputs)))
+                    part = Products(param, *wide(sequences.by_sample(factors[0]), outputs))
+                    yield sequences.regrouped(part, where, count)
                 if (param := own.get(f"bias_{kind}")) is not None:
-                    yield sequences.regrouped(Dense(param, wide(outputs)[0].sum(1)))
+                    yield sequences.regrouped(Dense(param, wide(outputs)[0].sum(1)), where, count)
 
-        return self._layer.watch(sums, inputs, contribute)
+        reduce = sequences.samples_of_sequences
+        kind = *uses, len(inputs)
+        return self._layer.watch(sums, inputs, contribute, kind=kind, shape=(sequences.count,), reduce=reduce)
 
 
 def _through_time(
@@ -177,43 +180,26 @@ class _Sequences:
         if isinstance(input, PackedSequence):
             self._batch_sizes, self._order, self._back = input[1:]
             self.sizes: list[int] = input.batch_sizes.tolist()
-            rows = layer.rows_along(input.data, 0)
-            self._samples = None if rows is None else self._of_packed(rows)
         else:
             self.sizes = [input.shape[self._dim]] * input.shape[1 - self._dim]
-            self._samples = layer.rows_along(input, self._dim)
         self.count = self.sizes[0]
-        self._forward = layer.engine.forward
-        layer.note(self._dim, self._batch_sizes is None, self._samples is None)
 
-    def _of_packed(self, rows: Tensor) -> Tensor | None:
-        """The sample of each packed sequence; None if these are the samples in order."""
-        first = rows[: self.sizes[0]]
-        if not torch.equal(rows, torch.cat([first[:size] for size in self.sizes])):
-            raise self._layer.unknown_rows()
-        samples = first if self._back is None else first[self._back.to(first.device)]
-        in_order = torch.equal(samples, torch.arange(self._layer.engine.forward.count, device=samples.device))
-        return None if in_order else samples
+    def samples_of_sequences(self, rows: Tensor) -> Tensor:
+        """The sample of each sequence, from those of its rows."""
+        order = torch.arange(self.count, device=rows.device) if self._order is None else self._order
+        return samples_of_items(torch.cat([order[:size] for size in self.sizes]), self.count, rows)
 
     def rows(self, tensor: Tensor) -> Tensor:
         """The rows of an input, or those of a packed sequence."""
         return tensor if self._batch_sizes is not None else tensor.movedim(self._dim, 1).flatten(0, 1)
 
-    def mark(self, output: Any, states: Sequence[Tensor]) -> None:
-        """Note the samples of the output and of the last states."""
-        if (provenance := self._layer.engine.forward.provenance) is None:
-            return
-        samples = torch.arange(self.count, device=states[0].device) if self._samples is None else self._samples
-        for state in states:
-            self._layer.mark(state, samples.view(1, -1, 1))
-        if self._batch_sizes is None:
-            self._layer.mark(output, samples.view((1,) * self._dim + (-1,) + (1,) * (2 - self._dim)))
-        else:
-            provenance.note_packed(output, samples)
-
-    def regrouped(self, part: Contribution) -> Contribution:
+    def regrouped(self, part: Contribution, where: Place | Tensor, count: int) -> Contribution:
         """A contribution of sequences as one of samples."""
-        return part if self._samples is None else regrouped(part, self._samples, self._forward.count)
+        if isinstance(where, Tensor):
+            return regrouped(part, where, count)
+        if where.in_turn:
+            return regrouped(part, torch.arange(self.count, device=part.param.device) % count, count)
+        return part if where.run == 1 else regrouped(part, where.run, count)
 
     def ordered(self, states: Tensor) -> Tensor:
         """States in the order of the rows. Those that all samples share have a copy for each."""

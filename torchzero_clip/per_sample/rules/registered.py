@@ -8,11 +8,12 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
-from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule, Samples
+from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
 from torchzero_clip.per_sample.gradients.contributions import Contribution, Dense
 from torchzero_clip.per_sample.gradients.squared_norms import wide
 from torchzero_clip.per_sample.rules.copies import Bare
-from torchzero_clip.per_sample.samples.labels import Place
+from torchzero_clip.per_sample.samples.call import Samples
+from torchzero_clip.per_sample.samples.pattern import Place
 
 PerSampleGradients: TypeAlias = Callable[..., Mapping[str, Tensor]]
 
@@ -31,17 +32,16 @@ class RegisteredRule(Rule):
         others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
 
-        def contribute(grad: Tensor, *tensors: Tensor) -> list[Contribution]:
+        def contribute(place: Any, grad: Tensor, *tensors: Tensor) -> list[Contribution]:
+            dim = layer.engine.batch_dim
+            if place not in (Place(min(dim, grad.ndim - 1)), Place(0, len(grad))):
+                raise layer.unknown_rows(f"its samples are not in dimension {dim}")
             given: list[Any] = list(others)
             for i, tensor in zip(where, tensors, strict=True):
                 given[i] = tensor
             args, kwargs = pytree.tree_unflatten(given, structure)
             return _checked(layer, self._gradients(layer.module, grad, *args, **kwargs))
 
-        for i in where:
-            if leaves[i].ndim > layer.engine.batch_dim:
-                layer.check_rows(leaves[i], layer.engine.batch_dim)
-        layer.note()
         params = {f"inner.{name}": param.detach() for name, param in layer.module.named_parameters()}
         layer.engine.inside = True
         try:
@@ -50,7 +50,7 @@ class RegisteredRule(Rule):
             layer.engine.inside = False
         if not isinstance(output, Tensor):
             raise TypeError(f"{layer} has a registered rule and must return one tensor, got {type(output).__name__}")
-        samples = Samples(output, Place(min(layer.engine.batch_dim, output.ndim - 1)))
+        samples = Samples(output, max(min(layer.engine.batch_dim + 1, output.ndim), 1))
         return layer.watch(output, [leaves[i] for i in where], contribute, samples)
 
 

@@ -15,14 +15,12 @@ from torchzero_clip.per_sample.rules.bare import BareRule
 from torchzero_clip.per_sample.rules.conv import ConvRule
 from torchzero_clip.per_sample.rules.embedding import EmbeddingBagRule, EmbeddingRule
 from torchzero_clip.per_sample.rules.experts import ExpertsRule, is_experts
-from torchzero_clip.per_sample.rules.fast_path import KINDS, FastPathRule
 from torchzero_clip.per_sample.rules.generic import GenericRule
 from torchzero_clip.per_sample.rules.linear import LinearRule
 from torchzero_clip.per_sample.rules.normalization import BATCH_NORM, GROUP_NORM, INSTANCE_NORM, LAYER_NORM, RMS_NORM
 from torchzero_clip.per_sample.rules.recurrent import RecurrentRule
 from torchzero_clip.per_sample.rules.registered import PerSampleGradients, RegisteredRule
 
-FAST_PATH = FastPathRule()
 WHOLE = GenericRule()
 BARE = BareRule()
 EXPERTS = ExpertsRule()
@@ -89,8 +87,6 @@ def rule_for(module: nn.Module) -> Rule | None:
     kind = type(module)
     if isinstance(module, torch.jit.ScriptModule):
         return None
-    if issubclass(kind, KINDS) and not trainable(module):
-        return FAST_PATH
     run = [getattr(kind, name, None) for name in RUNS]  # a class that overrides one of them has no rule
     found = next((RULES[c] for c in kind.__mro__ if c in RULES and run == [getattr(c, n, None) for n in RUNS]), None)
     if parametrize.is_parametrized(module) or "_conv_forward" in vars(module):

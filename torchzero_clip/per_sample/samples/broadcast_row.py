@@ -20,9 +20,13 @@ from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from torchzero_clip.compat import DisableTorchFunctionSubclass, never_a_frame, never_traced
+from torchzero_clip.per_sample.gradients.contributions import Dense
+from torchzero_clip.per_sample.gradients.squared_norms import wide
+from torchzero_clip.per_sample.processes.sharding import memory_of
 from torchzero_clip.per_sample.samples.arguments import Rebuild, flattened, tensors_in
+from torchzero_clip.per_sample.samples.call import Samples, rows_first
 from torchzero_clip.per_sample.samples.comparison import differ
-from torchzero_clip.per_sample.samples.labels import LOST, Place, depth_of
+from torchzero_clip.per_sample.samples.pattern import Place
 
 ARITHMETIC = {"add", "sub", "mul", "div", "truediv"}
 IN_PLACE = {"iadd", "isub", "imul", "idiv", "itruediv"}
@@ -45,6 +49,7 @@ class BroadcastRow(Tensor):
 
     _each: Tensor  # (B, *shape): the copies
     _layer: Any  # the `CapturedLayer` that it comes from
+    _param: Any = None  # the parameter that it is, if it is one
     _version_then: int  # another version means a change in place that the copies have missed
 
     def samples(self, dim: int) -> tuple[Tensor, bool]:
@@ -108,9 +113,12 @@ def row_of(layer: Any, each: Tensor) -> Tensor:
     return _as_row(_refusing(layer, row.detach().clone()).clone(), each, layer)
 
 
-def row_of_param(layer: Any, param: Tensor, each: Tensor) -> Tensor:
+def row_of_param(layer: Any, param: Tensor, each: Tensor, own: Any) -> Tensor:
     """Return a parameter as a row."""
-    return _as_row(_refusing(layer, param.detach()), each, layer)
+    row = _as_row(_refusing(layer, param.detach()), each, layer)
+    if isinstance(row, BroadcastRow):
+        row._param = own
+    return row
 
 
 def _refusing(layer: Any, leaf: Any) -> Tensor:
@@ -146,17 +154,24 @@ def _with_copies(func: Any, args: Any, kwargs: Any, leaves: list[Any], rebuilt: 
         leaves, rebuilt = flattened(args, kwargs)
     tensors = {i: x for i, x in enumerate(leaves) if isinstance(x, Tensor)}
     others = {i: x for i, x in tensors.items() if not isinstance(x, BroadcastRow) and name not in OF_DTYPE}
-    places = _places(layer, [x for x in leaves if isinstance(x, BroadcastRow)], others, count)
-    if any(place is LOST for place in places.values()) or (changes and 0 not in (places or tensors)):
-        return NotImplemented
-    call = _Call(func, leaves, rebuilt, places, changes)
-    if places:
-        output = call.of_batch_or_not(name)
-        if output is NotImplemented:
-            sized = {i: Place(layer.engine.batch_dim) for i, x in others.items() if _has_size(layer, x, count)}
-            if sized.keys() - places.keys():  # such as a random mask
-                output = _Call(func, leaves, rebuilt, {**sized, **places}, changes).of_batch_or_not(name)
+    if (output := _by_position(func, kind, leaves, rebuilt, others)) is not NotImplemented:
         return output
+    for squares in (False, True):  # a square table may be of positions or of samples
+        places = _places(layer, others, count, squares=squares)
+        if changes and 0 not in (places or tensors):
+            continue
+        if places:
+            output = _Call(func, leaves, rebuilt, places, changes).of_batch_or_not(name)
+            if output is not NotImplemented:
+                return output
+    of_batch = [others[i] for i in places]
+    if any(x.requires_grad for x in of_batch) or memory_of(of_batch) & layer.engine.forward.memory:
+        return NotImplemented
+    if changes and places:
+        return NotImplemented
+    call = _Call(func, leaves, rebuilt, {}, changes)
+    if changes and not isinstance(args[0], BroadcastRow):
+        return _written(call, args[0], first, lambda: func(*args, **kwargs))
     if changes:
         return _changed(call, args[0], first, lambda: func(*args, **kwargs))
     output = func(*args, **kwargs)
@@ -170,49 +185,97 @@ def _with_copies(func: Any, args: Any, kwargs: Any, leaves: list[Any], rebuilt: 
                 output = copies.repeat(*(b // max(a, 1) for a, b in zip(copies.shape, output.shape, strict=True)))
             else:
                 output = copies.expand_as(output)
-            layer.mark(output, Place(dim))
             return output
     return call.of_each(output)
 
 
+def _by_position(func: Any, kind: str, leaves: list[Any], rebuilt: Rebuild, others: dict[int, Tensor]) -> Any:
+    """Arithmetic of a parameter and a tensor, with a copy of the parameter for each of its positions.
+
+    The backward finds the sample of each position. NotImplemented if it is something else.
+    """
+    rows = [i for i, x in enumerate(leaves) if isinstance(x, BroadcastRow)]
+    if kind.removeprefix("r") not in ARITHMETIC or len(rows) != 1 or len(others) != 1:
+        return NotImplemented
+    row, (x,) = leaves[rows[0]], others.values()
+    if (param := row._param) is None or x.is_nested or x.is_sparse:
+        return NotImplemented
+    layer = row._layer
+    if not x.requires_grad and (layer.is_table(x, learned=True) or (x.ndim > 1 and layer.is_table(x))):
+        return NotImplemented
+    with DisableTorchFunctionSubclass():
+        own = tuple(row.shape)
+        while own and own[0] == 1:
+            own = own[1:]
+        leading = x.ndim - len(own)
+        if (
+            leading < 1
+            or row.ndim > x.ndim
+            or any(a not in (1, b) for a, b in zip(own, x.shape[leading:], strict=True))
+        ):
+            return NotImplemented
+        dims = [leading + i for i, (a, b) in enumerate(zip(own, x.shape[leading:], strict=True)) if a == 1 != b]
+
+        def contribute(where: Any, grad: Tensor) -> list[Any]:
+            grad = grad.sum(dims, keepdim=True) if dims else grad
+            (grads,) = rows_first(where, *wide(grad))
+            grads = grads.flatten(1, grads.ndim - len(own) - 1).sum(1) if grads.ndim - len(own) > 1 else grads
+            return [Dense(param, grads.reshape(len(grads), *param.shape))]
+
+        value = row.as_subclass(Tensor).detach().expand(*x.shape)
+        leaves = list(leaves)
+        on_shared = None if x.requires_grad else functools.partial(layer.share_table, x, layer.engine.forward)
+        samples = Samples(value, leading)
+        leaves[rows[0]] = layer.watch(value, [], contribute, samples, on_shared=on_shared)
+    args, kwargs = rebuilt(leaves)
+    return func(*args, **kwargs)
+
+
+def _written(call: "_Call", target: Tensor, first: BroadcastRow, write: Callable[[], Any]) -> Any:
+    """Write rows into a tensor of no sample. The module that holds the parameters goes on with a row in its place."""
+    written: dict[int, Any] | None = first._layer.written
+    if written is None:
+        return NotImplemented
+    call.places = {0: Place(0)}
+    each = torch.vmap(call)(*call.copies, target.expand(len(first._each), *target.shape))
+    output = write()
+    written[id(target)] = target, _as_row(target.as_subclass(Tensor), each, first._layer)
+    return output
+
+
 def _changed(call: "_Call", target: Any, first: BroadcastRow, change: Callable[[], Any]) -> Any:
-    """Change a tensor of no sample in place with rows, so that it becomes a row. Return the output."""
-    if not isinstance(target, BroadcastRow):
-        call.places = {0: 0}
-        call.copies.append(target.expand(len(first._each), *target.shape))
+    """Change a row in place, with its copies. Return the output."""
     each, output = torch.vmap(call)(*call.copies), change()
-    target.__class__ = BroadcastRow
     target._each, target._layer, target._version_then = each, first._layer, target._version
     return output
 
 
-def _places(layer: Any, rows: Sequence[BroadcastRow], tensors: dict[int, Tensor], count: int) -> dict[int, Any]:
-    """The places of samples in tensors, or the sample of each entry. All samples share other tensors."""
-    dim, places = layer.engine.batch_dim, {i: layer.labels(x) for i, x in tensors.items()}
-    beside = [i for i, place in places.items() if place is not None and place is not LOST]
-    first = places[beside[0]] if beside else None
-    several = isinstance(first, Tensor) or (first is not None and first.run > 1)
+def _places(layer: Any, tensors: dict[int, Tensor], count: int, *, squares: bool) -> dict[int, Place]:
+    """The places of samples in tensors, by their sizes. All samples share other tensors, as square tables."""
+    model, dim, places = layer.engine.attachment.model, layer.engine.batch_dim, dict[int, Place]()
+    own = memory_of((*model.parameters(), *model.buffers()))
     for i, x in tensors.items():
-        if places[i] is None and x.ndim > dim:
-            if several and len(x) == len(tensors[beside[0]]) and not layer.is_constant(x):
-                places[i] = first  # such as zeros for all rows
-            elif _has_size(layer, x, count):
-                layer.refuse_made_of_params(x)
-                fits = x.ndim > 2 and all(row.fits(x.ndim, dim) for row in rows)  # unlike a mask of a weight
-                places[i] = None if layer.is_constant(x, of_batch=bool(beside) or fits) else Place(dim)
-    return {i: place for i, place in places.items() if place is not None}
-
-
-def _has_size(layer: Any, x: Tensor, count: int) -> bool:
-    """True if a tensor has the size of the batch."""
-    dim = layer.engine.batch_dim
-    return x.ndim > dim and x.shape[dim] == count
+        is_own = not x.requires_grad and memory_of((x,)) & own  # copies of a parameter lie in its memory too
+        is_own = is_own or (not x.requires_grad and layer.is_table(x, learned=True))
+        if not x.ndim or is_own or (layer.engine.forward.direct and count == 1):
+            continue
+        sizes = [d for d, size in enumerate(x.shape) if size == count]
+        square = x.ndim == 2 and x.shape[0] == x.shape[1] and not x.requires_grad and not squares
+        if x.ndim <= dim or x.shape[dim] == 1 or square:
+            continue  # such as a table of pairs of positions
+        if x.shape[dim] == count:
+            places[i] = Place(dim)
+        elif x.requires_grad and x.shape[0] and x.shape[0] % count == 0:
+            places[i] = Place(0, len(x) // count)
+        elif sizes:
+            places[i] = Place(sizes[0])
+    return places
 
 
 class _Call:
     """A function of rows, and of tensors of the batch in some places among the leaves of its arguments."""
 
-    def __init__(self, func: Any, leaves: list[Any], rebuilt: Rebuild, places: dict[int, Any], changes: bool) -> None:
+    def __init__(self, func: Any, leaves: list[Any], rebuilt: Rebuild, places: dict[int, Place], changes: bool) -> None:
         self._func, self._leaves, self._rebuilt, self.places, self._changes = func, leaves, rebuilt, places, changes
         self._rows = [i for i, x in enumerate(leaves) if isinstance(x, BroadcastRow)]
         self._layer: Any = leaves[self._rows[0]]._layer
@@ -248,18 +311,15 @@ class _Call:
     def of_batch(self, name: str) -> Any:
         """The output of the batch, from those of its samples; NotImplemented if its samples are in no dimension."""
         layer, of_batch, places = self._layer, [self._leaves[i] for i in self.places], [*self.places.values()]
-        if not all(isinstance(place, Place) for place in places) or len(runs := {place.run for place in places}) > 1:
-            return self._of_rows(name, of_batch, places)
+        if len(runs := {place.run for place in places}) > 1:
+            return NotImplemented
         (run,), places, count = runs, [place.dim for place in places], len(self.copies[0])
         kind = {(place, x.ndim) for place, x in zip(places, of_batch, strict=True)}
         if name.strip("_").removeprefix("r") in ARITHMETIC and run == len(kind) == 1 and not self._changes:
             ((dim, ndim),) = kind
             rows = [self._leaves[i] for i in self._rows]
             if all(row.fits(ndim, dim) for row in rows):
-                output = self(*(row.aligned(ndim, dim) for row in rows), *of_batch)  # much faster than vmap
-                layer.note("arithmetic", ndim, dim)
-                layer.mark(output, Place(dim))
-                return output
+                return self(*(row.aligned(ndim, dim) for row in rows), *of_batch)  # much faster than vmap
         kinds = [x if isinstance(x, int | str | None) else x.ndim if isinstance(x, Tensor) else 0 for x in self._leaves]
         pairs = zip(of_batch, places, strict=True)
         inputs = [x.movedim(d, 0).unflatten(0, (count, run)).movedim(1, d + 1) for x, d in pairs]
@@ -274,14 +334,11 @@ class _Call:
                 continue
             if key not in layer.known:
                 layer.known[key] = self._dims(found, of_batch, run)
-            layer.note(*key)
             if (dims := layer.known[key]) is not None:
                 break
         if dims is None or any(x.shape[d + 1] != run for x, d in zip(found, dims, strict=True)):
             return NotImplemented
         found = [_joined(x, d) for x, d in zip(found, dims, strict=True)]
-        for x, d in zip(found, dims, strict=True):
-            layer.mark(x, Place(d, run))
         output = pytree.tree_unflatten(found, structure)
         return self._leaves[0].copy_(output) if self._changes else output
 
@@ -318,30 +375,6 @@ class _Call:
         """The output of the function on the batch, without a graph."""
         with torch.no_grad():
             return self(*(self._leaves[i].as_subclass(Tensor) for i in self._rows), *of_batch)
-
-    def _of_rows(self, name: str, of_batch: list[Tensor], places: list[Any]) -> Any:
-        """The output for rows in any order: the function gets those of one sample at a time."""
-        x, place, count = of_batch[0], places[0], len(self.copies[0])
-        if not all(isinstance(other, Tensor) and torch.equal(other, place) for other in places):
-            return NotImplemented
-        depth = max(depth_of(place), 1)
-        in_all = depth == 1 or place.shape[:depth] == x.shape[:depth]  # else the function sees other rows
-        sample = place.reshape(place.shape[:depth]).expand(x.shape[:depth]).flatten().to(x.device)
-        if not in_all or bool((sample < 0).any()) or any(y.shape[:depth] != x.shape[:depth] for y in of_batch):
-            return NotImplemented
-        order, lengths = sample.argsort(stable=True), sample.bincount(minlength=count).tolist()
-        rows = [y.flatten(0, depth - 1)[order] for y in of_batch]
-        each = [self(*one) for one in zip(*self.copies, *(y.split(lengths) for y in rows), strict=True)]
-        if not all(isinstance(x, Tensor) for x in each) or len(output := torch.cat(each)) != len(rows[0]):
-            return NotImplemented
-        output = output[order.argsort()].unflatten(0, x.shape[:depth])
-        key, known = (name, "rows", depth, x.ndim), self._layer.known
-        if key not in known:
-            known[key] = _are_equal(self._together(of_batch), output)
-        if not known[key]:
-            return NotImplemented  # it mixes rows
-        self._layer.mark(output, place.reshape(*place.shape[:depth], *[1] * (output.ndim - depth)))
-        return self._leaves[0].copy_(output) if self._changes else output
 
 
 def by_vmap(function: Callable[..., Any], *tensors: Any, attends: bool = True) -> Any:
@@ -387,5 +420,4 @@ def _is_to_batch(layer: Any, expansion: Any, size: int, count: int) -> bool:
     others = layer.known.setdefault(EXPANDED, set())
     if size not in (1, count):
         others.add(expansion)
-    layer.note(*expansion, expansion in others)
     return size == count and expansion not in others

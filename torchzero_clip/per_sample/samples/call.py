@@ -1,0 +1,135 @@
+"""A call of a layer: where its rows are, and what makes its contributions."""
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from torchzero_clip.compat import checkpoint_around, current_graph_task_id
+from torchzero_clip.per_sample.gradients.captured_gradients import Forward
+from torchzero_clip.per_sample.gradients.contributions import Contribution
+from torchzero_clip.per_sample.gradients.rows import regrouped
+from torchzero_clip.per_sample.samples.pattern import Pattern, Place, kinds_of_sizes
+from torchzero_clip.per_sample.samples.powers import Trace
+
+Contribute = Callable[..., Iterable[Contribution]]
+"""Makes contributions from the place of the samples, the gradient, the inputs that are kept, and the number of samples.
+
+With a `Call.reduce`, these are of the samples; else of rows, as if each row were a sample.
+"""
+Reduce = Callable[[Tensor], Tensor]
+
+
+class Samples(NamedTuple):
+    """The input of a layer, with ``leading`` dimensions before those of a single position.
+
+    If the layer got one row for all samples, ``had_dim`` says whether that had the batch dimension, which is ``dim``.
+    """
+
+    tensor: Tensor
+    leading: int
+    had_dim: bool | None = None
+    dim: int = 0
+    is_argument: bool = False
+
+
+class Layer(Protocol):
+    """What a call asks of the layer that it is of. A layer is printed in errors."""
+
+    name: str
+    """That in the model: empty for the model itself."""
+
+    @property
+    def way_out(self) -> str:
+        """The end of an error after another way out."""
+        ...
+
+    def unknown_rows(self, why: str, *, how: str = "") -> ValueError:
+        """The error for rows whose samples are not known."""
+        ...
+
+
+class Call:
+    """One call of a layer.
+
+    ``kind`` is what it has in common with calls in other forwards. ``shape`` is that of the rows, and ``leading``
+    says how many dimensions of the gradient they have. ``reduce`` makes the samples of items, such as sequences, of
+    those of rows; the shape is then that of the items. Rows of ``copies`` were made for the samples, in their order.
+    ``declared`` is the dimension of the samples in an argument of the model. ``on_shared`` notes that all
+    samples share the rows, as those of positions, and returns True if that is possible.
+    """
+
+    def __init__(
+        self,
+        layer: Layer,
+        forward: Forward,
+        contribute: Contribute,
+        shape: Sequence[int],
+        *,
+        kind: Hashable,
+        leading: int | None = None,
+        reduce: Reduce | None = None,
+        copies: bool = False,
+        declared: int | None = None,
+        on_shared: Callable[[], bool] | None = None,
+    ) -> None:
+        self.layer, self.forward, self.shape = layer, forward, tuple(shape)
+        self.leading = len(self.shape) if leading is None else leading
+        self.reduce, self.copies, self.declared = reduce, copies, declared
+        self.on_shared = on_shared
+        self.each: Tensor | None = None
+        """The gradient that each sample gives to rows that all of them share, samples first."""
+        self.in_checkpoint = checkpoint_around() is not None
+        self.in_backward = current_graph_task_id() != -1
+        """True for a call that first runs in a backward, such as one in a reentrant checkpoint."""
+        self.where: Place | Tensor | None = None
+        """Where the samples are, once it is known in this backward: their place, or the sample of each row."""
+        self.through: Tensor | None = None
+        """The gradient that came through outputs of the model, in the classic form."""
+        self.samples: Tensor | None = None
+        """The sample of each row in the proofs of this backward."""
+        self.trace: Trace | None = None
+        """What the backwards of a proof have brought."""
+        self.inputs: tuple[Tensor, ...] = ()
+        self._contribute, self._kind = contribute, kind
+
+    def key(self, count: int) -> Hashable:
+        """What calls of one kind have in common."""
+        return self._kind, kinds_of_sizes(self.shape, count)
+
+    def keep(self, grad: Tensor, inputs: tuple[Tensor, ...] = ()) -> None:
+        """Keep what the ordinary backward has brought, until the further ones have run."""
+        self.trace, self.inputs = Trace(grad, self.leading), inputs
+
+    def clear(self) -> None:
+        """Drop what backwards have brought."""
+        self.trace, self.inputs = None, ()
+
+    def usual_place(self, batch_dim: int, count: int) -> Place | None:
+        """The place of samples in the declared dimension; None if the rows do not have it."""
+        dim = min(batch_dim, len(self.shape) - 1)
+        return Pattern(dim).place(self.shape, count) if count else Place(dim)
+
+    def contributions(
+        self, where: Place | Tensor, grad: Tensor, inputs: Sequence[Tensor], count: int
+    ) -> list[Contribution]:
+        """The contributions of samples in known places."""
+        if (each := self.each) is not None:
+            self.each = None
+            return [*self._contribute(Place(0), each, *(x.expand(count, *x.shape) for x in inputs))]
+        if self.reduce is not None:
+            return [*self._contribute(where, grad, *inputs, count=count)]
+        parts = self._contribute(where, grad, *inputs)
+        if isinstance(where, Place) and not where.in_turn:
+            return [*parts] if where.run == 1 else [regrouped(part, where.run, count) for part in parts]
+        if isinstance(where, Place):
+            where = torch.arange(self.shape[where.dim], device=grad.device) % count
+        return [regrouped(part, where, count) for part in parts]
+
+
+def rows_first(where: Place | Tensor, *tensors: Tensor) -> list[Tensor]:
+    """Tensors with the rows of samples in the first dimension."""
+    if isinstance(where, Place):
+        return [x.movedim(where.dim, 0) for x in tensors]
+    return [x.flatten(0, where.ndim - 1) for x in tensors]

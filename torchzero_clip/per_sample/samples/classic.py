@@ -1,0 +1,177 @@
+"""The classic form: proofs from the outputs of the model, inside of an ordinary backward.
+
+Nobody has the losses there. So when the gradient of an output arrives, and before the rest of the graph runs, a nested
+backward of this gradient times powers proves the samples of all layers behind. The outputs must have the samples in the
+declared dimension. What arrives at a layer must then be what has come through the outputs.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node
+
+from torchzero_clip.compat import current_graph_task_id
+from torchzero_clip.per_sample.gradients.captured_gradients import Forward
+from torchzero_clip.per_sample.gradients.contributions import Contribution
+from torchzero_clip.per_sample.hooks import Hook
+from torchzero_clip.per_sample.samples.call import Call
+from torchzero_clip.per_sample.samples.graph import OUTPUT, Graph
+from torchzero_clip.per_sample.samples.pattern import Place
+from torchzero_clip.per_sample.samples.proof import Backward, Proof
+from torchzero_clip.per_sample.samples.prover import Prover
+from torchzero_clip.per_sample.samples.refusals import not_repeatable, runs_in_backward
+
+ELSEWHERE = "they get gradients from elsewhere than outputs of the model"
+
+
+class Host(Protocol):
+    """What the classic form asks of the engine."""
+
+    anchor: Tensor
+    batch_dim: int
+    attached: bool
+    pauses: int
+
+    def backward_began(self) -> None:
+        """A backward of the user runs."""
+
+    def clear(self) -> None:
+        """Drop all gradients that have arrived."""
+
+
+class Classic:
+    """Finds the samples of all calls in backwards that the user runs."""
+
+    def __init__(self, host: Host, prover: Prover) -> None:
+        self._host, self._prover = host, prover
+        self._root: tuple[Node, int] | None = None  # of a nested backward
+        self._task, self._proves = -1, False  # the backward that runs, and whether its first output was proved
+        self._count: int | None = None
+
+    def watch(self, forward: Forward, outputs: Sequence[Tensor]) -> None:
+        """Watch the outputs of a forward of the model."""
+        for x in {id(x): x for x in outputs if x.grad_fn is not None}.values():
+            metadata: Any = getattr(x.grad_fn, "metadata", None)
+            if metadata is not None:
+                metadata[OUTPUT] = True
+                x.register_hook(Hook(partial(self._from_output, forward, x.output_nr)))
+
+    def contributions(
+        self, call: Call, grad: Tensor, inputs: Sequence[Tensor], before: tuple[Node | None, int]
+    ) -> list[Contribution]:
+        """The contributions of a call. ``before`` is the edge of the graph before it."""
+        try:
+            where, count = self._where(call, grad, before)
+            # a model that is run whole gets its gradients for samples, also those of a penalty on gradients
+            is_model = call.copies and not call.layer.name
+            if call.through is not None and not is_model and _differ(grad, call.through):
+                raise call.layer.unknown_rows(ELSEWHERE)
+        except BaseException:
+            self._host.clear()
+            raise
+        call.through = None
+        return call.contributions(where, grad, inputs, count)
+
+    def _from_output(self, forward: Forward, number: int, grad: Tensor) -> Tensor | None:
+        """The hook of an output. A nested backward from another output ends here, or this one would count twice."""
+        node = torch._C._current_autograd_node()
+        if self._root is not None:
+            return None if self._root == (node, number) else torch.zeros_like(grad)
+        host = self._host
+        of_losses = self._prover.count is not None
+        if of_losses or host.pauses or not (forward.captured and host.attached):
+            return None
+        if torch.is_grad_enabled() or not torch.autograd._is_checkpoint_valid():  # this backward is of no parameters
+            return None
+        host.backward_began()
+        if (found := self._samples_of(forward, grad)) is not None:
+            self._prove((node, number), grad, *found)
+        return None
+
+    def _samples_of(self, forward: Forward, grad: Tensor) -> tuple[Tensor, int] | None:
+        """The sample of each row of an output, and their number; None if it does not have the declared dimension."""
+        given, dim, shape = forward.given, self._host.batch_dim, grad.shape
+        if given is not None and len(shape) and len(grad) in given.of:
+            return given.of[len(grad)].view(-1, *[1] * (grad.ndim - 1)).to(grad.device), given.batch_size
+        count = forward.batch_size
+        if count is None and grad.ndim:
+            count = shape[min(dim, grad.ndim - 1)]
+        if count:
+            for place in (dim, 0):
+                if place < grad.ndim and shape[place] == count:
+                    return Place(place).rows(shape, count).to(grad.device), count
+        return None
+
+    def _prove(self, root: tuple[Node, int], grad: Tensor, samples: Tensor, count: int) -> None:
+        """Find the samples of the calls before a node, whose gradient has samples in known rows."""
+        prover, anchor = self._prover, self._host.anchor
+        task = current_graph_task_id()
+        is_first = task != self._task
+        self._count = count
+        due = prover.schedule.is_due or (self._proves and not is_first)
+        proof = prover.planned(Graph([root[0]], count, to_outputs=True), count, due=due) if count > 1 else None
+        if is_first:
+            self._task, self._proves = task, proof is not None
+        if proof is None:
+            return
+
+        def backward(weights: Tensor) -> None:
+            edge = GradientEdge(*root)
+            weighted = grad * weights[samples].view(samples.shape)
+            torch.autograd.backward([edge], [weighted], inputs=[anchor], retain_graph=True)
+
+        self._root, prover.proof = root, proof
+        try:
+            self._run(proof, backward, grad)
+        finally:
+            proof.close()
+            self._root = prover.proof = None
+
+    def _run(self, proof: Proof, backward: Backward, grad: Tensor) -> None:
+        proof.watch()
+        proof.first(backward, grad)
+        try:
+            proof.run(backward, grad)
+        except Exception as error:
+            self._host.clear()
+            raise not_repeatable(str(error)) from error
+        try:
+            proof.conclude(backward, grad)
+            for call in proof.order:
+                if self._proves and call.trace is not None:  # else other outputs were not proved
+                    call.through = call.trace.grad if call.through is None else call.through + call.trace.grad
+        except BaseException:
+            self._host.clear()
+            raise
+
+    def _where(self, call: Call, grad: Tensor, before: tuple[Node | None, int]) -> tuple[Place | Tensor, int]:
+        """Where the samples of a call are, and their number."""
+        forward, dim = call.forward, self._host.batch_dim
+        given, count = forward.given, forward.batch_size if forward.batch_size is not None else self._count
+        if count == 1 and call.where is None:
+            return Place(0, call.shape[0]), 1
+        if call.where is not None and count is not None:
+            return call.where, count
+        if call.in_backward:
+            raise runs_in_backward(call.layer)
+        if given is not None and len(call.shape) == 1 and call.shape[0] in given.of:
+            return given.of[call.shape[0]].to(grad.device), given.batch_size
+        if call.reduce is None:
+            if forward.direct:  # each row counts as a sample
+                place = Place(min(dim, len(call.shape) - 1))
+                return place, call.shape[place.dim]
+            if count is not None and (place := call.usual_place(dim, count)) is not None:
+                if before[0] is not None:
+                    rows = place.rows(grad.shape, count).to(grad.device)
+                    self._prove((before[0], before[1]), grad, rows, count)
+                return place, count
+        raise call.layer.unknown_rows("no gradient of an output of the model has told them")
+
+
+def _differ(one: Tensor, other: Tensor) -> bool:
+    if not one.numel():
+        return False
+    return bool(((one - other).abs() > torch.finfo(one.dtype).eps ** 0.5 * one.abs().amax()).any())

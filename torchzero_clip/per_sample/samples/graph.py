@@ -1,0 +1,93 @@
+"""The graph between losses and layers: a hash of what it does, and what in it may give rows to other samples."""
+
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.graph import Node
+
+from torchzero_clip.per_sample.samples.call import Call
+from torchzero_clip.per_sample.samples.nodes import KINDS, NodeKind, kind_of
+from torchzero_clip.per_sample.samples.pattern import kinds_of_sizes
+
+OUTPUT = "output of the model"  # a key of the metadata of a node
+CHECKPOINT = "CheckpointFunctionBackward"
+
+
+class Graph:
+    """The functions of a backward from some roots: one walk finds them all.
+
+    Graphs with one `key` give rows to the same samples, if `moves` is False, and if the samples in the output of each
+    of the `sites` are in none of its dimensions. The key has the functions, how they are connected, and the numbers
+    that they save.
+    """
+
+    def __init__(self, roots: Iterable[Node | None], count: int, *, to_outputs: bool = False) -> None:
+        """Walk from the roots. With ``to_outputs``, the walk ends at other outputs of the model."""
+        self.calls: list[Call] = []
+        self.sites: list[tuple[Node, Sequence[int]]] = []
+        """Functions that move rows along some dimensions."""
+        self.has_checkpoint = False
+        """True with a reentrant checkpoint, which hides its part of the graph."""
+        said: list[Hashable] = []
+        moving: list[tuple[Node, NodeKind]] = []
+        rest = [node for node in roots if node is not None]
+        numbers: dict[Node, int] = {node: i for i, node in enumerate(rest)}
+        while rest:
+            node = rest.pop()
+            kind = KINDS.get(type(node)) or kind_of(node)
+            said.append(kind.name)
+            call: Call | None = getattr(node, "call", None) if kind.name == "_WatchedBackward" else None
+            if call is not None:
+                self.calls.append(call)
+            elif kind.name == CHECKPOINT:
+                self.has_checkpoint = True
+            else:
+                if kind.moves is not None or kind.axes is not None:
+                    moving.append((node, kind))
+                for attribute in kind.numbers:
+                    value = getattr(node, attribute)
+                    said.append(tuple(value) if isinstance(value, list) else value)
+                if kind.views:
+                    said.append(kinds_of_sizes(node._input_metadata[0].shape, count))
+            edges: Any = node.next_functions
+            for following, output in edges:
+                if following is None:
+                    said.append(None)
+                elif to_outputs and OUTPUT in following.metadata:
+                    said.append(OUTPUT)
+                else:
+                    if following not in numbers:
+                        numbers[following] = len(numbers)
+                        rest.append(following)
+                    said += numbers[following], output
+        self.nodes = numbers.keys()
+        self.moves = bool(moving) and self._judge(moving)
+        # an index 0, 1, 2, ... moves nothing, but another one in its place may
+        self.key = hash((*said, *[tuple(axes) for _, axes in self.sites]))
+
+    @property
+    def is_narrow(self) -> bool:
+        """True if a part of the graph computes in float16, which has no room for large factors."""
+        return any(part.dtype == torch.float16 for node in self.nodes for part in node._input_metadata)
+
+    @property
+    def is_exact(self) -> bool:
+        """True if the backward adds up in the same order each time, on the CPU."""
+        # several threads add up the gradients of x[index] in another order each time
+        return torch.get_num_threads() == 1 or all(node.name() != "IndexBackward0" for node in self.nodes)
+
+    def _judge(self, moving: Sequence[tuple[Node, NodeKind]]) -> bool:
+        """True if rows may move to any place. Otherwise, note the functions that move them along some dimensions."""
+        if any(call.in_checkpoint for call in self.calls):  # to read what a checkpoint saves would run it again
+            return True
+        for node, kind in moving:
+            if kind.moves is not None:
+                if kind.moves(node):
+                    return True
+            elif kind.axes is not None:
+                axes = kind.axes(node)
+                if axes is None or not len(node._input_metadata[0].shape):
+                    return True
+                self.sites.append((node, axes))
+        return False

@@ -1,0 +1,225 @@
+"""Which functions of a graph may give rows to other samples by the values of tensors that they save.
+
+A function that saves numbers alone, such as a transposition, does what these numbers say, and they are in the hash of
+the graph. So does a function of tensors of floats, such as a product: where these could let a gradient go, a backward
+with NaN finds out. Every other function *moves* rows, unless it is listed here. What is not known moves.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import Node
+from torch.nn.modules._functions import BackwardHookFunction
+from torch.nn.parallel.distributed import _DDPSink as DDPSink
+
+from torchzero_clip.per_sample.samples.arguments import counts_up
+
+Axes = Sequence[int] | None
+"""The dimensions of the output of a function along which values move rows; None if it may be any."""
+
+_FLOATS = """
+A L LU Q R S U Vh attn_bias b batch1 batch2 bias buffer cx eigenvalues eigenvectors exponent g grad_out grad_output grid
+hidden_bias hidden_gates hx i1 i2 i3 imag input input1 input2 input3 input_bias input_gates inverse key log_probs
+end log_sumexp logsumexp mat mat1 mat2 max mean min noise other output params query real result running_mean
+running_var rstd save_invstd save_mean save_var scale self self_or_result sign softmax_logsumexp solution tau tensor
+tensor1 tensor2 v value values vec vec1 vec2 weight weight0 weight1 weight2 weight3 x1 x2 zero_point
+"""
+_OF_LOSSES = "is_target target targets total_weight pos_weight"
+_SEEDS = "philox_offset philox_seed rng_state unused"
+SAFE_ARGUMENTS = frozenset(f"{_FLOATS} {_OF_LOSSES} {_SEEDS}".split())
+"""Names of saved tensors that move nothing: floats, the targets of losses, and random seeds."""
+
+FIXED = frozenset(
+    f"{name}Backward{number}"
+    for number in range(2)
+    for name in (
+        *("MaskedFill", "NativeDropout", "FusedDropout", "MaskedSoftmax", "Rrelu", "RreluWithNoise", "LogSigmoid"),
+        *("NativeLayerNorm", "FusedRmsNorm", "NativeGroupNorm", "NativeBatchNorm", "NativeBatchNormLegit"),
+        *("NativeBatchNormLegitNoTraining", "CudnnBatchNorm", "MiopenBatchNorm", "NllLoss", "NllLoss2D", "CtcLoss"),
+        *("CudnnRnn", "MiopenRnn", "MkldnnRnnLayer", "LstmMps", "ThnnFusedLstmCell", "ThnnFusedGruCell", "Convolution"),
+        *("ScaledDotProductFlashAttentionForCpu", "ScaledDotProductFlashAttention", "ScaledDotProductCudnnAttention"),
+        *("ScaledDotProductEfficientAttention", "ScaledDotProductFusedAttentionOverrideable", "MultilabelMarginLoss"),
+    )
+)
+"""Functions that save other tensors, but leave each row at its place: masks, statistics, and workspaces."""
+
+CHOICES = frozenset(f"{name}Backward0" for name in ("Where", "Maximum", "Minimum", "Fmax", "Fmin", "Heaviside"))
+"""Functions that choose between two arguments by values. With one gradient, they are masks."""
+
+POOLING = {
+    f"{name}Backward0": dims
+    for names, dims in (
+        (("MaxPool2DWithIndices", "AdaptiveMaxPool2D", "FractionalMaxPool2D", "MaxUnpool2D", "GridSampler2D"), 2),
+        (("MaxPool3DWithIndices", "AdaptiveMaxPool3D", "FractionalMaxPool3D", "MaxUnpool3D", "GridSampler3D"), 3),
+    )
+    for name in names
+}
+"""Functions that move entries along their last dimensions only."""
+
+BY_EQUALITY = frozenset({"MaxBackward1", "MinBackward1", "MedianBackward0", "NanmedianBackward0", "RenormBackward0"})
+"""Functions of floats that move rows by them, where no NaN would pass."""
+
+IDENTITIES: set[Any] = {BackwardHookFunction, DDPSink}
+"""Functions of torch and of this package that leave rows where they are, or whose rows the package knows."""
+
+SIZES = "_info", "_output_size", "_scalar_type", "_numel", "_options", "_p", "_eps"
+"""The ends of names of saved sizes and floats."""
+
+MAY_BE_SPARSE = {"MvBackward0": ("_saved_self",), "BmmBackward0": ("_saved_self", "_saved_mat2")}
+PLAIN = frozenset({"AccumulateGrad", "CopyBackwards"})  # which save nothing
+
+
+@dataclass(frozen=True)
+class NodeKind:
+    """What functions of one kind have in common."""
+
+    name: str
+    numbers: Sequence[str] = ()
+    """The attributes that go into the hash: all numbers that are saved, except sizes and floats."""
+    views: bool = False
+    """Whether the sizes of the output decide where rows go."""
+    moves: Callable[[Node], bool] | None = None
+    """Whether a function of this kind moves rows to any place. None if it does not."""
+    axes: Callable[[Node], Axes] | None = None
+    """The dimensions along which it moves rows. None if there are none."""
+
+
+KINDS: dict[type[Node], NodeKind] = {}
+"""The kinds of functions of torch that were seen."""
+_python_kinds: WeakKeyDictionary[type, NodeKind] = WeakKeyDictionary()
+_compiled = itertools.count()  # all compiled functions have one name
+
+
+def kind_of(node: Node) -> NodeKind:
+    """The kind of a node that is not in `KINDS` yet."""
+    if isinstance(node, BackwardCFunction):
+        if getattr(node, "_forward_cls", None) in IDENTITIES:
+            found = KINDS[type(node)] = NodeKind(type(node).__name__)
+            return found
+        found = _python_kinds.get(type(node))
+        if found is None:
+            found = _python_kinds[type(node)] = _of_python(node)
+        return found
+    found = KINDS[type(node)] = _of_torch(node)
+    return found
+
+
+def _of_torch(node: Node) -> NodeKind:
+    cls, name = type(node), type(node).__name__
+    names = [attribute for attribute in dir(cls) if attribute.startswith("_saved_")]
+    tensors = {attribute for attribute in names if hasattr(cls, f"_raw{attribute}")}
+    numbers = tuple(attribute for attribute in names if attribute not in tensors and not _is_size(attribute))
+    kind = partial(NodeKind, name, numbers, "_saved_self_sym_sizes" in names)
+    if name in PLAIN or name in FIXED:
+        return kind()
+    is_unknown = name != node.name() or name == "CopySlices"  # such as functions of extensions in C++
+    if is_unknown or name in BY_EQUALITY or "Sparse" in name or "Nested" in name:
+        return kind(moves=_always)
+    if name in CHOICES:
+        return kind(moves=_has_two_gradients)
+    if name in MAY_BE_SPARSE:
+        return kind(moves=partial(_is_sparse, MAY_BE_SPARSE[name]))
+    if name in POOLING:
+        return kind(axes=partial(_last, POOLING[name]))
+    if any(attribute.endswith("_layout") for attribute in numbers):
+        return kind(moves=partial(_has_layout, [x for x in numbers if x.endswith("_layout")]))
+    if SAFE_ARGUMENTS.issuperset(attribute.removeprefix("_saved_") for attribute in tensors):
+        return kind()
+    if name in ("IndexBackward0", "IndexPutBackward0", "UnsafeIndexBackward0"):
+        return kind(axes=partial(_indexed, puts="Put" in name))
+    if name in ("EmbeddingBackward0", "EmbeddingBagBackward0"):
+        return kind(moves=_is_no_parameter)
+    return kind(axes=_along) if "_saved_dim" in numbers else kind(moves=_always)
+
+
+def _is_size(attribute: str) -> bool:
+    return "_sym_" in attribute or attribute.endswith(
+        ("_info", "_output_size", "_scalar_type", "_numel", "_options", "_p", "_eps")
+    )
+
+
+def _of_python(node: Any) -> NodeKind:
+    name, made_by = type(node).__name__, node._forward_cls
+    if getattr(made_by, "keeps_rows", False) or _is_of_shards(made_by):
+        return NodeKind(name)
+    if hasattr(node, "symints") and name == "CompiledFunctionBackward":
+        return NodeKind(f"{name} {next(_compiled)}", ("symints",), moves=_saves_integers)
+    return NodeKind(name, moves=_always)
+
+
+def _is_of_shards(made_by: Any) -> bool:
+    return made_by.__name__ == "RegisterPostBackwardFunction" and made_by.__module__.startswith("torch.distributed")
+
+
+def _always(node: Node) -> bool:
+    return True
+
+
+def _has_two_gradients(node: Node) -> bool:
+    return sum(following is not None for following, _ in node.next_functions) > 1
+
+
+def _is_sparse(attributes: Sequence[str], node: Node) -> bool:
+    saved = [getattr(node, attribute) for attribute in attributes]
+    return any(isinstance(x, Tensor) and x.layout != torch.strided for x in saved)
+
+
+def _has_layout(attributes: Sequence[str], node: Node) -> bool:
+    return any(str(getattr(node, attribute)) not in ("torch.strided", "0", "None") for attribute in attributes)
+
+
+def _saves_integers(node: Any) -> bool:
+    """True if a compiled function saves integers or booleans, which may be indices or masks."""
+    return any(isinstance(x, Tensor) and not x.is_floating_point() for x in node.saved_tensors)
+
+
+def _is_no_parameter(node: Node) -> bool:
+    """True unless an embedding takes rows of a parameter, or of the copies of one that the clipper has made."""
+    following: Any = node.next_functions[0][0]
+    while following is not None and len(following.next_functions) == 1 and not hasattr(following, "call"):
+        following = following.next_functions[0][0]
+    call = getattr(following, "call", None)
+    return not (getattr(following, "variable", None) is not None or (call is not None and call.copies))
+
+
+def _last(count: int, node: Node) -> Axes:
+    ndim = len(_shape(node))
+    return range(ndim - count, ndim)
+
+
+def _along(node: Any) -> Axes:
+    """The saved dimension of the output. A reduction has it no more, so that its output has other dimensions only."""
+    dim, ndim = node._saved_dim, len(_shape(node))
+    reduced = getattr(node, "_saved_keepdim", True) is False and hasattr(node, "_saved_self_sym_sizes")
+    ndim += reduced
+    dim = (dim - 2**64 if dim >= 2**63 else dim) % max(ndim, 1)
+    return () if reduced else (dim,)
+
+
+def _indexed(node: Any, *, puts: bool) -> Axes:
+    """The dimensions that tensors index, in the output; with ``puts``, in the tensor that is written into."""
+    ndim, indices = len(_shape(node)), node._saved_indices
+    places = [i for i, index in enumerate(indices) if index is not None]
+    chosen = [indices[i] for i in places]
+    if any(index.dtype in (torch.bool, torch.uint8) for index in chosen):
+        if len(chosen) > 1:
+            return None
+        return range(places[0], places[0] + (chosen[0].ndim if puts else 1))
+    if puts:
+        return places
+    depth = max(index.ndim for index in chosen)
+    first = places[0] if places == list(range(places[0], places[-1] + 1)) else 0
+    if first == places[0] == 0 and depth == 1 and counts_up(chosen[0]):
+        return range(1, ndim)  # as in ``x[torch.arange(B), last]``, where row i of the output is of row i
+    return range(first, first + depth)
+
+
+def _shape(node: Node) -> Sequence[int]:
+    return node._input_metadata[0].shape

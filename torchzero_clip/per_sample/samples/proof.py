@@ -1,0 +1,260 @@
+"""The proof of one graph, by further backwards: of losses times powers of two, and of NaN for half of the losses."""
+
+from collections.abc import Callable, Sequence
+from enum import Enum, auto
+from random import Random
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+from torch.utils.hooks import RemovableHandle
+
+from torchzero_clip.per_sample.samples.call import Call
+from torchzero_clip.per_sample.samples.graph import Graph
+from torchzero_clip.per_sample.samples.pattern import MIXED, UNTOLD, ZERO, Known, Pattern, Place, patterns_of
+from torchzero_clip.per_sample.samples.powers import Powers, Trace
+from torchzero_clip.per_sample.samples.refusals import (
+    elsewhere,
+    mixed,
+    moved,
+    not_repeatable,
+    runs_in_backward,
+    too_small,
+)
+
+NAMED = 64  # samples of which an error says whether they are mixed
+
+Backward = Callable[[Tensor], None]
+"""Runs a further backward of the losses times a factor for each sample."""
+
+
+class Stage(Enum):
+    """What a further backward is for."""
+
+    FIRST = auto()
+    """The gradients as they are, in the classic form."""
+    POWERS = auto()
+    NAN = auto()
+    AGAIN = auto()
+    """Whether the graph gives the same gradients twice, for an error."""
+    ALONE = auto()
+    """One sample alone, for an error."""
+    EACH = auto()
+    """One sample alone, for rows that all samples share."""
+    EXTRA = auto()
+    """Another process needs it."""
+
+
+class Proof:
+    """The proof of one graph. ``half`` says which samples get NaN, and ``like`` has the dtype of factors."""
+
+    def __init__(self, graph: Graph, known: Known, half: Tensor, random: Random) -> None:
+        self.graph, self.known, self.count = graph, known, len(half)
+        self._powers = Powers(self.count, random, narrow=graph.is_narrow)
+        self._half, self._exact = half, graph.is_exact
+        self._has_nan = not (known.moves or torch.is_anomaly_enabled())  # anomaly mode raises at a NaN
+        self.order: list[Call] = []
+        """The calls in the order in which the ordinary backward has reached them."""
+        self._sites: dict[int, Trace] = {}  # what was brought to each of the sites of the graph
+        self._handles: list[RemovableHandle] = []
+        self._stage: Stage | None = None
+
+    @property
+    def is_further(self) -> bool:
+        """True in a further backward."""
+        return self._stage is not None
+
+    @property
+    def backwards(self) -> int:
+        """The number of further backwards."""
+        return self._powers.passes + self._has_nan
+
+    def watch(self) -> None:
+        """Watch the sites from the next backward on."""
+        self._handles = [
+            node.register_prehook(self._watcher(i, _leading(node, axes)))
+            for i, (node, axes) in enumerate(self.graph.sites)
+        ]
+
+    def first(self, backward: Backward, like: Tensor) -> None:
+        """Run the ordinary backward once more, in the classic form."""
+        self._run(Stage.FIRST, backward, like.new_ones(self.count))
+
+    def run(self, backward: Backward, like: Tensor, *, at_least: int = 0) -> None:
+        """Run the further backwards, at least so many."""
+        for weights in self._powers.weights(like):
+            self._run(Stage.POWERS, backward, weights)
+        if self._has_nan:
+            # NaN times 0 is NaN, so it goes wherever other values could let a gradient go
+            self._run(Stage.NAN, backward, torch.where(self._half, torch.nan, 0.0).to(like))
+        for _ in range(at_least - self.backwards):
+            self._run(Stage.EXTRA, backward, like.new_ones(self.count))
+
+    def arrived(self, call: Call, grad: Tensor, inputs: tuple[Tensor, ...] = ()) -> None:
+        """Keep the gradient of a call in the ordinary backward."""
+        self.order.append(call)
+        call.keep(grad, inputs)
+
+    def saw(self, call: Call, grad: Tensor) -> None:
+        """Note the gradient of a call in a further backward."""
+        if self._stage is Stage.FIRST:
+            self.arrived(call, grad.clone())
+        elif (trace := call.trace) is None:  # the ordinary backward has not reached it
+            return
+        elif self._stage is Stage.POWERS:
+            trace.compare(grad, self._powers, exact=self._exact and grad.is_cpu)
+        elif self._stage is Stage.AGAIN:
+            trace.repeat(grad)
+        elif self._stage is Stage.EACH:
+            trace.alone.append(grad.clone())
+        elif self._stage is not Stage.EXTRA:
+            trace.reach(grad)
+
+    def conclude(self, backward: Backward | None, like: Tensor) -> None:
+        """Find and keep the places of all calls, or raise.
+
+        ``backward`` finds the samples that an error names.
+        """
+        if not self.known.moves and self._sites_move():
+            self.known.moves = True
+        shared: list[Call] = []
+        for call in self.order:
+            if (trace := call.trace) is not None:
+                samples = self._samples(call, trace)
+                if bool((samples == MIXED).any()):
+                    if backward is None or call.on_shared is None or not call.on_shared():
+                        raise self._error(call, trace, samples, backward, like)
+                    shared.append(call)
+                    continue
+                self.known.moves = self.known.moves or self._lets_through(call, trace, samples)
+                self._learn(call, samples)
+        if backward is not None and shared:
+            self._share(shared, backward, like)
+
+    def close(self) -> None:
+        """Drop what backwards have brought."""
+        for handle in self._handles:
+            handle.remove()
+        for call in self.graph.calls:
+            call.clear()
+        self._handles, self.order = [], []
+
+    def _run(self, stage: Stage, backward: Backward, weights: Tensor) -> None:
+        self._stage = stage
+        try:
+            backward(weights)
+        finally:
+            self._stage = None
+
+    def _watcher(self, site: int, leading: int) -> Callable[[Sequence[Tensor | None]], None]:
+        def watch(grads: Sequence[Tensor | None]) -> None:
+            if (grad := grads[0]) is None:
+                return
+            if self._stage in (None, Stage.FIRST):
+                self._sites[site] = Trace(grad.clone(), leading)
+            elif self._stage is Stage.POWERS and site in self._sites:
+                self._sites[site].compare(grad, self._powers, exact=self._exact and grad.is_cpu)
+
+        return watch
+
+    def _sites_move(self) -> bool:
+        """True unless the samples at each site are in a dimension along which it moves nothing."""
+        for i, (_, axes) in enumerate(self.graph.sites):
+            if i not in self._sites:
+                return True
+            samples = self._powers.samples(self._sites[i].ratios)
+            found = [] if bool((samples == MIXED).any()) else patterns_of(samples, self.count)
+            if not found or not _tells(samples) or any(pattern.dim in axes for pattern in found):
+                return True
+        return False
+
+    def _samples(self, call: Call, trace: Trace) -> Tensor:
+        """The sample of each row of a call, also by the proofs of other outputs of the model."""
+        if not trace.ratios:
+            raise runs_in_backward(call.layer)
+        samples = self._powers.samples(trace.ratios)
+        if call.reduce is not None:
+            samples = call.reduce(samples)
+        if (others := call.samples) is not None and others.shape == samples.shape:
+            clash = (samples >= 0) & (others >= 0) & (samples != others)
+            samples = torch.where(clash, MIXED, torch.where(samples == ZERO, others, samples))
+        call.samples = samples
+        return samples
+
+    def _lets_through(self, call: Call, trace: Trace, samples: Tensor) -> bool:
+        """True if NaN has reached rows of other samples, so that values decide where gradients go."""
+        if not self._has_nan or trace.reached is None or call.reduce is not None:
+            return False
+        others = (samples >= 0) & ~self._half.to(samples.device)[samples.clamp(min=0)]
+        return bool((trace.reached & others).any())
+
+    def _learn(self, call: Call, samples: Tensor) -> None:
+        """Find the place of the samples of a call, and keep their pattern if it is the only one."""
+        found, key, patterns = patterns_of(samples, self.count), call.key(self.count), self.known.patterns
+        if not found and bool((samples == UNTOLD).any()):
+            raise too_small(call.layer)
+        if call.declared is not None and Pattern(call.declared) not in found and not _is_of(samples, call.declared):
+            raise elsewhere(call.layer, call.declared)
+        if isinstance(call.where, Place):
+            if any(pattern.place(call.shape, self.count) == call.where for pattern in found):
+                return
+            self.known.learn(key, None)
+            if not self.known.moves:
+                raise moved(call.layer)
+        elif not found or (len(found) == 1 and _tells(samples) and key not in patterns):
+            self.known.learn(key, found[0] if found else None)
+        elif call.copies and Pattern(0) in found:  # of the samples, in their order: rows of zeros too
+            self.known.learn(key, Pattern(0))
+        if found:
+            call.where = found[0].place(call.shape, self.count)
+            return
+        usual = torch.arange(samples.shape[0], device=samples.device).clamp(max=self.count - 1)
+        call.where = torch.where(samples == ZERO, usual.view(-1, *[1] * (samples.ndim - 1)), samples)
+
+    def _share(self, calls: Sequence[Call], backward: Backward, like: Tensor) -> None:
+        """Find what each sample gives to rows that all of them share. In later steps, they will have copies of them."""
+        for weights in torch.eye(self.count, dtype=like.dtype, device=like.device):
+            self._run(Stage.EACH, backward, weights)
+        for call in calls:
+            if call.trace is not None:
+                call.each, call.where = torch.stack(call.trace.alone), Place(0)
+
+    def _error(
+        self, call: Call, trace: Trace, samples: Tensor, backward: Backward | None, like: Tensor
+    ) -> RuntimeError:
+        """The error for a row of several samples."""
+        if backward is None:
+            return mixed(call.layer, [])
+        self._run(Stage.AGAIN, backward, like.new_ones(self.count))
+        if not trace.is_repeated:
+            return not_repeatable(f"{call.layer} gets other gradients from a second backward")
+        givers: list[int] = []
+        wrong = None if call.reduce is not None else int((samples == MIXED).flatten().nonzero()[0, 0])
+        for i in range(min(self.count, NAMED)):
+            alone = like.new_zeros(self.count)
+            alone[i] = 1
+            self._run(Stage.ALONE, backward, alone)
+            reached = trace.reached
+            if reached is not None and bool(reached.any() if wrong is None else reached.flatten()[wrong]):
+                givers.append(i)
+        return mixed(call.layer, givers)
+
+
+def _is_of(samples: Tensor, dim: int) -> bool:
+    """True if each entry of a dimension is of one sample, and no two are of the same."""
+    entries = samples.movedim(dim, 0).flatten(1) if samples.ndim > 1 else samples[:, None]
+    largest = entries.amax(1)
+    told = largest[largest >= 0]
+    return bool(((entries == largest[:, None]) | (entries < 0)).all()) and len(told.unique()) == len(told)
+
+
+def _tells(samples: Tensor) -> bool:
+    """True if rows of at least two samples are known."""
+    known = samples[samples >= 0]
+    return bool((known != known[:1]).any())
+
+
+def _leading(node: Node, axes: Sequence[int]) -> int:
+    """The number of dimensions in which the samples of a site are looked for."""
+    ndim = len(node._input_metadata[0].shape)
+    return min(axes) if axes and min(axes) > 0 else ndim

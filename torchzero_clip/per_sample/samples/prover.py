@@ -1,0 +1,133 @@
+"""Decides which backwards are proved, and knows what was proved before."""
+
+from collections.abc import Hashable, Iterator, Sequence
+from random import Random
+from typing import Literal, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from torchzero_clip.checks import one_of
+from torchzero_clip.compat import without_autocast
+from torchzero_clip.per_sample.gradients.contributions import Contribution
+from torchzero_clip.per_sample.samples.call import Call
+from torchzero_clip.per_sample.samples.graph import Graph
+from torchzero_clip.per_sample.samples.pattern import Memory, Place
+from torchzero_clip.per_sample.samples.proof import Backward, Proof
+from torchzero_clip.per_sample.samples.refusals import not_repeatable, reentrant
+
+Verify: TypeAlias = Literal["first", "always", "never"] | int
+
+
+class Schedule:
+    """The steps 1, 2, 4, 8, ..., and every 128th one, or those that ``verify`` says; at least every ``longest``-th."""
+
+    def __init__(self, verify: Verify, longest: int | None = None) -> None:
+        if isinstance(verify, bool) or not isinstance(verify, int) or verify < 1:
+            one_of("verify", verify, ("first", "always", "never", "a number of steps, at least 1"))
+        self._never = verify == "never"
+        every = 1 if verify == "always" else verify if isinstance(verify, int) else 128
+        self._every = every if longest is None else min(every, longest)
+        self._steps = 0
+
+    @property
+    def is_due(self) -> bool:
+        """True if the next step has to be proved, also if its graph was proved before."""
+        step = self._steps + 1
+        return not self._never and (step & (step - 1) == 0 or step % self._every == 0)
+
+    def passed(self) -> None:
+        """Note that a step of several samples has ended."""
+        self._steps += 1
+
+
+class Host(Protocol):
+    """What a prover asks of the engine."""
+
+    modes: Hashable
+    """The modes of all modules in this forward."""
+
+    def check_counts(self, calls: Sequence[Call], count: int) -> None:
+        """Raise a ValueError if a call has seen another number of samples."""
+
+
+class Prover:
+    """Finds the samples of all calls of layers in a backward."""
+
+    def __init__(self, host: Host, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.count: int | None = None
+        """The number of losses in `backward(losses)`; None in other backwards."""
+        self.proof: Proof | None = None
+        """The proof that runs."""
+        self._host = host
+        self._memory = Memory()
+        self._random = Random(0)
+
+    def plan(self, losses: Tensor) -> int:
+        """Begin `backward(losses)`. Return the number of further backwards that it needs."""
+        self.count, self.proof = len(losses), None
+        if self.count < 2 or not losses.requires_grad:  # one sample has all rows
+            return 0
+        graph = Graph([losses.grad_fn], self.count)
+        self._host.check_counts(graph.calls, self.count)
+        self.proof = self.planned(graph, self.count, due=self.schedule.is_due)
+        if self.proof is None:
+            return 0
+        self.proof.watch()
+        return self.proof.backwards
+
+    def planned(self, graph: Graph, count: int, *, due: bool) -> Proof | None:
+        """The proof that the graph of several samples needs. Calls get their places, as far as they are known."""
+        if graph.has_checkpoint:
+            raise reentrant()
+        known = self._memory.of((graph.key, self._host.modes))
+        known.moves = known.moves or graph.moves
+        is_unknown = False
+        for call in graph.calls:
+            pattern = known.patterns.get(call.key(count))
+            call.where = None if pattern is None else pattern.place(call.shape, count)
+            is_unknown = is_unknown or call.where is None
+        if not graph.calls or not (is_unknown or due or known.moves):
+            return None
+        half = torch.zeros(count, dtype=torch.bool, device="cpu")
+        half[self._random.sample(range(count), (count + 1) // 2)] = True
+        return Proof(graph, known, half, self._random)
+
+    def prove(self, backward: Backward, losses: Tensor, *, at_least: int = 0) -> None:
+        """Run the further backwards of losses, at least so many."""
+        if self.proof is None:
+            for _ in range(at_least):
+                backward(torch.ones_like(losses))
+            return
+        try:
+            self.proof.run(backward, losses, at_least=at_least)
+        except Exception as error:  # of a loss that frees its memory, for example
+            raise not_repeatable(str(error)) from error
+
+    def conclude(self, backward: Backward | None, losses: Tensor) -> None:
+        """Find where the samples of all calls are, once all backwards have run: see `Proof.conclude`."""
+        if self.proof is not None:
+            self.proof.conclude(backward, losses)
+
+    def proved(self) -> Iterator[tuple[Call, list[Contribution]]]:
+        """The contributions of the calls of a proof."""
+        for call in [] if self.proof is None else self.proof.order:
+            if call.trace is not None and call.where is not None:
+                with without_autocast(grad := call.trace.grad):
+                    yield call, call.contributions(call.where, grad, call.inputs, self.count or 0)
+                call.clear()
+
+    def contributions(self, call: Call, grad: Tensor, inputs: Sequence[Tensor]) -> list[Contribution]:
+        """The contributions of a call whose samples were known before the backward of losses."""
+        count = self.count or 0
+        where = call.where
+        if where is None:  # of an empty batch, or of one sample, which has all rows
+            where = Place(0, call.shape[0] if count else 1)
+        return call.contributions(where, grad, inputs, count)
+
+    def clear(self) -> None:
+        """End `backward(losses)`."""
+        if self.proof is not None:
+            self.proof.close()
+        self.proof = self.count = None

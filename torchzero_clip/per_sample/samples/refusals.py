@@ -1,0 +1,84 @@
+"""The errors for backwards that prove that samples mix, or that prove nothing, each with a way out."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class Named(Protocol):
+    """A layer, which prints its name."""
+
+    @property
+    def way_out(self) -> str:
+        """The end of an error after another way out."""
+        ...
+
+
+def mixed(layer: Named, givers: Sequence[int]) -> RuntimeError:
+    """The error for a row that gets gradients from the losses of several samples, as far as these are known."""
+    shown = ", ".join(map(str, givers[:5])) + (", ..." if len(givers) > 5 else "")
+    who = f"the losses of samples {shown} change" if len(givers) > 1 else "several losses change"
+    what = f"mixes or reorders samples: {who} the gradient of one row of {layer}, so they are mixed"
+    if len(givers) == 1:
+        what = (
+            "mixes samples, or a function or hook has a backward that is not linear: the gradient of sample "
+            f"{shown} is not proportional to its loss at {layer},"
+        )
+    return RuntimeError(
+        f"the model or the loss {what} in this layer or later. check_per_sample names the module. A loss over all "
+        "tokens, such as that of a router of experts, has to be computed for each sample. If all samples share the "
+        "rows, as positions, give them a first dimension of size 1: x[None]. If the samples are in another dimension, "
+        f"declare batch_first. Nothing was changed{layer.way_out}"
+    )
+
+
+def not_repeatable(reason: str) -> RuntimeError:
+    """The error for a graph that cannot run backward twice."""
+    how = "Use a loss that does not write into what its backward reads, and keep the graph"
+    if "donated buffers" in reason:
+        how = "Set torch._functorch.config.donated_buffer = False before the forward"
+    return RuntimeError(
+        "it cannot be checked whether samples mix, because the graph cannot run backward twice "
+        f"({reason}). {how}. Nothing was changed"
+    )
+
+
+def reentrant() -> RuntimeError:
+    """The error for a checkpoint that hides its part of the graph."""
+    return RuntimeError(
+        "it cannot be checked whether samples mix, because a checkpoint with use_reentrant=True hides its part of the "
+        "graph. Call torch.utils.checkpoint with use_reentrant=False; for a model of transformers, "
+        'gradient_checkpointing_enable({"use_reentrant": False}). Nothing was changed'
+    )
+
+
+def runs_in_backward(layer: Named) -> RuntimeError:
+    """The error for a layer that first runs in a backward."""
+    return RuntimeError(
+        f"{layer} runs in the backward of a function, where samples cannot be told apart: use "
+        f"torch.utils.checkpoint with use_reentrant=False{layer.way_out}"
+    )
+
+
+def elsewhere(layer: Named, dim: int) -> RuntimeError:
+    """The error for losses that are not those of the samples in an argument of the model."""
+    return RuntimeError(
+        f"the model or the loss mixes samples: losses[i] is not the loss of one sample in dimension {dim} of the input "
+        f"of {layer}. Average over the other dimensions, or declare batch_first. Nothing was changed"
+    )
+
+
+def moved(layer: Named) -> RuntimeError:
+    """The error for rows that belong to other samples, in a graph in which they were proved to stay."""
+    return RuntimeError(
+        f"rows of {layer} belong to other samples than in earlier steps with the same graph, such as after a hook that "
+        'reorders gradients: use verify="always", which proves each step. Nothing was changed'
+    )
+
+
+def too_small(layer: Named) -> RuntimeError:
+    """The error for rows without a pattern whose gradients have no ratio."""
+    return RuntimeError(
+        f"{layer} got rows whose samples are not known, because some of their gradients are not finite or too small: "
+        "scale the losses, or leave samples out whose loss is not finite, and run forward and backward again"
+        f"{layer.way_out}. Nothing was changed"
+    )
