@@ -55,9 +55,9 @@ class PerSampleGradientClipper(Explained):
         whole: Modules that run sample by sample together with their submodules: classes, or patterns for names, such as
             ``"encoder.layers.*"``. Use it for modules that cannot be captured layer by layer; error messages contain
             the line to write. It takes memory for B gradients of the parameters of these modules.
-        verify: When `backward` checks that the loss of a sample gives gradients to no other sample. With "first", in a
-            few steps after a layer is first used; with a number n, also in every n-th step; with "always", in all
-            steps; with "never", in none.
+        verify: How often it is proved again which sample each row belongs to, and that samples do not mix. A new graph
+            is always proved. With "first", also the steps 1, 2, 4, 8, ... and each 128th; with a number n, each n-th
+            instead; with "always", all steps; with "never", none.
 
     Raises:
         ValueError: If a layer mixes samples or cannot be captured, or the value of an argument is invalid.

@@ -50,7 +50,7 @@ class GradSampleModuleFastGradientClipping(nn.Module):
             `PerSampleGradientClipper`. With False, layers store them if that is faster and takes no more memory;
             results are the same.
         whole: As in `PerSampleGradientClipper`.
-        verify: As in `PerSampleGradientClipper`, for ``module.backward``. Two passes are not checked.
+        verify: As in `PerSampleGradientClipper`.
 
     Raises:
         NotImplementedError: If ``strict`` is True and the model has a buffer.

@@ -58,7 +58,8 @@ class PrivateGradientClipper(PerSampleGradientClipper):
         nonfinite: "zero": samples whose gradient has an inf or a NaN add zeros. "raise" is refused, because an error
             would tell that there is such a sample.
         whole: As in `PerSampleGradientClipper`.
-        verify: When `backward` checks that samples do not mix, as in `PerSampleGradientClipper`. "never" is refused.
+        verify: How often it is proved again that samples do not mix, as in `PerSampleGradientClipper`, but at least in
+            each 16th step. "never" is refused.
 
     Raises:
         ValueError: If a layer mixes samples or cannot be captured, or the value of an argument is invalid.

@@ -1,16 +1,16 @@
-"""Which sample each row belongs to, found by a probe and remembered as a pattern.
+"""Whose row is it: which sample each row of a layer belongs to, proved by the gradient.
 
-A layer keeps its input and the gradient of its output, and needs the sample of each row. The forward does not tell it.
-In `backward(losses)`:
+The losses of samples, times powers of two, are sent backward once more. The gradient of a row is then multiplied by the
+power of its sample, and of no other: this is a *proof*. Another ratio means that the row belongs to several samples.
 
-1. `probe.Graph` walks the graph once: it finds the calls of layers, a hash of the functions in it, and whether some of
-   them may move rows by values, such as ``x[index]``.
-2. If all places are remembered for this hash, nothing moves rows, and no proof is due, there is one backward.
-3. Else further backwards of the losses times powers of two show the sample of each row, and prove that no row belongs
-   to several samples. One more, of NaN for half of the samples, shows where values decide: NaN times 0 is NaN. Such
-   graphs are probed in every step.
-4. If the rows of a layer are regular, a `patterns.Pattern` is remembered: the dimension that holds the samples.
+1. `powers` has the factors, and reads samples from ratios.
+2. `proof` runs the further backwards for one graph, and finds where the samples of each `call` are.
+3. `graph` walks from the losses to the layers. Its hash says how long a proof holds. `nodes` says which functions may
+   move rows by values that are not in the hash, so that each step has to be proved.
+4. `pattern` is what is kept of a proof: the place of the samples in each call, for batches of any size.
+5. `prover` decides which backwards are proved. `classic` does it from the outputs of the model, where nobody has the
+   losses. `refusals` are the errors.
 
-In the classic form, the probe starts in a hook of the outputs of the model, with their gradients times the powers.
-Values that all samples share, such as embeddings of positions, are a `broadcast_row`.
+Values that all samples share, such as a bare parameter, have a copy for each of them: see `broadcast_row`. `arguments`
+and `comparison` have small helpers.
 """

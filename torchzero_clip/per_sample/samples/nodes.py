@@ -42,7 +42,8 @@ FIXED = frozenset(
     for name in (
         *("MaskedFill", "NativeDropout", "FusedDropout", "MaskedSoftmax", "Rrelu", "RreluWithNoise", "LogSigmoid"),
         *("NativeLayerNorm", "FusedRmsNorm", "NativeGroupNorm", "NativeBatchNorm", "NativeBatchNormLegit"),
-        *("NativeBatchNormLegitNoTraining", "CudnnBatchNorm", "MiopenBatchNorm", "NllLoss", "NllLoss2D", "CtcLoss"),
+        *("NativeBatchNormLegitNoTraining", "StdMean", "VarMean", "CudnnBatchNorm", "MiopenBatchNorm", "NllLoss"),
+        *("NllLoss2D", "CtcLoss"),
         *("CudnnRnn", "MiopenRnn", "MkldnnRnnLayer", "LstmMps", "ThnnFusedLstmCell", "ThnnFusedGruCell", "Convolution"),
         *("ScaledDotProductFlashAttentionForCpu", "ScaledDotProductFlashAttention", "ScaledDotProductCudnnAttention"),
         *("ScaledDotProductEfficientAttention", "ScaledDotProductFusedAttentionOverrideable", "MultilabelMarginLoss"),
@@ -50,7 +51,11 @@ FIXED = frozenset(
 )
 """Functions that save other tensors, but leave each row at its place: masks, statistics, and workspaces."""
 
-CHOICES = frozenset(f"{name}Backward0" for name in ("Where", "Maximum", "Minimum", "Fmax", "Fmin", "Heaviside"))
+CHOICES = frozenset(
+    f"{name}Backward{number}"
+    for number in range(2)
+    for name in ("Where", "Maximum", "Minimum", "Fmax", "Fmin", "Clamp", "ClampMin", "ClampMax")
+)
 """Functions that choose between two arguments by values. With one gradient, they are masks."""
 
 POOLING = {
@@ -136,7 +141,9 @@ def _of_torch(node: Node) -> NodeKind:
         return kind(axes=partial(_indexed, puts="Put" in name))
     if name in ("EmbeddingBackward0", "EmbeddingBagBackward0"):
         return kind(moves=_is_no_parameter)
-    return kind(axes=_along) if "_saved_dim" in numbers else kind(moves=_always)
+    if isinstance(getattr(node, "_saved_dim", None), int):
+        return kind(axes=_along)
+    return kind(moves=_always)
 
 
 def _is_size(attribute: str) -> bool:
