@@ -85,7 +85,6 @@ MODELS = {
     "cnn": cnn,
     "gpt": GPT,
     "checkpoints": lambda: GPT(False),
-    "reentrant": lambda: GPT(True),
     "bare": lambda: Net(lambda m, x: m.inner(x * m.scale) + m.shift, inner=mlp(), **bare()),
     "experts": lambda: Mixture(bias=True),
     "experts in checkpoints": lambda: Mixture(reentrant=False),
@@ -120,7 +119,7 @@ EXPERTS = "experts", "experts in checkpoints"
 def batch_of(name):
     if name == "cnn":
         return torch.randn(TOTAL, 2, 6, 6, dtype=torch.float64)
-    if name in ("gpt", "checkpoints", "reentrant"):
+    if name in ("gpt", "checkpoints"):
         return torch.randint(0, 11, (TOTAL, 5))
     sequences = dict.fromkeys(("lstm", "queries", "frozen queries"), (TOTAL, 4, 3))
     shape = {**sequences, **dict.fromkeys(EXPERTS, (TOTAL, 3, 4))}.get(name, (TOTAL, 3))

@@ -74,7 +74,6 @@ RIGHT = {
     "an attention": lambda x, row: F.scaled_dot_product_attention(x[:, None], row[None], row[None])[:, 0],
     "set": lambda x, row: set_to(x, row),
     "changed": lambda x, row: x + row.clone().mul_(2) * row,
-    "put into zeros": lambda x, row: x * set_to(torch.zeros_like(row), row).square(),
     "complex": lambda x, row: x + torch.fft.fft(row, dim=1).real,
 }
 WRONG = {
@@ -104,6 +103,12 @@ def test_other_uses_of_one_row_for_all_samples_are_refused_by_name(use, frozen):
     with pytest.raises(RuntimeError, match=r"'layer' \(Linear\) returned one row.*einsum.*expand"):
         clipper.backward(losses_of(output))
     assert all(param.grad is None for param in model.parameters())
+
+
+def test_rows_that_are_written_into_a_tensor_of_no_sample_are_refused_outside_of_the_module_that_holds_them():
+    model = uses(lambda x, row: x * set_to(torch.zeros_like(row), row).square()).double()
+    with clip(model) as clipper, pytest.raises(RuntimeError, match="'__setitem__' cannot tell samples apart"):
+        clipper.backward(losses_of(model(torch.randn(5, 4, 3).double())))
 
 
 def test_the_output_for_one_row_has_one_row():

@@ -226,7 +226,7 @@ def test_every_loss_that_reads_another_sample_is_seen_also_if_it_reads_very_litt
             return output + reads * output[receiver]
 
         with clip(model, verify="always") as clipper:
-            steps(clipper, losses, "the losses of samples {}, {} change".format(*sorted((giver, receiver))), 1)
+            steps(clipper, losses, "mixes samples|mixes or reorders", 60)
 
 
 @pytest.mark.parametrize("what", ["detach", "argmax"])

@@ -212,6 +212,8 @@ class CapturedLayer:
         dim = 0 if leading == 1 else self.engine.batch_dim  # without positions, samples are first in any case
         forward = self.engine.forward
         count = forward.batch_size
+        if count == 1 and input.requires_grad and not input.is_contiguous() and not isinstance(input, BroadcastRow):
+            return Samples(_laid(input), leading, dim=dim)
         if isinstance(input, BroadcastRow) and is_row(input):
             each, had_dim = input.samples(dim)
             return Samples(each, leading + (not had_dim), had_dim, dim)
@@ -428,7 +430,31 @@ class _Watched(torch.autograd.Function):
         return None, grad if ctx.goes_on else None, None, None, None, None
 
 
-IDENTITIES.add(_Watched)
+class _Laid(torch.autograd.Function):
+    """Gives the gradient of an input the layout of the input.
+
+    `native_batch_norm_backward` of torch 2.13 misreads other strides of the gradient of one normalized image.
+    """
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.strides = x.stride()
+        return x.view_as(x)
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (grad,) = grads
+        return grad if 0 in ctx.strides else grad.new_empty_strided(grad.shape, ctx.strides).copy_(grad)
+
+
+IDENTITIES |= {_Watched, _Laid}
+
+
+def _laid(x: Tensor) -> Tensor:
+    laid: Any = _Laid.apply(x)
+    return laid
 
 
 def described(name: str, module: nn.Module) -> str:

@@ -105,6 +105,15 @@ class Forward:
     def _alive(self) -> list[Tensor]:
         return [x for x in (argument() for argument in self._arguments) if x is not None]
 
+    @functools.cached_property
+    def has_batch_of_numbers(self) -> bool:
+        """True if all arguments are 0, 1, 2, ..., or there is only one: one of them must be the batch."""
+        return len(self._alive) == 1 or all(map(counts_up, self._alive))
+
+    def is_batch(self, tensor: Tensor) -> bool:
+        """True for an argument of the model, or a view of one, that must be the batch, also if it is 0, 1, 2, ..."""
+        return self.has_batch_of_numbers and any(tensor is x or tensor._base is x for x in self._alive)
+
     def is_argument(self, tensor: Tensor) -> bool:
         """True if this tensor is an argument of the model, whose samples are in the declared dimension."""
         return any(argument() is tensor for argument in self._arguments)

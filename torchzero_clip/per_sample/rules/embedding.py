@@ -105,7 +105,7 @@ def _positions(layer: CapturedLayer, input: Tensor) -> Samples | None:
     given = bool(memory_of((input,)) & forward.memory)
     if given:  # an argument that was 0, 1, 2, ... in all calls
         layer.known[OF_SAMPLES] = layer.known.get(OF_SAMPLES, False) or (input.ndim == 1 and not counts_up(input))
-    shared = counts_up(input) and not (given and (layer.known[OF_SAMPLES] or len(forward.memory) == 1))
+    shared = counts_up(input) and not (given and (layer.known[OF_SAMPLES] or forward.has_batch_of_numbers))
     if not (shared or (not given and _relative(input))):
         return None
     return Samples(input.expand(count, *input.shape).movedim(0, dim), input.ndim + 1, False, dim)

@@ -99,7 +99,6 @@ class GenericRule(Rule):
         own = memory_of((*model.parameters(), *model.buffers()))
         shared: set[object] = set(layer.known.get(SHARED, ()))
         result: list[int | None] = []
-        tensors = [x for x in leaves if isinstance(x, Tensor)]
         for path, leaf in pytree.tree_flatten_with_path((args, kwargs))[0]:
             result.append(None)
             if not isinstance(leaf, Tensor) or leaf.ndim <= dim or is_row(leaf):
@@ -109,7 +108,7 @@ class GenericRule(Rule):
                 if leaf.shape[dim] not in (1, size) or (size != 1 and not leaf.stride(dim) and not leaf.requires_grad):
                     shared.add(argument)
                 split = (*argument, dim)  # one that was split before stays so, even if it is 0, 1, 2, ... once
-                positions = counts_up(leaf) and split not in shared and len(tensors) > 1
+                positions = counts_up(leaf) and split not in shared and not layer.engine.forward.is_batch(leaf)
                 if leaf.shape[dim] == size and argument not in shared and not positions:
                     shared.add(split)
                     result[-1] = dim

@@ -265,11 +265,16 @@ def _places(layer: Any, tensors: dict[int, Tensor], count: int, *, squares: bool
             continue  # such as a table of pairs of positions
         if x.shape[dim] == count:
             places[i] = Place(dim)
-        elif x.requires_grad and x.shape[0] and x.shape[0] % count == 0:
+        elif x.shape[0] and x.shape[0] % count == 0 and (x.requires_grad or _is_given(layer, x)):
             places[i] = Place(0, len(x) // count)
         elif sizes:
             places[i] = Place(sizes[0])
     return places
+
+
+def _is_given(layer: Any, x: Tensor) -> bool:
+    """True for a view of an argument of the model."""
+    return bool(memory_of((x,)) & layer.engine.forward.memory)
 
 
 class _Call:

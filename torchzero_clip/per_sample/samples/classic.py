@@ -16,7 +16,6 @@ from torch.autograd.graph import GradientEdge, Node
 from torchzero_clip.compat import current_graph_task_id
 from torchzero_clip.per_sample.gradients.captured_gradients import Forward
 from torchzero_clip.per_sample.gradients.contributions import Contribution
-from torchzero_clip.per_sample.hooks import Hook
 from torchzero_clip.per_sample.samples.call import Call
 from torchzero_clip.per_sample.samples.graph import OUTPUT, Graph
 from torchzero_clip.per_sample.samples.pattern import Place
@@ -48,6 +47,8 @@ class Classic:
     def __init__(self, host: Host, prover: Prover) -> None:
         self._host, self._prover = host, prover
         self._root: tuple[Node, int] | None = None  # of a nested backward
+        self._grad: Tensor | None = None  # its gradient
+        self._is_hooked = False  # whether hooks of the user change it once more
         self._task, self._proves = -1, False  # the backward that runs, and whether its first output was proved
         self._count: int | None = None
 
@@ -57,7 +58,9 @@ class Classic:
             metadata: Any = getattr(x.grad_fn, "metadata", None)
             if metadata is not None:
                 metadata[OUTPUT] = True
-                x.register_hook(Hook(partial(self._from_output, forward, x.output_nr)))
+                # unlike a hook of the tensor, it comes after those of the user
+                node: Any = x.grad_fn
+                node.register_prehook(partial(self._before_node, forward, x.output_nr))
 
     def contributions(
         self, call: Call, grad: Tensor, inputs: Sequence[Tensor], before: tuple[Node | None, int]
@@ -75,11 +78,22 @@ class Classic:
         call.through = None
         return call.contributions(where, grad, inputs, count)
 
+    def _before_node(self, forward: Forward, number: int, grads: Sequence[Tensor | None]) -> Any:
+        """The hook of the node of an output of the model."""
+        grad = grads[number]
+        answer = None if grad is None else self._from_output(forward, number, grad)
+        return None if answer is None else (*grads[:number], answer, *grads[number + 1 :])
+
     def _from_output(self, forward: Forward, number: int, grad: Tensor) -> Tensor | None:
         """The hook of an output. A nested backward from another output ends here, or this one would count twice."""
         node = torch._C._current_autograd_node()
         if self._root is not None:
-            return None if self._root == (node, number) else torch.zeros_like(grad)
+            if self._root != (node, number):
+                return torch.zeros_like(grad)
+            proof = self._prover.proof
+            if proof is not None and proof.is_first and self._grad is not None:
+                self._is_hooked = not torch.equal(grad, self._grad)
+            return None
         host = self._host
         of_losses = self._prover.count is not None
         if of_losses or host.pauses or not (forward.captured and host.attached):
@@ -123,12 +137,12 @@ class Classic:
             weighted = grad * weights[samples].view(samples.shape)
             torch.autograd.backward([edge], [weighted], inputs=[anchor], retain_graph=True)
 
-        self._root, prover.proof = root, proof
+        self._root, self._grad, self._is_hooked, prover.proof = root, grad, False, proof
         try:
             self._run(proof, backward, grad)
         finally:
             proof.close()
-            self._root = prover.proof = None
+            self._root = self._grad = prover.proof = None
 
     def _run(self, proof: Proof, backward: Backward, grad: Tensor) -> None:
         proof.watch()
@@ -141,7 +155,8 @@ class Classic:
         try:
             proof.conclude(backward, grad)
             for call in proof.order:
-                if self._proves and call.trace is not None:  # else other outputs were not proved
+                # not if other outputs were not proved, or hooks have changed the gradient twice
+                if self._proves and call.trace is not None and not self._is_hooked:
                     call.through = call.trace.grad if call.through is None else call.through + call.trace.grad
         except BaseException:
             self._host.clear()
@@ -151,14 +166,16 @@ class Classic:
         """Where the samples of a call are, and their number."""
         forward, dim = call.forward, self._host.batch_dim
         given, count = forward.given, forward.batch_size if forward.batch_size is not None else self._count
-        if count == 1 and call.where is None:
-            return Place(0, call.shape[0]), 1
+        if count is not None and count < 2 and call.where is None:
+            return Place(0, call.shape[0] if count else 1), count
         if call.where is not None and count is not None:
             return call.where, count
         if call.in_backward:
             raise runs_in_backward(call.layer)
         if given is not None and len(call.shape) == 1 and call.shape[0] in given.of:
             return given.of[call.shape[0]].to(grad.device), given.batch_size
+        if call.reduce is not None and count is not None and call.shape[0] == count:  # sequences in their order
+            return Place(0), count
         if call.reduce is None:
             if forward.direct:  # each row counts as a sample
                 place = Place(min(dim, len(call.shape) - 1))

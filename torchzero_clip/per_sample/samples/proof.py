@@ -65,6 +65,11 @@ class Proof:
         return self._stage is not None
 
     @property
+    def is_first(self) -> bool:
+        """True in the first nested backward."""
+        return self._stage is Stage.FIRST
+
+    @property
     def backwards(self) -> int:
         """The number of further backwards."""
         return self._powers.passes + self._has_nan
@@ -126,7 +131,10 @@ class Proof:
                         raise self._error(call, trace, samples, backward, like)
                     shared.append(call)
                     continue
-                self.known.moves = self.known.moves or self._lets_through(call, trace, samples)
+                gated = self._lets_through(call, trace, samples)
+                if gated and backward is not None and self._leaks(trace, samples, backward, like):
+                    raise self._error(call, trace, samples, backward, like)
+                self.known.moves = self.known.moves or gated
                 self._learn(call, samples)
         if backward is not None and shared:
             self._share(shared, backward, like)
@@ -188,6 +196,12 @@ class Proof:
         others = (samples >= 0) & ~self._half.to(samples.device)[samples.clamp(min=0)]
         return bool((trace.reached & others).any())
 
+    def _leaks(self, trace: Trace, samples: Tensor, backward: Backward, like: Tensor) -> bool:
+        """True if half of the samples alone give gradients to rows of others, which ratios show only up to rounding."""
+        self._run(Stage.ALONE, backward, self._half.to(like))
+        others = (samples >= 0) & ~self._half.to(samples.device)[samples.clamp(min=0)]
+        return trace.reached is not None and bool((trace.reached & others).any())
+
     def _learn(self, call: Call, samples: Tensor) -> None:
         """Find the place of the samples of a call, and keep their pattern if it is the only one."""
         found, key, patterns = patterns_of(samples, self.count), call.key(self.count), self.known.patterns
@@ -229,7 +243,8 @@ class Proof:
         if not trace.is_repeated:
             return not_repeatable(f"{call.layer} gets other gradients from a second backward")
         givers: list[int] = []
-        wrong = None if call.reduce is not None else int((samples == MIXED).flatten().nonzero()[0, 0])
+        rows = (samples == MIXED).flatten().nonzero()
+        wrong = None if call.reduce is not None or not len(rows) else int(rows[0, 0])
         for i in range(min(self.count, NAMED)):
             alone = like.new_zeros(self.count)
             alone[i] = 1
