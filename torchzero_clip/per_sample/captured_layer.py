@@ -449,7 +449,7 @@ class _Laid(torch.autograd.Function):
         return grad if 0 in ctx.strides else grad.new_empty_strided(grad.shape, ctx.strides).copy_(grad)
 
 
-IDENTITIES |= {_Watched, _Laid}
+IDENTITIES.update((_Watched, _Laid))
 
 
 def _laid(x: Tensor) -> Tensor:
