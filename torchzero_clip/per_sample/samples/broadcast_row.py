@@ -157,7 +157,7 @@ def _with_copies(func: Any, args: Any, kwargs: Any, leaves: list[Any], rebuilt: 
     if (output := _by_position(func, kind, leaves, rebuilt, others)) is not NotImplemented:
         return output
     for squares in (False, True):  # a square table may be of positions or of samples
-        places = _places(layer, others, count, squares=squares)
+        places = _places(layer, others, count, squares=squares, changes=changes)
         if changes and 0 not in (places or tensors):
             continue
         if places:
@@ -250,7 +250,7 @@ def _changed(call: "_Call", target: Any, first: BroadcastRow, change: Callable[[
     return output
 
 
-def _places(layer: Any, tensors: dict[int, Tensor], count: int, *, squares: bool) -> dict[int, Place]:
+def _places(layer: Any, tensors: dict[int, Tensor], count: int, *, squares: bool, changes: bool) -> dict[int, Place]:
     """The places of samples in tensors, by their sizes. All samples share other tensors, as square tables."""
     model, dim, places = layer.engine.attachment.model, layer.engine.batch_dim, dict[int, Place]()
     own = memory_of((*model.parameters(), *model.buffers()))
@@ -263,9 +263,10 @@ def _places(layer: Any, tensors: dict[int, Tensor], count: int, *, squares: bool
         square = x.ndim == 2 and x.shape[0] == x.shape[1] and not x.requires_grad and not squares
         if x.ndim <= dim or x.shape[dim] == 1 or square:
             continue  # such as a table of pairs of positions
+        of_rows = x.ndim > 2 and not changes  # such as windows of images
         if x.shape[dim] == count:
             places[i] = Place(dim)
-        elif x.shape[0] and x.shape[0] % count == 0 and (x.requires_grad or _is_given(layer, x)):
+        elif x.shape[0] and x.shape[0] % count == 0 and (of_rows or x.requires_grad or _is_given(layer, x)):
             places[i] = Place(0, len(x) // count)
         elif sizes:
             places[i] = Place(sizes[0])
