@@ -269,6 +269,19 @@ class Engine:
         for part in contributions:
             self.receive(layer, part)
 
+    @property
+    def shards_backwards(self) -> bool:
+        """True if all processes have to run equally many backwards."""
+        return self.processes.sharded
+
+    def agreed(self, backwards: int) -> int:
+        """The largest number of further backwards that a process needs, if all have to run equally many."""
+        if not self.processes.sharded:
+            return backwards
+        with self.processes.agreement(self.attachment.params, 1) as agreement:
+            agreement.numbers = [backwards]
+        return int(agreement.largest(0))
+
     def backward_began(self) -> None:
         """A backward of the user runs."""
         self.phase = Phase.BACKWARD
@@ -277,7 +290,7 @@ class Engine:
             self._tasks.add(task)
             at_end_of_backward(partial(self.backward_ended, task))
 
-    def check_counts(self, calls: Sequence[Call], count: int) -> None:
+    def _check_counts(self, calls: Sequence[Call], count: int) -> None:
         """Raise a ValueError if a call has seen another number of samples."""
         seen = [(call.layer, call.forward.batch_size) for call in calls]
         if counts := [(layer, number) for layer, number in seen if number not in (None, count)]:
@@ -355,7 +368,6 @@ class Engine:
             raise
         finally:
             self.of_mean = of_mean
-            self.prover.clear()
             self.clear()
 
     def _backward(self, losses: Tensor, further: int) -> None:
@@ -366,10 +378,12 @@ class Engine:
             if "donated buffers" in str(error):
                 raise not_repeatable(str(error)) from error
             raise
+        repeat = partial(self._repeat, losses)
+        if further:
+            self.prover.prove(repeat, losses, at_least=further)
+        self._check_counts(self.prover.calls, len(losses))  # after all backwards, of which processes run equally many
         if not further:
             return
-        repeat = partial(self._repeat, losses)
-        self.prover.prove(repeat, losses, at_least=further)
         self.prover.conclude(None if self.processes.sharded else repeat, losses)
         for call, parts in self.prover.proved():
             for part in parts:

@@ -66,6 +66,15 @@ def clipped_sums(
     It returns the clipped sums of this process, which are means over the samples of all processes with ``mean``; the
     names of the parameters that have a sum on any process; and the result for the user.
     """
+    try:
+        return _clipped_sums(engine, losses, norm_clipper, mean=mean, nonfinite=nonfinite)
+    finally:
+        engine.prover.clear()
+
+
+def _clipped_sums(
+    engine: Engine, losses: Tensor, norm_clipper: NormClipper, *, mean: bool, nonfinite: Nonfinite
+) -> tuple[dict[str, Tensor], set[str], ClippingResult]:
     processes, params = engine.processes, engine.attachment.params
     if processes.group is None:
         _check(engine, losses)

@@ -34,6 +34,15 @@ class Host(Protocol):
     attached: bool
     pauses: int
 
+    @property
+    def shards_backwards(self) -> bool:
+        """True if all processes have to run equally many backwards."""
+        ...
+
+    def agreed(self, backwards: int) -> int:
+        """The largest number of further backwards that a process needs, if all have to run equally many."""
+        ...
+
     def backward_began(self) -> None:
         """A backward of the user runs."""
 
@@ -101,7 +110,10 @@ class Classic:
         if torch.is_grad_enabled() or not torch.autograd._is_checkpoint_valid():  # this backward is of no parameters
             return None
         host.backward_began()
-        if (found := self._samples_of(forward, grad)) is not None:
+        found = self._samples_of(forward, grad)
+        if found is None and host.shards_backwards:  # another process may prove
+            found = torch.zeros((1,) * grad.ndim, dtype=torch.int64, device=grad.device), 1
+        if found is not None:
             self._prove((node, number), grad, *found)
         return None
 
@@ -129,31 +141,34 @@ class Classic:
         proof = prover.planned(Graph([root[0]], count, to_outputs=True), count, due=due) if count > 1 else None
         if is_first:
             self._task, self._proves = task, proof is not None
-        if proof is None:
-            return
+        further = self._host.agreed(0 if proof is None else 1 + proof.backwards)
 
         def backward(weights: Tensor) -> None:
             edge = GradientEdge(*root)
             weighted = grad * weights[samples].view(samples.shape)
             torch.autograd.backward([edge], [weighted], inputs=[anchor], retain_graph=True)
 
+        if proof is None:
+            for _ in range(further):
+                backward(grad.new_ones(max(count, 1)))
+            return
         self._root, self._grad, self._is_hooked, prover.proof = root, grad, False, proof
         try:
-            self._run(proof, backward, grad)
+            self._run(proof, backward, grad, further)
         finally:
             proof.close()
             self._root = self._grad = prover.proof = None
 
-    def _run(self, proof: Proof, backward: Backward, grad: Tensor) -> None:
+    def _run(self, proof: Proof, backward: Backward, grad: Tensor, further: int) -> None:
         proof.watch()
         proof.first(backward, grad)
         try:
-            proof.run(backward, grad)
+            proof.run(backward, grad, at_least=further - 1)
         except Exception as error:
             self._host.clear()
             raise not_repeatable(str(error)) from error
         try:
-            proof.conclude(backward, grad)
+            proof.conclude(None if self._host.shards_backwards else backward, grad)
             for call in proof.order:
                 # not if other outputs were not proved, or hooks have changed the gradient twice
                 if self._proves and call.trace is not None and not self._is_hooked:
@@ -181,7 +196,7 @@ class Classic:
                 place = Place(min(dim, len(call.shape) - 1))
                 return place, call.shape[place.dim]
             if count is not None and (place := call.usual_place(dim, count)) is not None:
-                if before[0] is not None:
+                if before[0] is not None and not self._host.shards_backwards:
                     rows = place.rows(grad.shape, count).to(grad.device)
                     self._prove((before[0], before[1]), grad, rows, count)
                 return place, count

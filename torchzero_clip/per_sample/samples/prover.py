@@ -47,9 +47,6 @@ class Host(Protocol):
     modes: Hashable
     """The modes of all modules in this forward."""
 
-    def check_counts(self, calls: Sequence[Call], count: int) -> None:
-        """Raise a ValueError if a call has seen another number of samples."""
-
 
 class Prover:
     """Finds the samples of all calls of layers in a backward."""
@@ -60,6 +57,8 @@ class Prover:
         """The number of losses in `backward(losses)`; None in other backwards."""
         self.proof: Proof | None = None
         """The proof that runs."""
+        self.calls: Sequence[Call] = ()
+        """The calls that the losses depend on."""
         self._host = host
         self._memory = Memory()
         self._random = Random(0)
@@ -70,7 +69,7 @@ class Prover:
         if self.count < 2 or not losses.requires_grad:  # one sample has all rows
             return 0
         graph = Graph([losses.grad_fn], self.count)
-        self._host.check_counts(graph.calls, self.count)
+        self.calls = graph.calls
         self.proof = self.planned(graph, self.count, due=self.schedule.is_due)
         if self.proof is None:
             return 0
@@ -130,4 +129,4 @@ class Prover:
         """End `backward(losses)`."""
         if self.proof is not None:
             self.proof.close()
-        self.proof = self.count = None
+        self.proof, self.count, self.calls = None, None, ()
