@@ -17,6 +17,7 @@ from contract.test_vectors import CASES, TARGETS, arguments, tensor
 from contract.training import gradients, parameters
 from pretended.costs import costs_are_bounded
 from pretended.device import CPU, CUDA, DEVICE, Graph, install, numbers, on_cuda, pretended
+from pretended.several_devices import numbers_are_those_of_the_cpu
 from torch import Tensor, nn
 
 from torchzero_clip import LR, AdamW, ClipNorm, Modular, SkipStep
@@ -208,6 +209,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     "replay": recorded_steps_replay,
     "loading": checkpoints_load_without_waiting_for_each_parameter,
     "captures are refused": captures_are_refused_where_a_step_waits,
+    "several devices": lambda: numbers_are_those_of_the_cpu(agree),
     "costs": costs_are_bounded,
 }
 
@@ -215,7 +217,7 @@ CHECKS: dict[str, Callable[[], None]] = {
 GROUPS: dict[str, list[str]] = {}
 """The checks of each process. There are few, because each takes seconds to start."""
 for _name in CHECKS:
-    GROUPS.setdefault("costs" if _name == "costs" else "numbers", []).append(_name)
+    GROUPS.setdefault(_name if _name in ("costs", "several devices") else "numbers", []).append(_name)
 
 
 def failure(check: str) -> str:

@@ -76,6 +76,8 @@ class OnCuda(Tensor):
 
     @staticmethod
     def __new__(cls, kept: Tensor) -> "OnCuda":
+        if DEVICE.lacks_float64 and kept.dtype in (torch.float64, torch.complex128):
+            raise TypeError(f"Cannot convert a tensor of this device to {kept.dtype}, which it does not support")
         options = {"dtype": kept.dtype, "device": CUDA, "strides": kept.stride()}
         result = Tensor._make_wrapper_subclass(cls, kept.shape, storage_offset=kept.storage_offset(), **options)
         result.kept = kept
@@ -144,11 +146,15 @@ class Device:
         self.counts = Counts()
         self.weighs = False
         """Whether bytes are counted."""
+        self.lacks_float64 = False
+        """Whether a tensor of float64 on the device raises an error, as on GPUs of Apple."""
         self.tape: list[tuple] | None = None
         """The operations that a `Graph` records."""
 
     def dispatch(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         name = function.overloadpacket.__name__
+        if name.startswith("_foreach") and len({tensor.device for tensor in args[0]}) > 1:
+            return _row_by_row(function, args, kwargs)
         tensors = _tensors((args, kwargs))
         here = [tensor for tensor in tensors if isinstance(tensor, OnCuda)]
         asked = kwargs.get("device")
@@ -219,6 +225,15 @@ class Device:
         ]
 
 
+def _row_by_row(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Call a function of lists with each row, as torch does if a list has several devices."""
+    count, found = len(args[0]), []
+    for i in range(count):
+        row = [[a[i]] if isinstance(a, list | tuple) and len(a) == count else a for a in args]
+        found.append(function(*row, **kwargs))
+    return None if found[0] is None else [result for (result,) in found]
+
+
 def _sgd(function: Any, *lists: Sequence[Tensor], **options: Any) -> None:
     """Compute in float32 at least, as kernels on CUDA do. The one for CPUs leaves half precision as it is."""
     wide = [[t.to(torch.promote_types(t.dtype, torch.float32)) for t in tensors] for tensors in lists]
@@ -271,6 +286,16 @@ def pretended() -> Iterator[Counts]:
             yield DEVICE.counts
     finally:
         torch._C._set_only_lift_cpu_tensors(lifted)
+
+
+@contextmanager
+def without_float64() -> Iterator[None]:
+    """Within the block, the device has no float64."""
+    DEVICE.lacks_float64 = True
+    try:
+        yield
+    finally:
+        DEVICE.lacks_float64 = False
 
 
 class Graph:

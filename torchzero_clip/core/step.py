@@ -143,7 +143,7 @@ class Step:
         Raises:
             ValueError: If ``started`` is not a vector of booleans, or has another length.
         """
-        norms = self._declared_norms()
+        norms = self._declared_norms().to(started.device)  # that of the first parameter, which may be another one
         if indices is not None:
             norms = elements_at(norms, indices)
         expected = 1 if joint else norms.numel()

@@ -5,6 +5,7 @@ The results are those of `Readable`, up to rounding. `Fast` leaves transforms th
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any, final
 
 from torch import Tensor
@@ -235,6 +236,7 @@ class Fast(Averaging, Executor):
         if not isinstance(rule, UpdateRule) or not rule.has_kernel:
             return set()
         done: set[int] = set()
+        # kernels take tensors of one dtype on one device
         for later, part in self._grouped(host, node, rule, rows, rest):
             if self._take_step(host, node, rule, part, later):
                 done.update(part)
@@ -247,14 +249,14 @@ class Fast(Averaging, Executor):
         variants = list(map(rule.variant, host.settings[node.path]))
         table = host.table
         acting = [table.in_scope(n, rows) for n in rest]
-        same_dtype = self._layout is not None or len({table.params[i].dtype for i in rows}) == 1
-        if same_dtype and len(set(variants)) == 1 and all(own is rows for own in acting):
+        kinds = {} if self._layout is not None else {i: _DTYPE_AND_DEVICE(table.params[i]) for i in rows}
+        if len(set(kinds.values())) <= 1 and len(set(variants)) == 1 and all(own is rows for own in acting):
             return [(list(rest), rows)]
         chosen = list(map(set, acting))
         grouped: dict[Any, list[int]] = {}
         for i in rows:
             later = tuple(k for k, own in enumerate(chosen) if i in own)
-            grouped.setdefault((later, table.params[i].dtype, variants[table.group_of[i]]), []).append(i)
+            grouped.setdefault((later, kinds.get(i), variants[table.group_of[i]]), []).append(i)
         return [([rest[k] for k in later], part) for (later, *_), part in grouped.items()]
 
     def _take_step(self, host: Host, node: Node, rule: UpdateRule, rows: list[int], rest: Sequence[Node]) -> bool:
@@ -333,6 +335,9 @@ class Fast(Averaging, Executor):
                 if call is not None and chosen:
                     params, updates, *state = [[column[i] for i in chosen] for column in columns]
                     call(params, updates, state, setting, None)
+
+
+_DTYPE_AND_DEVICE = attrgetter("dtype", "device")
 
 
 def _call_for(fused: Fused, tensors: Sequence[Tensor]) -> Kernel | None:
