@@ -12,8 +12,8 @@ from torchzero_clip.core.states import States
 from torchzero_clip.engine.executor import DeliveredScale, Executor, Host
 from torchzero_clip.engine.updates import Updates
 from torchzero_clip.functional.measure import Measured, scale_
-from torchzero_clip.functional.norms import JointNorm, all_ones, mesh_norm, p_norms
-from torchzero_clip.functional.shards import pack, wholes
+from torchzero_clip.functional.norms import JointNorm, joint_norm, norms_of_each
+from torchzero_clip.functional.reading import all_ones
 from torchzero_clip.types import State
 
 
@@ -59,11 +59,11 @@ class Readable(Executor):
 
     @override
     def joint_norm(self, grads: list[Tensor], *, beside: bool) -> JointNorm | None:
-        return mesh_norm(grads, beside=beside)
+        return joint_norm(grads, plain=False, beside=beside)
 
     @override
-    def norm_of_each(self, grads: list[Tensor]) -> Tensor:
-        return pack(p_norms(wholes(grads), 2.0))
+    def norms_of_each(self, grads: list[Tensor]) -> Tensor:
+        return norms_of_each(grads, plain=False)
 
     @override
     def states(self, node: Node, stored: list[State], begin: Callable[[int], State]) -> States:

@@ -52,7 +52,7 @@ from torchzero_clip.fast.pieces import run_pieces
 from torchzero_clip.fast.vectors import Vectors, VectorStates
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.measure import L2, Measured, Slicing, by_setting, effect, scale_
-from torchzero_clip.functional.norms import whole_norm, whole_norms
+from torchzero_clip.functional.norms import joint_norm, norms_of_each
 from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.types import Group, Setting, State
 
@@ -114,7 +114,7 @@ class Planned:
         if self.is_watched:
             return self.judged.total()
         grads = self.columns["grads"]
-        found = whole_norm(grads, self.workspace.scratch.knowing(grads, self.plan.layout))
+        found = joint_norm(grads, self.workspace.scratch.knowing(grads, self.plan.layout), plain=True)
         return None if found is None else found[0]
 
     def take(self) -> Metrics:
@@ -415,8 +415,8 @@ class _Measurer(Averaging):
         """None, because statistics of a planned step use the norms of the scaling or of each gradient."""
 
     @override
-    def norm_of_each(self, grads: list[Tensor]) -> Tensor:
-        return whole_norms(grads, self._scratch)
+    def norms_of_each(self, grads: list[Tensor]) -> Tensor:
+        return norms_of_each(grads, self._scratch, plain=True)
 
 
 def _acting(nodes: Nodes) -> list[Node]:

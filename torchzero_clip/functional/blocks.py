@@ -1,36 +1,35 @@
 """Norms and sums of many tensors at once, in few operations, with memory for copies of short ones.
 
-They take plain tensors of one dtype, float32 or float64, on CPU. Norms outside of `SMALLEST` to `LARGEST` may be wrong.
+They take plain tensors of one dtype, float32 or float64, on CPU. Each is cut into slices, of which a whole tensor is
+one, and each slice into rows. Rows are reduced in the dtype of the tensors, and added up in float64.
 """
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, compress
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from torchzero_clip.compat import flatten
-from torchzero_clip.functional import foreach
+from torchzero_clip.compat import flatten, unflatten
+from torchzero_clip.functional import foreach, slices
+from torchzero_clip.functional.reading import extent
 from torchzero_clip.functional.scratch import Scratch
+from torchzero_clip.functional.shards import Part, pack, part, wholes
+from torchzero_clip.functional.ways import BLOCK, LARGEST, SMALLEST
 
 SHORT = 65536  # tensors of at most this many elements are copied to be measured together
-
-BLOCK = 1024
-"""Elements of a block of a long tensor. Blocks are reduced in the dtype of the tensor, and added up in float64. A plain
-float32 sum of 16M elements is off by 6e-4."""
 
 ROW = 512  # elements of a row in the memory for copies of short tensors
 
 ROWS = 512  # rows in the memory for copies: 1 MiB of float32, which stays in the cache
 
-SMALLEST, LARGEST = 1e-12, 1e30
-"""Outside of these, squares in float32 may underflow or overflow."""
-
 _NORMS = partial(torch.linalg.vector_norm, dim=1)
+
+Dims = tuple[int, ...]  # the dimensions that a slice of one tensor spans
 
 
 class Chunk(NamedTuple):
@@ -49,52 +48,167 @@ class Moves(NamedTuple):
     weights: Sequence[float]
 
 
-class _Plan(NamedTuple):
-    short: list[int]
-    long: list[int]
-    chunks: list[Chunk]
-    owner: Tensor  # the tensor that each measured block belongs to
+class Cut(NamedTuple):
+    """How plain tensors are cut into slices, and these into rows. It depends on their layouts alone."""
+
+    dims: list[Dims]  # the dimensions that a slice of each tensor spans
+    counts: list[int]  # how many slices each tensor has
+    owner: Tensor  # the tensor that each slice belongs to
+    templates: list[Tensor]  # tensors of the shapes of one number per slice; none if all are whole
+    chunks: list[tuple[list[int], Chunk]]  # short tensors, copied to be reduced together
+    refills: bool  # the chunks of whole tensors are filled with zeros, because others have written to their memory
+    others: list[int]  # the tensors that are reduced one by one
+    slice_of: Tensor  # the slice that each row belongs to
+    order: Tensor | None  # the row of each slice, if each is one row
+
+    def parts(self, tensors: Sequence[Tensor]) -> list[Part]:
+        """The tensors, cut."""
+        return list(map(part, tensors, self.dims))
+
+    def scale_(self, tensors: Sequence[Tensor], factors: Tensor) -> None:
+        """Multiply each slice by its factor, in place. Tensors without a factor other than 1 are not touched."""
+        changes = (factors != 1).float()
+        counts = changes.new_zeros(len(tensors)).index_add_(0, self.owner, changes)
+        changed = (counts > 0).tolist()
+        numbers = unflatten(factors.to(tensors[0].dtype), self.templates)
+        foreach.multiply_plain_(list(compress(tensors, changed)), list(compress(numbers, changed)))
 
 
-def block_norms(tensors: Sequence[Tensor], scratch: Scratch) -> Tensor:
-    """The L2 norm of each tensor: a float64 vector."""
-    return _norms_of(*_reduced(tensors, scratch, _NORMS), len(tensors))
+def cut_into_rows(tensors: Sequence[Tensor], dims: Sequence[Dims] | None, scratch: Scratch) -> Cut:
+    """Plan how to measure slices of tensors, which span ``dims`` of each (None: all), and none of which is empty."""
+    parts, like = (wholes(tensors) if dims is None else list(map(part, tensors, dims))), tensors[0]
+    counts, sizes = [p.slice_count for p in parts], list(map(Tensor.numel, tensors))
+    alike: dict[tuple[int, bool], list[int]] = {}
+    others: list[int] = []
+    for i, (size, count, p) in enumerate(zip(sizes, counts, parts, strict=True)):
+        length = ROW if count == 1 else size // count
+        is_short = size <= SHORT and length <= BLOCK and _are_rows(p)
+        (alike.setdefault((length, count == 1), []) if is_short else others).append(i)
+    chunks: list[tuple[list[int], Chunk]] = []
+    for (length, is_one), together in alike.items():
+        own, memory = [tensors[i] for i in together], "blocks" if dims is None else "slices"
+        found = in_chunks(memory, own, length, ROWS * ROW // length, like, scratch)
+        chunks += [(together[chunk.own], chunk) for chunk in found]
+        for chunk in found if is_one else ():  # the last row of a whole tensor ends in zeros
+            chunk.rows.zero_()
+    refills = dims is not None or len(chunks) > 1
+    measured = [i for own, _ in chunks for i in own] + others
+    rows = [-(-sizes[i] // (ROW if sizes[i] <= SHORT else BLOCK)) if counts[i] == 1 else 1 for i in measured]
+    repeats = torch.tensor(rows, device="cpu").repeat_interleave(
+        torch.tensor([counts[i] for i in measured], device="cpu")
+    )
+    places = torch.arange(sum(counts), device="cpu").split(counts)
+    slice_of = torch.cat([places[i] for i in measured]).repeat_interleave(repeats)
+    order = slice_of.argsort() if slice_of.numel() == sum(counts) else None
+    owner = torch.repeat_interleave(torch.tensor(counts, device="cpu"))
+    templates = [] if dims is None else [like.new_zeros(()).expand(p.slice_shape) for p in parts]
+    return Cut([p.dims for p in parts], counts, owner, templates, chunks, refills, others, slice_of, order)
+
+
+def _are_rows(cut: Part) -> bool:
+    """True if slices span all dimensions from some one on, so that each is a row of a contiguous tensor."""
+    return cut.dims == tuple(range(cut.tensor.ndim - len(cut.dims), cut.tensor.ndim))
+
+
+def whole(tensors: Sequence[Tensor], scratch: Scratch) -> Cut:
+    """The plan for tensors that are one slice each."""
+    return scratch.plan("blocks", tensors, lambda: cut_into_rows(tensors, None, scratch))
+
+
+def norms_of_slices(tensors: Sequence[Tensor], cut: Cut, p: float = 2.0) -> Tensor:
+    """The L2 norm or the largest magnitude of each slice: a float64 vector. NaN for a slice with a NaN."""
+    norms = _joined(_reduced(tensors, cut, p), cut, p)
+    return norms if math.isinf(p) else mended(norms, tensors, cut)
 
 
 def joint_norm(
     tensors: Sequence[Tensor], scratch: Scratch, *, beside: bool = False, moves: Moves | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """The L2 norm of all tensors together, 0-d, and ``beside`` it `block_norms`: one pass, in which they may move."""
-    values, owner = _reduced(tensors, scratch, _NORMS, moves)
+) -> tuple[Tensor, Tensor | None] | None:
+    """The L2 norm of all tensors together, 0-d, and ``beside`` it that of each: one pass, in which they may move.
+
+    None if it is extreme or not finite.
+    """
+    cut = whole(tensors, scratch)
+    values = _reduced(tensors, cut, 2.0, moves)
     total = torch.linalg.vector_norm(values)
-    return total, _norms_of(values, owner, len(tensors)) if beside else None
+    if not SMALLEST < total.item() < LARGEST:
+        return None
+    return total, mended(_joined(values, cut, 2.0), tensors, cut) if beside else None
 
 
-def _norms_of(values: Tensor, owner: Tensor, count: int) -> Tensor:
-    """The norm of each tensor from those of its blocks, which are overwritten."""
-    return values.new_zeros(count).index_add_(0, owner, values.square_()).sqrt_()
+def sums_of_each(tensors: Sequence[Tensor], scratch: Scratch) -> Tensor:
+    """The sum of each tensor: a float64 vector. A sum that is not finite may be wrong."""
+    cut = whole(tensors, scratch)
+    return _joined(_reduced(tensors, cut, None), cut, None)
 
 
-def block_maxima(tensors: Sequence[Tensor], scratch: Scratch) -> Tensor:
-    """The largest magnitude in each tensor: a float64 vector; NaN for a tensor with a NaN."""
-    values, owner = _reduced(tensors, scratch, _largest)
-    return values.new_zeros(len(tensors)).scatter_reduce_(0, owner, values, "amax")
+def _reduced(tensors: Sequence[Tensor], cut: Cut, p: float | None, moves: Moves | None = None) -> Tensor:
+    """The p-norm of each row, or its sum if p is None: a float64 vector."""
+    reduce, found = _REDUCE[p], list[Tensor]()
+    for own, chunk in cut.chunks:
+        if moves is not None:
+            for i in own:
+                torch.lerp(moves.starts[i], moves.ends[i], moves.weights[i], out=tensors[i])
+        if cut.refills and cut.counts[own[0]] == 1:
+            chunk.rows.zero_()
+        foreach.copy_plain_(chunk.views, tensors if len(own) == len(tensors) else [tensors[i] for i in own])
+        found.append(reduce(chunk.rows))
+    for i in cut.others:
+        if cut.counts[i] == 1:
+            rows = _rows_of(tensors[i]) if moves is None else _moved(tensors[i], moves, i)
+            found += map(reduce, rows)
+        elif p is not None:
+            found.append(_norms_alone(part(tensors[i], cut.dims[i]), p))
+    return (found[0] if len(found) == 1 else torch.cat(found)).double()
 
 
-def direct_norms(tensors: Sequence[Tensor]) -> list[float]:
-    """The norms of `block_norms` as numbers, for a single call."""
+def _norms_alone(cut: Part, p: float) -> Tensor:
+    """The norms of the slices of one tensor. Rows are measured along one dimension."""
+    if _are_rows(cut):
+        cut = Part(cut.tensor.reshape(cut.slice_count, -1), (1,), cut.size)
+    return slices.local_norm(cut, p).view(-1)
+
+
+def _joined(values: Tensor, cut: Cut, p: float | None) -> Tensor:
+    """The norm or the sum of each slice from those of its rows, which may be overwritten."""
+    if cut.order is not None:
+        return values.index_select(0, cut.order)
+    joined = values.new_zeros(cut.owner.numel())
+    if p is None:
+        return joined.index_add_(0, cut.slice_of, values)
+    if math.isinf(p):
+        return joined.scatter_reduce_(0, cut.slice_of, values, "amax")
+    return joined.index_add_(0, cut.slice_of, values.square_()).sqrt_()
+
+
+def mended(norms: Tensor, tensors: Sequence[Tensor], cut: Cut | None = None) -> Tensor:
+    """The L2 norms, where those of tensors with one that is extreme or not finite are taken again."""
+    smallest, largest = extent(norms)
+    if smallest > SMALLEST and largest < LARGEST:  # not for NaN
+        return norms
+    odd = ((norms > SMALLEST) & (norms < LARGEST)).logical_not_()
+    again = odd if cut is None else odd.new_zeros(len(tensors)).index_fill_(0, cut.owner[odd], True)
+    chosen = again.nonzero().flatten().tolist()
+    own = [tensors[i] for i in chosen]
+    parts = wholes(own) if cut is None else list(map(part, own, [cut.dims[i] for i in chosen]))
+    norms[again if cut is None else again[cut.owner]] = pack(slices.norms_of_slices(parts, 2.0))
+    return norms
+
+
+def norms_of_each_once(tensors: Sequence[Tensor]) -> list[float]:
+    """The L2 norm of each tensor, for a single call. Those outside of `SMALLEST` to `LARGEST` may be wrong."""
     short = [tensor for tensor in tensors if tensor.numel() <= BLOCK]
-    known = iter(torch.stack(foreach.norms(short, 2.0, short[0].dtype)).tolist() if short else [])
+    known = iter(torch.stack(foreach.norms_of_each(short, 2.0, short[0].dtype)).tolist() if short else [])
     # an operation on tensors takes longer than 64 numbers do here
-    return [next(known) if tensor.numel() <= BLOCK else _direct_norm(tensor) for tensor in tensors]
+    return [next(known) if tensor.numel() <= BLOCK else _norm_once(tensor) for tensor in tensors]
 
 
-def _direct_norm(tensor: Tensor) -> float:
+def _norm_once(tensor: Tensor) -> float:
     return math.hypot(*(norm for rows in _rows_of(tensor) for norm in _NORMS(rows).tolist()))
 
 
-def direct_joint_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """The result of `joint_norm`, up to rounding, for a single call."""
+def joint_norm_once(tensors: Sequence[Tensor]) -> Tensor:
+    """The L2 norm of all tensors together, for a single call. It may be wrong outside of `SMALLEST` to `LARGEST`."""
     sizes, short, found = list(map(Tensor.numel, tensors)), tensors, list[Tensor]()
     if max(sizes) > SHORT:
         short = [tensor for tensor, size in zip(tensors, sizes, strict=True) if size <= SHORT]
@@ -120,36 +234,13 @@ def spans(sizes: Sequence[int], most: int) -> list[slice]:
     return found
 
 
-def block_sums(tensors: Sequence[Tensor], scratch: Scratch) -> Tensor:
-    """The sum of each tensor: a float64 vector. A sum that is not finite may be wrong."""
-    values, owner = _reduced(tensors, scratch, partial(torch.sum, dim=1))
-    return values.new_zeros(len(tensors)).index_add_(0, owner, values)
-
-
 def _largest(rows: Tensor) -> Tensor:
     """The largest magnitude in each row, from two passes over what is then in the cache."""
     parts = rows.split(ROWS)
     return torch.cat([torch.maximum(part.amax(1), part.amin(1).neg_()) for part in parts])
 
 
-def _reduced(
-    tensors: Sequence[Tensor], scratch: Scratch, reduce: Callable[[Tensor], Tensor], moves: Moves | None = None
-) -> tuple[Tensor, Tensor]:
-    """Reduce each row in the dtype of the tensors. Return the results in float64, and the tensor of each row."""
-    plan = scratch.plan("blocks", tensors, lambda: _planned(tensors, scratch))
-    short = tensors if not plan.long else [tensors[i] for i in plan.short]
-    found: list[Tensor] = []
-    if moves is not None:
-        for i in plan.short:
-            torch.lerp(moves.starts[i], moves.ends[i], moves.weights[i], out=tensors[i])
-    for chunk in plan.chunks:
-        if len(plan.chunks) > 1:
-            chunk.rows.zero_()  # another chunk has written to this memory
-        foreach.copy_plain_(chunk.views, short[chunk.own])
-        found.append(reduce(chunk.rows))
-    for i in plan.long:
-        found += [reduce(rows) for rows in (_rows_of(tensors[i]) if moves is None else _moved(tensors[i], moves, i))]
-    return (found[0] if len(found) == 1 else torch.cat(found)).double(), plan.owner
+_REDUCE = {2.0: _NORMS, math.inf: _largest, None: partial(torch.sum, dim=1)}
 
 
 def _moved(tensor: Tensor, moves: Moves, i: int) -> Iterator[Tensor]:
@@ -157,19 +248,6 @@ def _moved(tensor: Tensor, moves: Moves, i: int) -> Iterator[Tensor]:
     for rows, starts, ends in zip(*map(_rows_of, (tensor, moves.starts[i], moves.ends[i])), strict=True):
         for own, start, end in zip(rows.split(ROWS), starts.split(ROWS), ends.split(ROWS), strict=True):
             yield torch.lerp(start, end, moves.weights[i], out=own)
-
-
-def _planned(tensors: Sequence[Tensor], scratch: Scratch) -> _Plan:
-    sizes = [tensor.numel() for tensor in tensors]
-    short = [i for i, size in enumerate(sizes) if size <= SHORT]
-    long = [i for i, size in enumerate(sizes) if size > SHORT]
-    chunks = in_chunks("blocks", [tensors[i] for i in short], ROW, ROWS, tensors[0], scratch)
-    for chunk in chunks:
-        chunk.rows.zero_()
-    blocks = [*(-(-sizes[i] // ROW) for i in short), *(-(-sizes[i] // BLOCK) for i in long)]
-    places, counts = (torch.tensor(column, device=tensors[0].device) for column in ([*short, *long], blocks))
-    owner = torch.repeat_interleave(places, counts)
-    return _Plan(short, long, chunks, owner)
 
 
 def in_chunks(name: str, tensors: list[Tensor], row: int, most: int, like: Tensor, scratch: Scratch) -> list[Chunk]:

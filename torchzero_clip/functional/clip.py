@@ -11,7 +11,8 @@ from torchzero_clip.checks import as_number, non_negative, scalar
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.measure import Slicing, cut
 from torchzero_clip.functional.metric import Metric
-from torchzero_clip.functional.norms import all_ones, beyond_float32, joint_mean, may_look, slice_sums
+from torchzero_clip.functional.moments import joint_mean, sums_of_slices
+from torchzero_clip.functional.reading import all_ones, beyond_float32, may_look
 from torchzero_clip.functional.shards import wholes
 
 TINY = 1e-12  # slices with a norm up to this are not normalized, because only noise is left of them
@@ -44,7 +45,7 @@ def centralize_(tensors: Sequence[Tensor], slicing: Slicing, group: ProcessGroup
         foreach.subtract_slices_([p.tensor for p in parts], [mean] * len(parts))
         return
     _, parts = cut([tensor for tensor in tensors if tensor.ndim], slicing)
-    means = [total / p.size for total, p in zip(slice_sums(parts), parts, strict=True)]
+    means = [total / p.size for total, p in zip(sums_of_slices(parts), parts, strict=True)]
     foreach.subtract_slices_([p.tensor for p in parts], means)
 
 

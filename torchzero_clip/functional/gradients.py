@@ -14,9 +14,10 @@ from torchzero_clip.compat import warn_user
 from torchzero_clip.functional.bad import bad_gradients, labels
 from torchzero_clip.functional.foreach import PLAIN, TINY32, all_contiguous, are_plain, wide_dtype
 from torchzero_clip.functional.measure import Slicing
-from torchzero_clip.functional.norms import may_look, p_norms
 from torchzero_clip.functional.processes import check_group
+from torchzero_clip.functional.reading import may_look
 from torchzero_clip.functional.shards import aligned, is_distributed, mesh_groups, wholes, without_gradient
+from torchzero_clip.functional.slices import norms_of_slices
 from torchzero_clip.types import Tensors
 
 NamedTensors: TypeAlias = list[tuple[str | None, Tensor]]
@@ -179,8 +180,9 @@ def _opened(tensor: Tensor, values_suffice: Callable[[Tensor], bool]) -> tuple[T
 def values_tell_all(slicing: Slicing) -> Callable[[Tensor], bool]:
     """A function: True if a sparse tensor has the metric of its stored values, so that zeros do not count."""
     joint, blind_to_zeros = slicing.dim == "global", not slicing.metric.counts_zeros
-    whole = joint or (slicing.dim is None and not slicing.inverse_dims)
-    return lambda values: whole and blind_to_zeros and (joint or values.numel() >= slicing.min_size)
+    return lambda values: (
+        (joint or slicing.is_whole) and blind_to_zeros and (joint or values.numel() >= slicing.min_size)
+    )
 
 
 def as_reported(total: Tensor, grads: list[Tensor], process_group: ProcessGroup | None = None) -> Tensor:
@@ -203,6 +205,6 @@ def names_of_bad(
     """Those ``owners`` whose ``values`` have inf or NaN on some process, as text. All processes have to call this."""
     names = labels(kind, named)
     parts = [part._replace(groups=()) for part in wholes(values)]  # the names of all ranks are joined afterwards
-    norms = [norm.item() for norm in p_norms(parts, math.inf)]
+    norms = [norm.item() for norm in norms_of_slices(parts, math.inf)]
     own = {names[owner]: norm for owner, norm in zip(owners, norms, strict=True)}
     return bad_gradients(own, mesh_groups([tensor for _, tensor in named]), process_group).listed
