@@ -53,13 +53,12 @@ def train(folder: Path, steps: int, until: int, resume: bool = False) -> tuple[A
         gradient_accumulation_steps=2,
         logging_steps=max(steps // 10, 1),
         save_steps=until,
-        report_to=[],  # or ["tensorboard"]: the metrics of the chain are written there too
+        report_to=[],  # or ["tensorboard"], which gets the metrics of the chain too
         use_cpu=True,
         disable_tqdm=True,
     )
-    trainer = transformers.Trainer(
-        model, arguments, train_dataset=Text(), optimizers=(optimizer, schedule), callbacks=[TrainerCallback()]
-    )
+    trainer = transformers.Trainer(model, arguments, train_dataset=Text(), optimizers=(optimizer, schedule))
+    trainer.add_callback(TrainerCallback(trainer=trainer))
     trainer.remove_callback(transformers.PrinterCallback)  # prints each log in one long line
     trainer.train(resume_from_checkpoint=resume)
     return model, [log for log in trainer.state.log_history if "loss" in log]

@@ -32,6 +32,8 @@ from torchzero_clip import (
 SHAPES = [(4, 3), (3,), (2, 3, 2), ()]
 EVERY_RANK = [(), (3,), (1,), (0,), (4, 3), (0, 2), (2, 3, 2), (2, 3, 2, 2), (2, 1, 2, 1, 3)]
 """With tensors that have no element, or one."""
+MATRICES = [(4, 3), (3, 5), (8, 8), (1, 6)]
+"""High, wide, square, and a row."""
 PIECES = [(3, 5), (7,), (), (2, 3, 4, 5), (1,), (70001,), (300, 301)]
 """Among them tensors that the fast way cuts into pieces, and one of an odd size."""
 

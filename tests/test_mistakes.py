@@ -259,7 +259,7 @@ def test_a_new_key_is_noticed_between_planned_steps():
     optimizer = Modular(params(), ClipNorm(1), SGD(0.1))
     for _ in range(8):
         after_step(optimizer)
-    assert optimizer._fast_way.plan is not None
+    assert optimizer.runner.fast_way.plan is not None
     with pytest.warns(UserWarning, match="no transform has a setting 'max_nrom'"):
         other_keys(optimizer)
 

@@ -169,13 +169,12 @@ def index_rows():
 
 def public_names():
     """The names that `torchzero_clip` and its modules `integrations` and `private` export."""
-    functions = inspect.getmembers(integrations, inspect.isfunction)
-    own = [name for name, function in functions if function.__module__ == integrations.__name__]
+    own = [name for name, _ in inspect.getmembers(integrations, inspect.isfunction)]
     # it is read, because its import needs the extra
     nodes = ast.parse(Path(torchzero_clip.__file__).with_name("private.py").read_text()).body
     own += [alias.asname for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names if alias.asname]
     own += [node.name for node in nodes if isinstance(node, ast.FunctionDef)]
-    return sorted([*torchzero_clip.__all__, *integrations._PLACES, *(name for name in own if name[0] != "_")])
+    return sorted([*torchzero_clip.__all__, *integrations.CALLBACKS, *(name for name in own if name[0] != "_")])
 
 
 def test_the_index_lists_every_public_name_once():

@@ -33,16 +33,6 @@ def update(optimizer, params, gradients):
     return [(-param).tolist() for param in params]
 
 
-def test_they_are_short():
-    for lines, names in (
-        (15, "LimitRMS Average"),
-        (25, "ClipToLimit SkipJumps Lion"),
-        (35, "ClipToMedian ClipToUsualInPlace"),
-    ):
-        for name in names.split():
-            assert len(shown("write_a_transform.md", name)[1].splitlines()) < lines, name
-
-
 def test_a_gate_by_hand():
     gate, _ = shown("write_a_transform.md", "SkipJumps")
     weight = nn.Parameter(torch.zeros(1))

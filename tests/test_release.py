@@ -132,7 +132,6 @@ def test_the_built_package(tmp_path):
 
 def test_the_changelog_says_in_one_section_what_the_first_release_has():
     lines = (ROOT / "CHANGELOG.md").read_text().splitlines()
-    assert len(lines) <= 100
     assert [line for line in lines if len(line) > 120] == []
     (title,) = (line for line in lines if line.startswith("## "))
     assert re.fullmatch(r"## (Unreleased|" + re.escape(torchzero_clip.__version__) + r" - \d{4}-\d\d-\d\d)", title)

@@ -206,19 +206,6 @@ def test_the_home_page_is_the_beginning_of_the_readme():
     assert home.replace("](", "](docs/") == (ROOT / "README.md").read_text().partition("\n## Try it\n")[0]
 
 
-def test_the_readme_links_to_few_pages():
-    """A table of what the package does, and no table of links."""
-    home = hooks.home()
-    assert len(re.findall(r"\]\(", home)) <= 20
-
-
-def test_there_are_few_pages_and_few_words():
-    """Of the README and the sources of the pages, without the index of the API and the changelog."""
-    counted = [ROOT / "README.md", *(page for page in PAGES if page.name not in ("api.md", "changelog.md"))]
-    assert sum(len(page.read_text().split()) for page in counted) <= 38_000
-    assert len(PAGES) <= 62
-
-
 def split_rows(text):
     """The lines of tables that do not begin and end a row."""
     found, in_table = [], False

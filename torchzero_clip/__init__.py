@@ -1,5 +1,7 @@
 """Control over what happens to a gradient between ``backward()`` and the parameter update."""
 
+import importlib as _importlib
+import inspect as _inspect
 import typing as _typing
 
 from torchzero_clip.clipping.adagc import AdaGC as AdaGC
@@ -40,8 +42,7 @@ from torchzero_clip.functional.norms import rms as rms
 from torchzero_clip.functional.shards import replicated as replicated
 from torchzero_clip.functional.total import clip_grads_with_norm_ as clip_grads_with_norm_
 from torchzero_clip.functional.total import get_total_norm as get_total_norm
-from torchzero_clip.hints import late_attribute as __getattr__  # noqa: F401
-from torchzero_clip.hints import public_names as __dir__  # noqa: F401
+from torchzero_clip.hints import did_you_mean as _did_you_mean
 from torchzero_clip.migrating.as_lr import as_lr as as_lr
 from torchzero_clip.migrating.moving import adapt_state_dict as adapt_state_dict
 from torchzero_clip.migrating.moving import from_torch_optim as from_torch_optim
@@ -60,5 +61,23 @@ from torchzero_clip.optimizers.wrap import Wrap as Wrap
 
 if _typing.TYPE_CHECKING:
     from torchzero_clip.late import *  # noqa: F403
+else:
+
+    def __getattr__(name: str) -> object:
+        """A name that is imported late. Raise the error of the package for a name that it does not have."""
+        if name == "__all__":
+            return __dir__()
+        known = [] if name.startswith("_") else __dir__()  # imports the late ones, and their modules
+        if known and name in globals():
+            return globals()[name]
+        hint = _did_you_mean(name, known, listed=False)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
+
+    def __dir__() -> list[str]:
+        """The public names, of which the late ones are imported now."""
+        late = vars(_importlib.import_module("torchzero_clip.late"))
+        globals().update({name: value for name, value in late.items() if not name.startswith("_")})
+        return [name for name, value in globals().items() if name[0] != "_" and not _inspect.ismodule(value)]
+
 
 __version__ = "0.1.0"

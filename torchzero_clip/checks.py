@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-Check: TypeAlias = Callable[[str, Any], None]
+Check: TypeAlias = Callable[[str, Any], object]
 
 NO_SETTINGS = frozenset({"params", "param_names", "chain", "skipped_steps", "consecutive_skips", "schedule_step"})
 """Keys of param groups that are not settings."""
@@ -34,14 +34,14 @@ def as_builtin(value: Any) -> Any:
     return tuple(map(as_builtin, value)) if isinstance(value, tuple | list) else as_number(value)  # pyright: ignore[reportUnknownVariableType]
 
 
-def is_numeric(value: Any) -> bool:
+def is_numeric(value: object) -> bool:
     """True for a number, and for a tuple or list of numbers and Nones with at least one number."""
     items = value if isinstance(value, tuple | list) else (value,)
     numbers = [isinstance(item, int | float) and not isinstance(item, bool) for item in items]
     return any(numbers) and all(given or item is None for given, item in zip(numbers, items, strict=True))
 
 
-def are_parameters(value: Any) -> bool:
+def are_parameters(value: object) -> bool:
     """True for a module, and for what may hold or yield its parameters."""
     if isinstance(value, nn.Module) or inspect.isgenerator(value):
         return True
@@ -80,8 +80,8 @@ def transform_name(name: str, value: object) -> None:
         raise ValueError(f"{name} must have letters, and neither of '/', '.' and ':', got {value!r}")
 
 
-def number(name: str, value: object) -> None:
-    """An int or a float."""
+def number(name: str, value: object) -> float:
+    """An int or a float. It returns the value."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         if are_parameters(value):
             raise TypeError(
@@ -93,75 +93,69 @@ def number(name: str, value: object) -> None:
         raise TypeError(f"{name} must be a number, got {value!r} ({type(value).__name__}){hint}")
     if isinstance(value, int) and abs(value) >= 2**63:
         raise ValueError(f"{name} must be less than 2**63 if it is an int, got a larger int")
+    return value
 
 
-def positive(name: str, value: Any) -> None:
+def positive(name: str, value: object) -> None:
     """A number > 0."""
-    number(name, value)
-    if not value > 0:
+    if not number(name, value) > 0:
         raise ValueError(f"{name} must be > 0, got {value}")
 
 
-def at_least_one(name: str, value: Any) -> None:
+def at_least_one(name: str, value: object) -> None:
     """A number >= 1."""
-    number(name, value)
-    if not value >= 1:
+    if not number(name, value) >= 1:
         raise ValueError(f"{name} must be >= 1, got {value}")
 
 
-def non_negative(name: str, value: Any) -> None:
+def non_negative(name: str, value: object) -> None:
     """A number >= 0."""
-    number(name, value)
-    if not value >= 0:
+    if not number(name, value) >= 0:
         raise ValueError(f"{name} must be >= 0, got {value}")
 
 
-def finite(name: str, value: Any) -> None:
+def finite(name: str, value: object) -> None:
     """A number >= 0 that is not infinite."""
     non_negative(name, value)
     if value == math.inf:
         raise ValueError(f"{name} must be finite, got {value}")
 
 
-def unit_interval(name: str, value: Any) -> None:
+def unit_interval(name: str, value: object) -> None:
     """A number in [0, 1]."""
-    number(name, value)
-    if not 0 <= value <= 1:
+    if not 0 <= number(name, value) <= 1:
         raise ValueError(f"{name} must be in [0, 1], got {value}")
 
 
-def decay_rate(name: str, value: Any) -> None:
+def decay_rate(name: str, value: object) -> None:
     """A number in [0, 1)."""
     unit_interval(name, value)
     if value == 1:
         raise ValueError(f"{name} must be below 1, got {value}")
 
 
-def percent(name: str, value: Any) -> None:
+def percent(name: str, value: object) -> None:
     """A number in [0, 100]."""
-    number(name, value)
-    if not 0 <= value <= 100:
+    if not 0 <= number(name, value) <= 100:
         raise ValueError(f"{name} must be in [0, 100], got {value}")
 
 
-def steps(name: str, value: Any, least: int = 1) -> None:
+def steps(name: str, value: object, least: int = 1) -> None:
     """An int that counts steps, at least ``least``."""
-    count(name, value)
-    if value < least:
+    if count(name, value) < least:
         raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
-def betas(name: str, value: Any) -> None:
+def betas(name: str, value: object) -> None:
     """Two decay rates in [0, 1)."""
     if not isinstance(value, tuple | list) or len(value) != 2:
         raise TypeError(f"{name} must be a pair of numbers, got {value!r}")
     for i, beta in enumerate(value):
-        number(f"{name}[{i}]", beta)
-        if not 0 <= beta < 1:
+        if not 0 <= number(f"{name}[{i}]", beta) < 1:
             raise ValueError(f"{name}[{i}] must be in [0, 1), got {beta}")
 
 
-def scalar(name: str, value: Any) -> None:
+def scalar(name: str, value: object) -> None:
     """A number >= 0, or a tensor of one element. The tensor is not read, because this would wait for the device."""
     if not isinstance(value, Tensor):
         non_negative(name, value)
@@ -198,18 +192,19 @@ def instance(name: str, value: object, kind: type, way_out: str = "") -> None:
 def optional(check: Check) -> Check:
     """A check that lets None pass."""
 
-    def checked(name: str, value: Any) -> None:
+    def checked(name: str, value: object) -> None:
         if value is not None:
             check(name, value)
 
     return checked
 
 
-def count(name: str, value: object) -> None:
-    """A whole number >= 0."""
+def count(name: str, value: object) -> int:
+    """A whole number >= 0. It returns the value."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an int, got {value!r}")
     non_negative(name, value)
+    return value
 
 
 def floating_dtype(name: str, value: object) -> None:
@@ -229,7 +224,7 @@ def dims(name: str, value: object) -> None:
         raise kind(f"{name} must be None, an int, a sequence of ints or 'global', got {value!r}")
 
 
-def same_in_all_groups(owner: object, groups: Sequence[Mapping[str, Any]], keys: Iterable[str]) -> None:
+def same_in_all_groups(owner: object, groups: Sequence[Mapping[str, object]], keys: Iterable[str]) -> None:
     """Raise if groups differ in a setting of a transform that has one statistic for all tensors."""
     for key in keys:
         found = [settings[key] for settings in groups]

@@ -5,13 +5,11 @@ which transformation, such as vmap, the forward of a module runs; torch has no p
 """
 
 import importlib
-import inspect
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
-from traceback import walk_stack
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -94,9 +92,21 @@ def checkpoint_around() -> object:
 
 def is_restored_by_checkpoint() -> bool:
     """True while `torch.utils.checkpoint` with ``use_reentrant=False`` runs code again to restore tensors."""
-    top: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # pyright: ignore
-    hooks = None if top is None else top(True)
-    return hooks is not None and "recomputation" in hooks[0].__qualname__
+    calls: Any = torch._C._autograd  # pyright: ignore
+    if not hasattr(calls, "_top_saved_tensors_default_hooks"):
+        return False
+    # the hooks of a checkpoint inside the one that restores are above the hooks that restore
+    above: list[Any] = []
+    try:
+        while (hooks := calls._top_saved_tensors_default_hooks(True)) is not None:
+            if "recomputation" in hooks[0].__qualname__:
+                return True
+            above.append(hooks)
+            calls._pop_saved_tensors_default_hooks()
+        return False
+    finally:
+        for hooks in reversed(above):
+            calls._push_saved_tensors_default_hooks(*hooks)
 
 
 def is_capturing() -> bool:
@@ -158,18 +168,11 @@ unflatten: Callable[[Tensor, Sequence[Tensor]], list[Tensor]] = torch._C._nn.unf
 """The inverse of `flatten`: views of the vector in the shapes of other tensors."""
 
 
-_STEP: Any = Optimizer.profile_hook_step(Optimizer.step)  # what torch wraps around `step` of each class
-
-
-def steps_being_taken(optimizer: Optimizer) -> int:
-    """How many steps of an optimizer are being taken; 2 if `step` of a subclass calls that of its base class."""
-    # counted on the stack, because torch calls no hook after a step that raises
-    count, frame = 0, inspect.currentframe()
-    while frame is not None:
-        if frame.f_code is _STEP.__code__:
-            count += frame.f_locals.get("self") is optimizer
-        frame = frame.f_back
-    return count
+def may_call_base(optimizer: Optimizer) -> bool:
+    """True if `step` of several classes of an optimizer runs hooks, so that one step may run them several times."""
+    # torch wraps `step` of a class, also if it is inherited, when it makes the first object of this class
+    steps: list[Any] = [vars(kind).get("step") for kind in type(optimizer).__mro__]
+    return len({step.__wrapped__ for step in steps if getattr(step, "hooked", False)}) > 1
 
 
 def may_be_template(groups: Sequence[Mapping[str, Any]], *, is_first: bool) -> bool:
@@ -182,13 +185,6 @@ def may_be_template(groups: Sequence[Mapping[str, Any]], *, is_first: bool) -> b
                 return False
             has_rates = True
     return has_rates or is_first  # to look at the gradients waits too
-
-
-def torch_loads() -> bool:
-    """True while torch.distributed.checkpoint loads an optimizer."""
-    # With full_state_dict=True it asks for the state dict of the optimizer, takes the device of the first tensor with a
-    # dimension in it, and raises "Expected device to be set" without one; in torch 2.13 also for SGD without momentum.
-    return any(frame.f_code.co_name == "_load_optim_state_dict" for frame, _ in walk_stack(sys._getframe()))
 
 
 def is_distributed(tensor: object) -> "TypeIs[DTensor]":
@@ -224,7 +220,7 @@ _ORDINARY = {Tensor, nn.Parameter}
 
 def warn_user(text: str) -> None:
     """Warn at the line of the user."""
-    # hooks of torch may lie between, and Python 3.11 has no ``skip_file_prefixes``
+    # its frame is searched, because hooks of torch may lie between, and Python 3.11 has no ``skip_file_prefixes``
     level, frame = 1, sys._getframe()
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("torchzero_clip", "torch"):
         level, frame = level + 1, frame.f_back

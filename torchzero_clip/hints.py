@@ -1,12 +1,8 @@
 """What users probably meant by a name or a call that does not fit, for the texts of errors."""
 
 import difflib
-import dis
 import functools
-import importlib
 import inspect
-import sys
-import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from types import FunctionType
@@ -62,24 +58,6 @@ def did_you_mean(name: str, known: Iterable[str], *, listed: bool = True) -> str
     if close := nearest(name, known):
         return f"; did you mean {close!r}?"
     return f"; there are: {', '.join(known) or 'none'}" if listed else ""
-
-
-def late_attribute(name: str) -> object:
-    """A name of the package that is imported late. Raise the error of the package for a name that it does not have."""
-    if name == "__all__":
-        return public_names()
-    known = [] if name.startswith("_") else public_names()  # imports the late ones, and their modules
-    if known and name in vars(sys.modules["torchzero_clip"]):
-        return vars(sys.modules["torchzero_clip"])[name]
-    hint = did_you_mean(name, known, listed=False)
-    raise AttributeError(f"module 'torchzero_clip' has no attribute {name!r}{hint}")
-
-
-def public_names() -> list[str]:
-    """The public names of the package, of which the late ones are imported now."""
-    names, late = vars(sys.modules["torchzero_clip"]), vars(importlib.import_module("torchzero_clip.late"))
-    names.update({name: value for name, value in late.items() if not name.startswith("_")})
-    return [name for name, value in names.items() if name[0] != "_" and not inspect.ismodule(value)]
 
 
 def explained(function: Callable[P, T]) -> Callable[P, T]:
@@ -175,11 +153,9 @@ def _taken(function: FunctionType) -> tuple[object, ...]:
     return code.co_argcount, code.co_varnames[: code.co_argcount + code.co_kwonlyargcount], code.co_flags & 0x0C
 
 
-def explanation(
-    error: Exception, who: str, known: Mapping[str, Iterable[str]], *, loss: str | None = None
-) -> str | None:
+def explanation(error: Exception, who: str, known: Mapping[str, Iterable[str]]) -> str | None:
     """What an error in a method that an author wrote means; None if the error says it itself."""
-    # ``known`` has the keys that it can look up, by what they are; ``loss`` says why there is none
+    # ``known`` has the keys that it can look up, by what they are
     if isinstance(error, KeyError) and error.args and isinstance(error.args[0], str):
         key, keys = error.args[0], {kind: list(names) for kind, names in known.items()}
         if key == "lr" and key not in keys["settings"]:
@@ -199,16 +175,7 @@ def explanation(
         )
     if not known.get("keys of state", True) and str(error).endswith(("list index out of range", "got 0)")):
         return f"{who} has no state, because its class has no keys: write keys = ('average',)"
-    if loss is not None and "'NoneType'" in str(error) and _reads_loss(error):
-        return f"{who} used the loss, which is None in this step: {loss}"
     return None
-
-
-def _reads_loss(error: Exception) -> bool:
-    """True if a function of an author that was running at an error has read a name or an attribute ``loss``."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    own = [f.f_code for f in frames if not f.f_globals.get("__name__", "").startswith("torchzero_clip.")]
-    return any("loss" in str(i.argval) for code in own for i in dis.get_instructions(code))
 
 
 def described(value: object) -> str:

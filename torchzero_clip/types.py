@@ -9,7 +9,10 @@ Setting: TypeAlias = Mapping[str, Any]
 """The settings of one transform for one parameter: numbers, tuples of numbers or None."""
 
 State: TypeAlias = MutableMapping[str, Any]
-"""The state of one transform for one parameter: tensors and numbers."""
+"""State of transforms, of one parameter or of the whole chain: tensors and numbers by key."""
+
+NewState: TypeAlias = dict[str, Any]
+"""State that a transform returns before its first step."""
 
 Group: TypeAlias = dict[str, Any]
 """A param group of an optimizer."""

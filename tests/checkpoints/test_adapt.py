@@ -168,7 +168,7 @@ def built(rows):
 
 def number_key(optimizer, name):
     (key,) = {"max_norm", "value", "mul", "max_ema_growth"}.intersection(optimizer.transforms[name].defaults)
-    return optimizer.storage_keys[f"{name}/{key}"]
+    return optimizer.runner.nodes.storage_keys[f"{name}/{key}"]
 
 
 def number_of(optimizer, name):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from contract.training import gradients, parameters, set_grads
 from modular.test_undone_steps import Interrupted
+from table import MATRICES
 from torch import nn
 
 from torchzero_clip import (
@@ -35,7 +36,7 @@ CHAINS = {
     "muon": lambda: [ZClip(warmup_steps=1), ClipNormGrowth(), Muon()],
     "wrap": lambda: [ClipNormByEMA(0.5), Wrap(torch.optim.NAdam)],
 }
-SHAPES = [(4, 3), (3, 5), (70, 9)]
+SHAPES = [*MATRICES, (70, 9)]
 
 
 def late(chain, fast):

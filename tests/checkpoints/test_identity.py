@@ -84,7 +84,7 @@ def test_another_chain_is_refused_and_nothing_is_changed(saver, loader):
 def test_what_is_no_structure_makes_no_other_chain(saver, loader):
     old, new = Modular(parameters(), saver), Modular(parameters(), loader)
     new.load_state_dict(old.state_dict())
-    same = {key: old.param_groups[0][key] for key in old.defaults if not new.is_scheduled(key)}
+    same = {key: old.param_groups[0][key] for key in old.defaults if key not in new.runner.schedules}
     assert {key: new.param_groups[0][key] for key in same} == same
 
 

@@ -307,7 +307,7 @@ def test_a_huge_finite_gradient_is_forgotten(make):
         assert weight.isfinite().all()
     assert weight.abs().max() > 0
     state = [v for values in optimizer.state.values() for v in values.values()] + list(
-        optimizer._chain_state.values.values()
+        optimizer.runner.chain_state.values.values()
     )
     assert all(v.isfinite().all() for v in state if isinstance(v, torch.Tensor))
 

@@ -450,7 +450,7 @@ def masked(name: str, rank: int) -> tuple[list[Tensor], dict[str, Tensor], list[
     """
     params = list(map(nn.Parameter, sharded_values(0)))
     optimizer = Modular(params, ON_A_MESH[name]())
-    statistics = tuple(f"{n.path}/" for n in optimizer.nodes if n.transform.keeps_statistics)
+    statistics = tuple(f"{n.path}/" for n in optimizer.runner.nodes if n.transform.keeps_statistics)
     for step in range(5):
         kept: list[Any] = []
         for i, (param, grad) in enumerate(zip(params, sharded_values(step + 1), strict=True)):

@@ -58,20 +58,49 @@ def test_saving_leaves_parameters_and_state_unchanged(entry):
     assert_same_checkpoint(optimizer.state_dict(), state)
 
 
-@pytest.mark.parametrize(
-    "make", [lambda: [ClipNormGrowth(), SGD()], lambda: [ClipNormByEMA(tensorwise=False), SGD()], lambda: [SGD()]]
-)
-def test_a_full_state_dict_of_numbers_alone(make):
-    """torch takes a device from a tensor that has a dimension, and raises without one."""
-    options = StateDictOptions(full_state_dict=True)
+OF_NUMBERS = [lambda: [ClipNormGrowth(), SGD()], lambda: [ClipNormByEMA(tensorwise=False), SGD()], lambda: [SGD()]]
+WAYS = {
+    "plain": StateDictOptions(),
+    "full": StateDictOptions(full_state_dict=True),
+    "full on the cpu": StateDictOptions(full_state_dict=True, cpu_offload=True),
+}
+
+
+@pytest.mark.parametrize("is_older", [False, True], ids=["", "older"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("make", OF_NUMBERS)
+def test_a_state_dict_of_numbers_alone(make, way, is_older):
+    """torch takes a device from a tensor that has a dimension, and raises without one. Older checkpoints lack ours."""
+    options = WAYS[way]
     first, second = Model(values(parameters())), Model(values(parameters()))
     optimizer, resumed = (Modular(model.parameters(), make()) for model in (first, second))
     params = list(first.parameters())
     train(optimizer, params, gradients(params, 2))
-    saved = get_optimizer_state_dict(first, optimizer, options=options)
-    set_optimizer_state_dict(second, resumed, copy.deepcopy(saved), options=options)
+    saved = copy.deepcopy(get_optimizer_state_dict(first, optimizer, options=options))
+    if is_older:
+        saved["state"] = {
+            key: {k: v for k, v in state.items() if k != "device"} for key, state in saved["state"].items()
+        }
+    set_optimizer_state_dict(second, resumed, saved, options=options)
     assert_same_checkpoint(resumed.state_dict(), optimizer.state_dict())
     assert resumed.state.keys() == set(second.parameters())
+    assert not any("device" in state for state in resumed.state.values())
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert not any("device" in state for state in resumed.state.values())
+
+
+def test_only_a_checkpoint_of_numbers_alone_has_a_tensor_for_its_device():
+    chains = [([SGD()], 1), ([ClipNormGrowth(), SGD()], 1), ([SGD(momentum=0.9)], 0), ([ClipNormByEMA(), SGD()], 0)]
+    for chain, count in chains:
+        params = parameters()
+        optimizer = Modular(params, chain)
+        assert optimizer.state_dict()["state"] == {}
+        train(optimizer, params, gradients(params, 1))
+        states = optimizer.state_dict()["state"]
+        assert states.keys() == set(range(len(params)))
+        assert all(
+            [tensor.shape for key, tensor in s.items() if key == "device"] == [(1,)] * count for s in states.values()
+        )
 
 
 def test_parameters_without_state_load_nested_keys():

@@ -208,7 +208,12 @@ def test_groups_of_an_optimizer_that_was_built(build, chain):
     train(theirs, other, grads)
     for ours, reference in zip(params, other, strict=True):
         torch.testing.assert_close(ours, reference, rtol=1e-3, atol=1e-3 if "Muon" in repr(chain) else 1e-9)
-    assert optimizer.param_groups[0].keys() == {*optimizer.storage_keys.values(), "params", "chain", "initial_lr"}
+    assert optimizer.param_groups[0].keys() == {
+        *optimizer.runner.nodes.storage_keys.values(),
+        "params",
+        "chain",
+        "initial_lr",
+    }
 
 
 LOST = [

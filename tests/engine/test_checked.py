@@ -216,11 +216,11 @@ MISTAKES = {
     ),
     "a loss that nobody reports": (
         tensorwise(lambda tensor, param, grad, loss, state, setting: tensor * (loss > 3)),
-        "used the loss, which is None in this step: call optimizer.report_loss(loss) before step(), or pass step a clo",
+        "the loss of this step is None: call optimizer.report_loss(loss) before step(), or pass step a closure that re",
     ),
     "a loss that a gate does not declare": (
         gate(lambda norm, step: step.loss.isnan()),
-        "which is None in this step: write needs_loss = True in the class of the gate, and call optimizer.report_loss",
+        "the loss of this step is None: write needs_loss = True in the class of the gate, and call optimizer.report_lo",
     ),
     "statistics that are not declared": (
         joint(lambda updates, step: step.finite), "write keeps_statistics = True in the class of the transform"
@@ -376,7 +376,7 @@ def mistaken(make, message, fast):
         optimizer = Modular(params, transform, *rule, fast=fast)
         optimizer.step()
 
-    with pytest.raises((RuntimeError, TypeError), match=re.escape(message)) as caught:
+    with pytest.raises((RuntimeError, TypeError, AttributeError), match=re.escape(message)) as caught:
         run()
     said = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
     assert re.search(r"Own|own|Holds|Final|Mapping|Transform|defaults", said)
@@ -395,14 +395,14 @@ def test_a_mistake_is_named_before_anything_changes(name, fast):
     if optimizer is None:
         return
     for param, state in optimizer.state.items():
-        declared = {k: v for n in optimizer.nodes for k, v in n.qualified(
+        declared = {k: v for n in optimizer.runner.nodes for k, v in n.qualified(
             n.transform.init_state(param, n.transform.defaults)).items()}  # fmt: skip
         assert state.keys() <= declared.keys()
         assert all(torch.equal(value, declared[key]) for key, value in state.items())
-    fresh = optimizer.nodes.init_global_state()
+    fresh = optimizer.runner.nodes.init_global_state()
     assert all(optimizer.param_groups[0][key] == value for key, value in fresh.items())
     assert not [key for key in optimizer.param_groups[0] if key.startswith("own/") and key not in fresh
-                and key not in optimizer.storage_keys]  # fmt: skip
+                and key not in optimizer.runner.nodes.storage_keys]  # fmt: skip
 
 
 @pytest.mark.quick_cases(len(LATE) * 2)
@@ -484,9 +484,12 @@ def test_an_error_that_explains_itself_is_the_authors():
     def apply_tensor(self, tensor, param, grad, other, state, setting):
         return tensor * (setting["limit"] > 3)
 
-    reads_no_loss = own(TensorwiseTransform, {"limit": None}, apply_tensor=apply_tensor)
-    with pytest.raises(TypeError, match="not supported between instances of 'NoneType' and 'int'"):
-        train(Modular(params, reads_no_loss()), params, gradients(params, 1))
+    has_no_limit = own(TensorwiseTransform, {"limit": None}, apply_tensor=apply_tensor)
+    optimizer = Modular(params, has_no_limit())
+    optimizer.report_loss(1.0)
+    with pytest.raises(TypeError, match="not supported between instances of 'NoneType' and 'int'") as raised:
+        train(optimizer, params, gradients(params, 1))
+    assert raised.value.__notes__ == ["in Own({'limit': None})"]
 
 
 def test_a_gate_gets_the_loss_if_it_declares_it():

@@ -1,6 +1,5 @@
 """One step of a chain: its number of calls, its checks and errors, and the memory that it may write to."""
 
-import inspect
 import sys
 import threading
 from collections import Counter
@@ -58,13 +57,6 @@ def calls_of(function):
     finally:
         sys.setprofile(None)
     return calls
-
-
-def test_functions_of_the_walk_fit_a_screen():
-    for code in set(calls_of_a_step(2)):
-        lines, _ = inspect.getsourcelines(code)
-        doc = code.co_consts[0] if code.co_consts and isinstance(code.co_consts[0], str) else ""
-        assert len(lines) - doc.count("\n") <= 40, code.co_qualname
 
 
 class Counted(ClipNorm):

@@ -127,7 +127,7 @@ class Run:
     def step(self, draw: random.Random, *, closure: bool) -> str | None:
         """The error of the step."""
         if not self.planned:  # a load makes new plans
-            self.optimizer._fast_way.learn = lambda walk, options: None
+            self.optimizer.runner.fast_way.learn = lambda walk, options: None
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -159,7 +159,7 @@ class Run:
 
 def recorded(run: Run) -> dict:
     """What a recorder has recorded."""
-    listener: Any = run.optimizer.listener
+    listener: Any = run.optimizer.runner.listener
     if listener is None:
         return {}
     with warnings.catch_warnings():
@@ -339,11 +339,11 @@ def attribute(run: Run, draw: random.Random) -> None:
 
 def option(run: Run, draw: random.Random) -> None:
     name = draw.choice(["maximize", "keep_grads", "fast"])
-    setattr(run.optimizer, name, not getattr(run.optimizer, name))
+    setattr(run.optimizer.runner, name, not getattr(run.optimizer.runner, name))
 
 
 def listened(run: Run, draw: random.Random) -> None:
-    if run.optimizer.listener is None:
+    if run.optimizer.runner.listener is None:
         Recorder(run.optimizer)
 
 

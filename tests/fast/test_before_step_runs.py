@@ -4,6 +4,7 @@ import copy
 import itertools
 import random
 from collections import ChainMap
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -98,7 +99,7 @@ class Whole(Run):
             if not param.requires_grad:  # optimizers of torch step with the gradients of frozen parameters too
                 param.grad = None
         if not self.planned:
-            self.chain._fast_way.learn = lambda walk, options: None
+            self.chain.runner.fast_way.learn = lambda walk, options: None
         planned, self.planned = self.planned, True
         error = super().step(draw, closure=closure)
         self.planned = planned
@@ -138,7 +139,13 @@ class Before(Whole):
 
     @property
     def chain(self):
-        return self.handle._front
+        followed = self.handle._followed
+        return SimpleNamespace(
+            runner=followed.runner,
+            param_groups=followed.param_groups,
+            state=followed.state,
+            metrics=self.handle.metrics,
+        )
 
     def groups(self):
         pairs = zip(self.handle.param_groups, self.optimizer.param_groups, strict=True)
@@ -382,7 +389,7 @@ def test_a_recorder_leaves_the_factor_to_a_fused_optimizer(order, monkeypatch):
     recorder = Recorder(optimizer) if order == "after" else recorder
     scaled, own = [], handle._scale
     monkeypatch.setattr(
-        handle._front._delivery, "scale", lambda *args: (own(*args), scaled.append(optimizer.grad_scale))
+        handle.runner.delivery, "scale", lambda *args: (own(*args), scaled.append(optimizer.grad_scale))
     )
     train(optimizer, params, gradients(params, 6))
     assert len(scaled) == 6

@@ -23,7 +23,7 @@ def test_planned_steps_check_metrics_and_factors():
         params = parameters(shapes=SHAPES)
         optimizer = Modular(params, Slips({}), Adam())
         train(optimizer, params, gradients(params, 1) * 8)
-        assert optimizer._fast_way.plan is not None
+        assert optimizer.runner.fast_way.plan is not None
         before = [param.detach().clone() for param in params]
         slip.append(effect)
         with pytest.raises(RuntimeError, match=message):

@@ -130,7 +130,7 @@ class Half(Scaling):
 
 
 def test_one_factor_of_an_author_multiplies_short_and_long_tensors_once():
-    shapes = [(7,), (70001,), (3, 5), (300, 300)]
+    shapes = PIECES
     fast, readable = both(lambda: [Half(), SGD(0.1, 0.9)], shapes)
     for number in range(3):
         for run in (fast, readable):
@@ -139,10 +139,10 @@ def test_one_factor_of_an_author_multiplies_short_and_long_tensors_once():
 
 
 def test_parameters_drop_out_one_by_one():
-    shapes = [(3, 5), (7,), (2, 3, 4, 5), (70001,)]
+    shapes = PIECES
     fast, readable = both(lambda: [ClipNormByEMA(0.5), ClipValueGrowth(), AdamW(0.01)], shapes)
     for number in range(6):
-        gone = number % 4
+        gone = number % len(shapes)
         for run in (fast, readable):
             run.step([None] * gone + noise(shapes, number)[gone:])
         assert_same(fast, readable, ROUNDING[torch.float32])

@@ -258,7 +258,7 @@ def test_planned_steps_count():
     for count, row in enumerate(gradients(params, 12), 1):
         train(optimizer, params, [row])
         assert (optimizer.skipped_by, optimizer.steps_taken) == ((), count)
-    assert optimizer._fast_way._uses >= 4
+    assert optimizer.runner.fast_way._uses >= 4
 
 
 @pytest.mark.parametrize("steps", [1, 7, 20, 40])
@@ -267,7 +267,7 @@ def test_planned_steps_leave_the_search_to_zero_grad(steps):
     optimizer = Modular(module, ClipNorm(1, dim="global"), Adam())
     for _ in range(steps):
         step(module, optimizer, Modular.zero_grad)
-    assert (optimizer._fast_way.plan is not None) == (steps > 3)
+    assert (optimizer.runner.fast_way.plan is not None) == (steps > 3)
     module.append(nn.Linear(1, 1))
     texts = found(lambda: [step(module, optimizer, Modular.zero_grad) for _ in range(2 * steps + 2)])
     assert len(texts) == 1

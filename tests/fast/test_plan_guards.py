@@ -43,7 +43,7 @@ class Run:
             parts = [{"params": self.params[:2]}, {"params": self.params[2:], "lr": 0.5, **groups}]
         self.optimizer = Modular(parts, *chain(), **options)
         if not planned:
-            self.optimizer._fast_way.learn = lambda walk, options: None
+            self.optimizer.runner.fast_way.learn = lambda walk, options: None
         self.optimizer.report_loss(0.5)
         train(self.optimizer, self.params, gradients(self.params, 8))
 
@@ -191,7 +191,7 @@ CASES = {
 def test_a_plan_sees(case, dtype):
     chain, groups, options, change = CASES[case]
     runs = [Run(chain, groups, dtype, options, planned) for planned in (True, False)]
-    assert [run.optimizer._fast_way.plan is not None for run in runs] == [True, False]
+    assert [run.optimizer.runner.fast_way.plan is not None for run in runs] == [True, False]
     found = []
     for run in runs:
         said = []
@@ -212,12 +212,12 @@ def test_a_plan_for_some_parameters_sees_that_one_has_moved_to_the_next_group():
         groups = [{"params": params[:3]}, {"params": params[3:], "lr": 0.5}]
         optimizer = Modular(groups, joint(), AdamW(0.1))
         if not planned:
-            optimizer._fast_way.learn = lambda walk, options: None
+            optimizer.runner.fast_way.learn = lambda walk, options: None
         for k, row in enumerate(gradients(params, 12)):
             set_grads(params, row)
             params[0].grad = None
             if k == 8:
-                assert (optimizer._fast_way.plan is not None) == planned
+                assert (optimizer.runner.fast_way.plan is not None) == planned
                 optimizer.param_groups[1]["params"].insert(0, optimizer.param_groups[0]["params"].pop())
             optimizer.step()
         runs.append(params)
@@ -230,7 +230,7 @@ def test_an_empty_parameter_has_no_norm_to_join():
         params = parameters(shapes=[(300,), (0,), (17, 9), (3000,)])
         optimizer = Modular(params, joint(), AdamW(0.1))
         if not planned:
-            optimizer._fast_way.learn = lambda walk, options: None
+            optimizer.runner.fast_way.learn = lambda walk, options: None
         train(optimizer, params, gradients(params, 8))
         runs.append([*(param.detach() for param in params), *optimizer.metrics().values()])
     assert all(map(same, *runs))

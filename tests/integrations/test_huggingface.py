@@ -55,7 +55,7 @@ class Net(nn.Module):
         return {"loss": nn.functional.mse_loss(found, labels), "logits": found}
 
 
-def trained(directory, steps, chain, resume=None, hook=None, callbacks=(), **given):
+def trained(directory, steps, chain, resume=None, hook=None, callbacks=(), added=None, **given):
     model = Net()
     optimizer = chain(model.parameters()) if callable(chain) else Modular(model, *chain)
     if hook is not None:
@@ -67,6 +67,8 @@ def trained(directory, steps, chain, resume=None, hook=None, callbacks=(), **giv
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     both = (optimizer, schedule)
     trainer = transformers.Trainer(model, arguments, train_dataset=Data(), optimizers=both, callbacks=list(callbacks))
+    if added is not None:
+        trainer.add_callback(added(trainer))
     trainer.train(resume_from_checkpoint=resume)
     return model, optimizer, trainer
 
@@ -89,7 +91,7 @@ def test_metrics_are_in_the_history_and_on_tensorboard(tmp_path, monkeypatch):
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "logs"))
     chain = [ClipNorm(0.1, dim="global"), Adam(0.1)]
     given = {"report_to": ["tensorboard"], "logging_steps": 2, "save_steps": 100}
-    _, optimizer, trainer = trained(tmp_path, 6, chain, callbacks=[TrainerCallback()], **given)
+    _, optimizer, trainer = trained(tmp_path, 6, chain, added=lambda own: TrainerCallback(trainer=own), **given)
     logs = [log for log in trainer.state.log_history if "loss" in log]
     assert [log["step"] for log in logs] == [2, 4, 6]
     for log in logs:  # the Trainer's own norm is the one before clipping
@@ -101,6 +103,16 @@ def test_metrics_are_in_the_history_and_on_tensorboard(tmp_path, monkeypatch):
     scalars = written.Scalars("train/clip_norm/norm")
     assert [scalar.step for scalar in scalars] == [2, 4, 6]
     assert [scalar.value for scalar in scalars] == pytest.approx([log["clip_norm/norm"] for log in logs])
+
+
+def test_a_service_that_does_not_get_the_metrics_is_named(tmp_path, monkeypatch):
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "logs"))
+    given = {"callbacks": [TrainerCallback()], "report_to": ["tensorboard"], "logging_steps": 1}
+    with pytest.warns(UserWarning, match=r"tensorboard does not get the metrics.*trainer\.add_callback\(TrainerCall"):
+        _, optimizer, trainer = trained(tmp_path, 2, [ClipNorm(0.1), Adam(0.1)], **given)
+    last = [log for log in trainer.state.log_history if "loss" in log][-1]
+    assert last["clip_norm/norm"] == optimizer.metrics()["clip_norm/norm"].item()
 
 
 def test_a_trainer_that_clips_as_well_is_refused(tmp_path):
@@ -116,13 +128,13 @@ def test_an_optimizer_without_a_chain_is_refused(tmp_path):
 
 def test_a_callback_inside_another_does_not_move(tmp_path):
     class Outer(transformers.TrainerCallback):
-        def __init__(self):
-            self.inner = TrainerCallback()
+        def __init__(self, trainer):
+            self.inner = TrainerCallback(trainer=trainer)
 
         def on_train_begin(self, *args, **kwargs):
             self.inner.on_train_begin(*args, **kwargs)
 
-    _, _, trainer = trained(tmp_path, 1, [ClipNorm(5), Adam()], callbacks=[Outer()])
+    _, _, trainer = trained(tmp_path, 1, [ClipNorm(5), Adam()], added=Outer)
     callbacks = trainer.callback_handler.callbacks
     assert trainer.state.global_step == 1
     assert sum(isinstance(found, Outer) for found in callbacks[1:]) == 1

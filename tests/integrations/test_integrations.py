@@ -92,12 +92,15 @@ def test_other_optimizers_are_refused():
         metrics(3)
 
 
-@pytest.mark.parametrize(("name", "package"), [("TrainerCallback", "transformers"), ("LightningCallback", "lightning")])
-def test_a_missing_package_is_named(name, package, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "module", "package"),
+    [("TrainerCallback", "huggingface", "transformers"), ("LightningCallback", "lightning", "lightning")],
+)
+def test_a_missing_package_is_named(name, module, package, monkeypatch):
     missing = {package, *(name for name in sys.modules if name.startswith(f"{package}."))}
-    for module in missing | ({"pytorch_lightning"} if package == "lightning" else set()):
-        monkeypatch.setitem(sys.modules, module, None)
-    monkeypatch.delitem(sys.modules, f"torchzero_clip.integrations.{integrations._PLACES[name][0]}", raising=False)
+    for absent in missing | ({"pytorch_lightning"} if package == "lightning" else set()):
+        monkeypatch.setitem(sys.modules, absent, None)
+    monkeypatch.delitem(sys.modules, f"torchzero_clip.integrations.{module}", raising=False)
     with pytest.raises(ModuleNotFoundError, match=f"{name} needs {package}: pip install {package}"):
         getattr(integrations, name)
 

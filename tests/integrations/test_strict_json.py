@@ -65,7 +65,7 @@ def test_the_file_of_a_recorder_and_the_checkpoint_of_every_transform(entry, tmp
 def test_a_limit_that_does_not_limit_is_left_out_of_logs():
     params = parameters(shapes=[(2,)])
     optimizer = Modular(params, ZClip(max_norm=None, warmup_steps=3), SkipStep(max_norm=100.0))
-    sent, added = [], []
+    sent = []
     recorder = Recorder(optimizer, log=lambda step, values: sent.append(values), log_every=1, flush_every=1)
     for size in (1.0, 1.1, 0.9, 1.0, 50.0, 1.0):
         params[0].grad = torch.tensor([size, 0.0])
@@ -75,9 +75,4 @@ def test_a_limit_that_does_not_limit_is_left_out_of_logs():
         "skipped_steps",
     }
     recorder.close()
-    recorder.to_tensorboard(type("Writer", (), {"add_scalar": lambda self, *row: added.append(row)})())
-    limits = {step: value for name, value, step in added if name == "z_clip/limit"}
-    assert list(limits) == [4]
-    assert 0 < limits[4] < 50
     assert all(math.isfinite(value) for values in sent for value in values.values())
-    assert all(math.isfinite(value) for _, value, _ in added)

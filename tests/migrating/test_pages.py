@@ -603,6 +603,6 @@ def test_all_blocks_run_with_the_other_tool(name):
         names |= {"jax": jax, "params": params, "grads": params}
     blocks = re.findall(r"^```py(?:thon)?\n(.*?)^```", (PAGES / f"{name}.md").read_text(), re.MULTILINE | re.DOTALL)
     for block in blocks:
-        if "torchzero_clip.private" not in block:  # tests/test_private_accounting.py runs it
+        if "torchzero_clip.private" not in block:  # tests/test_private.py runs it
             exec(compile(block, name, "exec"), {} if "PrivacyEngine" in block else names)
     assert len(blocks) >= 3

@@ -3,11 +3,13 @@
 import copy
 import gc
 import io
+import math
 import pickle
 import re
 import subprocess
 import sys
 import weakref
+from typing import ClassVar
 
 import pytest
 import torch
@@ -35,6 +37,7 @@ from torchzero_clip import (
     ZClip,
     before_step,
 )
+from torchzero_clip.core.group_keys import BEFORE_STEP
 from torchzero_clip.engine.listener import Listener
 
 JOINTLY = {"dim": "global"}
@@ -130,7 +133,7 @@ def test_nothing_of_the_size_of_a_parameter_is_copied(chain, fused):
     for k in range(6):
         for param in params:
             param.grad = torch.randn(500, 600)
-        states = [value for state in handle._front.state.values() for value in state.values()]
+        states = [value for state in handle._followed.state.values() for value in state.values()]
         own = [tensor for param in params for tensor in (param, param.grad)] + states
         with Allocations({tensor.untyped_storage().data_ptr() for tensor in own}) as seen:
             optimizer.step()
@@ -493,6 +496,48 @@ def test_a_step_that_is_called_around_the_wrapper_is_the_same_step():
     assert handle.skipped_steps == 1
 
 
+@pytest.mark.parametrize("again", ["kept", "step"])
+def test_a_step_around_the_wrapper_that_raises_is_followed_by_ordinary_steps(again):
+    weight = one()
+    optimizer = sgd([weight])
+    kept = optimizer.step
+    handle = before_step(optimizer, ClipNorm(lambda step: 1.0 / (1 + step), dim="global"))
+    hook = optimizer.register_step_pre_hook(lambda *_: 1 / 0)
+    weight.grad = torch.tensor([3.0, 4.0])
+    with pytest.raises(ZeroDivisionError):
+        kept()
+    hook.remove()
+    weight.grad = torch.tensor([3.0, 4.0])
+    kept() if again == "kept" else optimizer.step()
+    assert weight.tolist() == pytest.approx([-0.6, -0.8])
+    assert handle.steps_taken == 1
+
+
+def test_a_step_around_the_wrapper_that_calls_that_of_its_base_is_refused():
+    weight = one()
+    torch.optim.AdamW([one()])  # hooks the base class
+    optimizer = Twice([weight], 0.1)
+    kept = optimizer.step
+    before_step(optimizer, ClipNorm(1, dim="global"))
+    weight.grad = torch.tensor([3.0, 4.0])
+    with pytest.raises(RuntimeError, match=r"step of Twice, which may call .* cannot know where it ends: call before_"):
+        kept()
+    assert (weight.tolist(), weight.grad.tolist()) == ([0.0, 0.0], [3.0, 4.0])
+
+
+def test_a_step_around_the_wrapper_that_is_inherited_runs_its_hooks_once():
+    """Torch hooks the same function for both classes."""
+    for kind in (torch.optim.AdamW, torch.optim.Adam):
+        kind([one()])
+    weight = one()
+    optimizer = torch.optim.AdamW([weight], 0.1)
+    kept = optimizer.step
+    handle = before_step(optimizer, ClipNorm(1, dim="global"))
+    weight.grad = torch.tensor([3.0, 4.0])
+    kept()
+    assert handle.metrics()["clip_norm/norm"].item() == pytest.approx(5.0)
+
+
 def test_a_step_around_the_wrapper_of_another_optimizer_than_torchs_is_not_refused_in_silence():
     """It may count steps without gradients."""
     weight = one()
@@ -729,14 +774,15 @@ def test_a_copy_has_no_transforms_and_warns_once_by_name(copied):
 
 
 @pytest.mark.slow
-def test_a_copy_in_another_process_warns_too(tmp_path):
-    """That process never calls `before_step`."""
+def test_a_copy_in_another_process_warns_after_the_first_call_there(tmp_path):
     optimizer = sgd([one()])
     before_step(optimizer, ClipNorm(1, dim="global"))
     tmp_path.joinpath("pickle").write_bytes(pickle.dumps([optimizer, optimizer.state_dict()]))
     script = """
 import pathlib, pickle, sys, torch, torchzero_clip
 optimizer, saved = pickle.loads(pathlib.Path(sys.argv[1]).read_bytes())
+optimizer.step()
+torchzero_clip.before_step(torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))]), torchzero_clip.ClipNorm(1))
 optimizer.step()
 resumed = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))])
 resumed.load_state_dict(saved)
@@ -745,7 +791,7 @@ resumed.step()
     command = [sys.executable, "-c", script, str(tmp_path / "pickle")]
     run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     warned = [line for line in run.stderr.splitlines() if "call before_step on it" in line]
-    assert [line.split(":")[:2] for line in warned] == [["<string>", "4"], ["<string>", "7"]]
+    assert [line.split(":")[:2] for line in warned] == [["<string>", "6"], ["<string>", "9"]]
 
 
 def test_a_checkpoint_that_is_loaded_after_remove_warns_that_transforms_are_missing():
@@ -793,7 +839,7 @@ def test_the_loss_of_a_step_that_a_scaler_refuses_is_forgotten():
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     scaler.scale(torch.ones(()))
     seen = []
-    handle._front.listener = Seer(seen)
+    handle.runner.listener = Seer(seen)
     for loss, size in ((1.0, 1.0), (1e6, torch.inf), (2.0, 1.0)):
         handle.report_loss(loss)
         weight.grad = torch.full((2,), size) * scaler.get_scale()
@@ -1044,3 +1090,129 @@ def test_a_limit_that_reads_parameters_is_that_of_a_chain():
     metrics = handles[0].metrics()
     assert metrics["adaptive_gradient_clip/clipped"].item() > 0
     assert not [key for key, value in metrics.items() if value.requires_grad]
+
+
+@pytest.mark.parametrize("way", ["scaler", "closure", "template", "step"])
+def test_a_reported_loss_belongs_to_one_step(way):
+    """A gradient scaler that refuses a step does not call it. Then `zero_grad` ends the step of the loss."""
+    (param,) = params = parameters(shapes=[(3,)])
+    optimizer = torch.optim.SGD(params, 0.1)
+    handle = before_step(optimizer, SeesLoss())
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    handle.report_loss(8.0)
+    if way == "scaler":
+        scaler.scale((param * math.inf).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    elif way == "closure":
+        with pytest.raises(ZeroDivisionError):
+            optimizer.step(lambda: 1 / 0)
+    elif way == "template":
+        optimizer.param_groups[0]["lr"] = 0.0
+        param.grad = torch.zeros(3)
+        optimizer.step()
+        optimizer.param_groups[0]["lr"] = 0.1
+    else:
+        param.grad = torch.ones(3)
+        optimizer.step()
+    optimizer.zero_grad()
+    SeesLoss.seen.clear()
+    handle.report_loss(2.0)
+    handle.report_loss(4.0)
+    param.grad = torch.ones(3)
+    optimizer.step()
+    assert SeesLoss.seen == [3.0]
+    handle.remove()
+    assert "zero_grad" not in vars(optimizer)
+
+
+class SeesLoss(TensorwiseTransform):
+    seen: ClassVar[list[float]] = []
+
+    def __init__(self):
+        super().__init__({})
+
+    def apply_tensor(self, tensor, param, grad, loss, state, setting):
+        self.seen.append(float(loss) if loss is not None else None)
+        return tensor
+
+
+@pytest.mark.parametrize(
+    "transforms", [(ZClip(max_norm=1.0),), (ClipNorm(1.0, dim="global"), ClipValue(2.0))], ids=repr
+)
+def test_an_added_group_has_the_settings_that_all_groups_share(transforms):
+    """So that a joint limit that was changed stays one limit."""
+    optimizer = torch.optim.SGD(parameters(shapes=[(3,)]), 0.1)
+    handle = before_step(optimizer, *transforms)
+    handle.param_groups[0]["max_norm"] = 0.5
+    optimizer.add_param_group({"params": parameters(shapes=[(2,)])})
+    assert [group["max_norm"] for group in handle.param_groups] == [0.5, 0.5]
+    optimizer.state_dict()
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            param.grad = torch.ones_like(param)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("where", ["closure", "hook"])
+def test_remove_in_a_step_leaves_nothing_behind(where):
+    (param,) = params = parameters(shapes=[(3,)])
+    optimizer = torch.optim.SGD(params, 0.1)
+    handle = before_step(optimizer, ClipNormByEMA(0.5))
+    param.grad = torch.ones(3)
+    optimizer.step()
+
+    def closure():
+        handle.remove()
+        param.grad = torch.ones(3)
+        return torch.tensor(1.0)
+
+    if where == "hook":
+        optimizer.register_step_pre_hook(lambda *_: handle.remove())
+    optimizer.step(closure if where == "closure" else None)
+    assert BEFORE_STEP not in str(optimizer.state_dict())
+
+
+def test_a_checkpoint_of_a_copy_says_that_copies_lose_transforms():
+    (param,) = params = parameters(shapes=[(3,)])
+    optimizer = torch.optim.SGD(params, 0.1)
+    before_step(optimizer, ClipNormByEMA(0.5))
+    param.grad = torch.ones(3)
+    optimizer.step()
+    saved = copy.deepcopy(optimizer).state_dict()
+    other = torch.optim.SGD(parameters(shapes=[(3,)]), 0.1)
+    before_step(other, ClipNormByEMA(0.5))
+    with pytest.raises(ValueError, match=r"copied or unpickled.*load it before the call of before_step"):
+        other.load_state_dict(saved)
+    bare = torch.optim.SGD(parameters(shapes=[(3,)]), 0.1)
+    bare.load_state_dict(saved)
+    handle = before_step(bare, ClipNormByEMA(0.5))
+    assert handle.steps_taken == 0
+
+
+def test_an_error_in_the_closure_is_no_refused_step():
+    (param,) = params = parameters(shapes=[(3,)])
+    optimizer = torch.optim.SGD(params, 0.1)
+    handle = before_step(optimizer, SkipStep(max_norm=1.0))
+    param.grad = torch.full((3,), 9.0)
+    optimizer.step()
+    assert handle.skipped_by == ("skip_step",)
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step(lambda: 1 / 0)
+    assert handle.skipped_by == ()
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_a_save_after_a_group_was_removed_is_that_of_the_optimizer(momentum):
+    first, second = (parameters(shapes=[(3,)]) for _ in range(2))
+    optimizer = torch.optim.SGD([{"params": first}, {"params": second}], 0.1, momentum=momentum)
+    before_step(optimizer, ClipNormByEMA(0.5))
+    for param in first + second:
+        param.grad = torch.ones(3)
+    optimizer.step()
+    del optimizer.param_groups[1]
+    if momentum:  # torch has no number for the state of the parameter either
+        with pytest.raises(KeyError):
+            optimizer.state_dict()
+    else:
+        assert len(optimizer.state_dict()["state"]) == 1

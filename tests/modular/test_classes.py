@@ -105,7 +105,7 @@ def test_a_scheduled_setting_becomes_a_number():
     optimizer = Modular.of(ClipNorm(halved), SGD(halved))(params, lr=0.1, max_norm=3.0)
     train(optimizer, params, gradients(params, 3))
     assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["max_norm"]) == (0.1, 3.0)
-    assert not optimizer.is_scheduled("lr")
+    assert "lr" not in optimizer.runner.schedules
 
 
 def test_a_group_keeps_its_own_value():
@@ -142,7 +142,7 @@ def test_each_instance_has_its_own_settings():
 
 def test_options_are_those_of_modular():
     optimizer = Modular.of(*CHAIN, nonfinite="skip", max_consecutive_skips=3, keep_grads=True)(parameters())
-    assert (optimizer.nonfinite, optimizer.keep_grads) == ("skip", True)
+    assert (optimizer.nonfinite, optimizer.runner.keep_grads) == ("skip", True)
     assert repr(optimizer).endswith("keep_grads=True,\n    nonfinite='skip',\n    max_consecutive_skips=3,\n)")
 
 

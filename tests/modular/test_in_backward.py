@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import ranks
+import table
 import torch
 from contract.entries import ENTRIES, Mul
 from contract.training import Model, assert_equal, assert_equal_to_rounding, gradients, parameters, through_file, values
@@ -46,7 +47,7 @@ from torchzero_clip import (
 )
 from torchzero_clip.core.transform import treats_each_alone
 
-SHAPES = [(4, 3), (3,), (2, 3, 2), (), (70, 9)]
+SHAPES = [*table.SHAPES, (70, 9)]
 SMALL = 100  # bytes of a bucket: two parameters share one now and then
 
 
@@ -385,7 +386,7 @@ def test_what_needs_all_gradients_is_refused_by_name(name):
     shown = "ClipNorm" if name == "ClipValueByEMA" else name
     with pytest.raises(ValueError, match=shown):
         step_in_backward(optimizer)
-    assert optimizer.parts is None
+    assert optimizer.runner.parts is None
 
 
 def test_kinds_declare_whether_they_treat_each_tensor_alone():
@@ -427,9 +428,9 @@ def test_other_refusals():
     optimizer.param_groups[0]["params"].append(param)
     with pytest.raises(ValueError, match="listed twice"):
         step_in_backward(optimizer)
-    assert optimizer.parts is None
+    assert optimizer.runner.parts is None
     grouped = Modular(parameters(), SGD(0.1))
-    grouped._shared.group = SimpleNamespace()
+    grouped.runner.shared.group = SimpleNamespace()
     with pytest.raises(ValueError, match="process_group"):
         step_in_backward(grouped)
 
@@ -443,13 +444,13 @@ def test_a_listener_is_refused_also_later():
     handle = step_in_backward(optimizer)
     with pytest.raises(RuntimeError, match=r"a recorder needs all gradients.*call remove\(\) of the handle"):
         Recorder(optimizer)
-    assert optimizer.listener is None
+    assert optimizer.runner.listener is None
     start = values(params)
-    optimizer.listener = recorder._run
+    optimizer.runner.listener = recorder._run
     with pytest.raises(RuntimeError, match="a Recorder"):
         backward(params, gradients(params, 1)[0])
     assert_equal(params, start)
-    optimizer.listener = None
+    optimizer.runner.listener = None
     handle.remove()
     Recorder(optimizer).close()
 
@@ -622,7 +623,7 @@ def test_copies_take_ordinary_steps():
     backward(list(twin.parameters()), gradients(list(twin.parameters()), 1)[0])
     assert_equal(twin.parameters(), start)
     own.step()
-    assert own.parts is None
+    assert own.runner.parts is None
 
 
 @pytest.fixture

@@ -228,3 +228,53 @@ def test_a_refused_step_stays_counted_when_the_limit_of_skips_raises():
             with pytest.raises(RuntimeError, match="in a row"):
                 optimizer.step()
     assert handle.skipped_steps == 2
+
+
+def stepped(optimizer, handle, grad=1.0, loss=None, *, fails=False):
+    """Take a step, which the optimizer refuses if it fails. Return the gradients that it got."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for param in params:
+        param.grad = torch.full_like(param, grad)
+    optimizer.error = RuntimeError("the optimizer fails") if fails else None
+    if loss is not None:
+        handle.report_loss(loss)
+    if fails:
+        with pytest.raises(RuntimeError, match="the optimizer fails"):
+            optimizer.step()
+    else:
+        optimizer.step()
+    return [param.grad.clone() for param in params]
+
+
+def test_a_value_of_a_schedule_that_came_late_is_undone_too():
+    table = [1.0, 0.5]
+    optimizer = Fails([nn.Parameter(torch.zeros(3))])
+    handle = before_step(optimizer, ClipNorm(lambda step: table[step], dim="global"))
+    stepped(optimizer, handle, 9.0)
+    stepped(optimizer, handle, 9.0)  # the schedule has no value for the next step
+    table.append(0.25)
+    stepped(optimizer, handle, 9.0, fails=True)
+    table.append(0.125)
+    (grad,) = stepped(optimizer, handle, 9.0)
+    assert grad.norm().item() == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize("change", ["reversed", "appended", "removed"])
+def test_names_that_were_changed_in_place_are_those_of_their_parameters_after_a_step_that_is_undone(change):
+    first, second, third = (nn.Parameter(torch.zeros(3)) for _ in range(3))
+    optimizer = Fails([("first", first), ("second", second)])
+    handle = before_step(optimizer, ClipNorm(0.5).only("second"))
+    group = optimizer.param_groups[0]
+    for key, item in (("params", third), ("param_names", "third")):
+        if change == "reversed":
+            group[key].reverse()
+        elif change == "appended":
+            group[key].append(item)
+        else:
+            del group[key][0]
+    stepped(optimizer, handle, fails=True)
+    grads = stepped(optimizer, handle)
+    norms = dict(zip(group["param_names"], [grad.norm().item() for grad in grads], strict=True))
+    expected = {name: 0.5 if name == "second" else 3**0.5 for name in group["param_names"]}
+    assert norms == pytest.approx(expected)
+    assert handle.param_groups[0]["param_names"] == group["param_names"]

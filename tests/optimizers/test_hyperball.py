@@ -24,7 +24,7 @@ from torchzero_clip import (
     step_in_backward,
 )
 
-SHAPES = [(4, 3), (3, 5), (2, 3, 2), (1, 6)]
+SHAPES = [(4, 3), (3, 5), (2, 3, 2), (1, 6)]  # the second of two ranks has no row of the last one
 
 
 def parameters(dtype=torch.float64):

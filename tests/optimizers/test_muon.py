@@ -5,11 +5,10 @@ import warnings
 import pytest
 import torch
 from optimizers.twins import same_gradients, two_of
+from table import MATRICES
 from torch import nn
 
 from torchzero_clip import LR, SGD, ClipNorm, Modular, Muon, Normalize, WeightDecay
-
-SHAPES = [(4, 3), (3, 5), (8, 8), (1, 6)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
@@ -30,7 +29,7 @@ def test_equals_torch(ours, theirs, dtype):
     if dtype == torch.bfloat16 and theirs.get("nesterov") is False:
         pytest.skip("torch 2.13 normalizes its momentum buffer in place here")
     torch.manual_seed(0)
-    params, other = two_of([torch.randn(shape).to(dtype) for shape in SHAPES])
+    params, other = two_of([torch.randn(shape).to(dtype) for shape in MATRICES])
     optimizer, reference = Modular(params, ours()), torch.optim.Muon(other, **{"weight_decay": 0.0, **theirs})
     for k in range(20):
         same_gradients(params, other, 0.0 if k == 3 else 10.0 ** (k % 5 - 2))

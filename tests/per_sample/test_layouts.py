@@ -29,6 +29,30 @@ def images(**settings):
     return torch.randn(COUNT, 4, 6, 6, **settings)
 
 
+ODD = {
+    "sparse": lambda param: torch.ones_like(param).to_sparse(),
+    "expanded": lambda param: torch.ones_like(param[:1, :1]).expand(param.shape),
+    "dense": torch.ones_like,
+}
+
+
+@pytest.mark.parametrize("way", [by_backward, with_low_memory])
+@pytest.mark.parametrize("kind", ODD)
+def test_a_gradient_that_exists_is_added_to_as_by_torch(kind, way):
+    model = nn.Sequential(*[nn.Linear(2, 2, bias=False) for _ in range(3)]).double()
+    x = torch.randn(COUNT, 2, dtype=torch.float64)
+    expected = torch.autograd.grad(losses_of(model(x)).mean(), list(model.parameters()))
+    step = way(model, limit=1e9)
+    for layer in model:
+        layer.weight.grad = torch.ones_like(layer.weight)
+    model[1].weight.grad = ODD[kind](model[1].weight)
+    step(lambda model: losses_of(model(x)))
+    for param, grad in zip(model.parameters(), expected, strict=True):
+        assert param.grad.layout == torch.strided
+        assert_close(param.grad, 1 + grad)
+        assert param.grad.stride() == param.stride()
+
+
 def channels_last(x):
     return x.to(memory_format=torch.channels_last)
 

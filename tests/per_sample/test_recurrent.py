@@ -330,6 +330,35 @@ def test_attention_over_outputs_and_over_last_states(kind, way, batch_first, dty
             assert_close(each.double(), expected[name], **close)
 
 
+@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_frozen_layer_keeps_the_samples_apart(kind, way, batch_first, count):
+    """Before attention, a trainable layer of its kind, and a linear layer, and by its outputs and its last states."""
+
+    def forward(m, x):
+        output, last = m.rnn(x)
+        again, _ = m.after(output, last)
+        last = last[0] if isinstance(last, tuple) else last
+        last = last.transpose(0, 1) if batch_first else last
+        return m.attention(output, output, output)[0] + again + m.linear(last).mean(int(batch_first), keepdim=True)
+
+    model = Net(
+        forward,
+        rnn=KINDS[kind](W, 4, 2, batch_first=batch_first).requires_grad_(False),
+        after=KINDS[kind](4, 4, 2, batch_first=batch_first),
+        attention=nn.MultiheadAttention(4, 2, batch_first=batch_first),
+        linear=nn.Linear(4, 4),
+    ).double()
+    for length in (1, 3, 4):
+        x = torch.randn(*((count, length) if batch_first else (length, count)), W, dtype=torch.float64)
+        expected = norms_of(loop(copy.deepcopy(model), (x,), 1 - int(batch_first)))
+        step = WAYS[way](copy.deepcopy(model), batch_first=batch_first)
+        norms, _ = step(lambda model: losses_of(model(x), 1 - int(batch_first)))  # noqa: B023
+        assert_close(norms, total_of(expected))
+
+
 @pytest.mark.parametrize("form", [by_backward, by_classic_form])
 @pytest.mark.parametrize(
     "lengths", [(4, 2, 1), (1, 3, 2), (4,), (1, 1, 1), (3, 3)], ids=["sorted", "unsorted", "one", "short", "even"]

@@ -172,6 +172,35 @@ def test_they_are_refused_in_modules_that_are_run_whole(kind, whole, way, count)
     assert "whole=" not in str(error.value)
 
 
+class AfterAWhile(nn.Module):
+    """A checkpoint by hand, only in training, whose output may leave by an attribute."""
+
+    def __init__(self, *, by_attribute):
+        super().__init__()
+        self.up, self.f, self.by_attribute, self.aside = nn.Linear(3, 3), mlp(), by_attribute, None
+
+    def forward(self, x):
+        x = self.up(x)
+        if not self.training:
+            return self.f(x)
+        self.aside = ByHand.apply(self.f, x)
+        return x if self.by_attribute else self.aside
+
+
+@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("by_attribute", [False, True])
+def test_they_are_refused_whenever_they_come_and_wherever_their_output_goes(by_attribute, way, count):
+    model, x = AfterAWhile(by_attribute=by_attribute).double().eval(), torch.randn(count, 3, dtype=torch.float64)
+    expected = norms_by_backward(model, x)
+    step = WAYS[way](model, whole=("",))
+    norms, _ = step(lambda model: losses_of(model(x)))
+    assert_close(norms, expected)
+    model.train()
+    with pytest.raises(RuntimeError, match="a function runs 'f' again in its backward"):
+        step(lambda model: losses_of(model(x) + (model.aside if by_attribute else 0)))
+
+
 def test_the_refused_step_leaves_gradients_and_the_next_step_may_be_right():
     model, x = model_of(RERUN["by hand"]()), torch.randn(4, 3, dtype=torch.float64)
     for param in model.parameters():
@@ -211,6 +240,9 @@ CHECKPOINTED = {
     "checkpoint": lambda m, x: checkpoint(m.f, m.up(x), use_reentrant=False),
     "nested": lambda m, x: checkpoint(lambda y: checkpoint(m.f, m.up(y), use_reentrant=False), x, use_reentrant=False),
     "function": lambda m, x: m.f(Twice.apply(m.up(x))),
+    "function of nested": lambda m, x: Twice.apply(
+        checkpoint(lambda y: checkpoint(m.f, m.up(y), use_reentrant=False), x, use_reentrant=False)
+    ),
     "function in a checkpoint": lambda m, x: checkpoint(lambda y: m.f(Twice.apply(m.up(y))), x, use_reentrant=False),
 }
 

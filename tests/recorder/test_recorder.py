@@ -81,7 +81,7 @@ def test_a_run_with_a_skipped_step_changes_no_bit_and_shows_its_norms(fast):
 
 def test_no_recorder_no_operation():
     optimizer = Modular(model(), ClipNorm(1.0), AdamW())
-    assert optimizer.listener is None
+    assert optimizer.runner.listener is None
     assert not optimizer._optimizer_step_pre_hooks
     assert not optimizer._optimizer_step_post_hooks
 
@@ -390,7 +390,7 @@ def test_copies_and_pickles_have_no_recorder():
     train(net, optimizer, 1)
     before = optimizer.state_dict()
     for other in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
-        assert other.listener is None
+        assert other.runner.listener is None
         for group in other.param_groups:
             for param in group["params"]:
                 param.grad = torch.ones_like(param)
@@ -459,7 +459,7 @@ def test_bad_arguments(given, error, message, tmp_path, monkeypatch):
     optimizer = Modular(model(), Adam())
     with pytest.raises(error, match=message):
         Recorder(**({"optimizer": optimizer} | given))
-    assert optimizer.listener is None
+    assert optimizer.runner.listener is None
 
 
 def test_an_empty_record():

@@ -455,6 +455,36 @@ def test_an_optimizer_that_steps_another_one_records_each():
     assert recorder.record().norm.tolist() == of_outer.record().norm.tolist() == [1, 2]
 
 
+@pytest.mark.parametrize("again", ["kept", "step"])
+def test_a_step_that_was_stored_before_the_recorder_is_recorded(again):
+    param = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([param], 0.1)
+    kept = optimizer.step
+    recorder = Recorder(optimizer)
+    for size in (1.0, 2.0, 3.0):
+        param.grad = torch.full((1,), size)
+        hook = optimizer.register_step_pre_hook(lambda *_: 1 / 0) if size == 2.0 else None
+        if hook is None:
+            kept() if again == "kept" else optimizer.step()
+        else:
+            with pytest.raises(ZeroDivisionError):
+                kept()
+            hook.remove()
+    assert recorder.record().norm.tolist() == [1, 2, 3]
+    assert recorder.record().reasons == ["", "error", ""]
+
+
+def test_a_closed_recorder_leaves_the_step_as_it_was():
+    param = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([param], 0.1)
+    Recorder(optimizer).close()
+    assert "step" not in vars(optimizer)
+    torch.optim.lr_scheduler.ConstantLR(optimizer)
+    of_scheduler = optimizer.step
+    Recorder(optimizer).close()
+    assert optimizer.step is of_scheduler
+
+
 def test_a_failed_step_counts_at_once():
     param, optimizer, recorder = scaled()
     optimizer.fails = "after"

@@ -13,16 +13,21 @@ from torch.optim import Optimizer
 from torchzero_clip.checkpoints.adapt import adapted
 from torchzero_clip.checkpoints.fitting import fitted
 from torchzero_clip.checkpoints.identity import IDENTITY, members_of, written
-from torchzero_clip.compat import torch_loads, warn_user
+from torchzero_clip.compat import warn_user
 from torchzero_clip.core.chain_state import ChainState
 from torchzero_clip.core.nodes import Node, Nodes
 from torchzero_clip.core.schedules import Schedules
 from torchzero_clip.functional.processes import device_of, gathered
 from torchzero_clip.functional.shards import largest_on_all_ranks
-from torchzero_clip.types import Group, State
+from torchzero_clip.types import Group
 
-_DEVICE = "device"
-"""A key of state by which `torch_loads` finds the device. Checkpoints do not have it."""
+DEVICE = "device"
+"""A key of saved states that are numbers alone: under it, each parameter has a tensor of one element.
+
+To load a full state dict, torch.distributed.checkpoint asks for the checkpoint of the optimizer and takes the device of
+the first tensor with a dimension. Without one it raises "Expected device to be set", in torch 2.13 also for
+`torch.optim.SGD` without momentum. It also drops the entries of parameters whose state is {}.
+"""
 
 
 def new_chain_state(nodes: Nodes, counts: Mapping[str, int]) -> ChainState:
@@ -35,21 +40,18 @@ def complete(saved: dict[str, Any], groups: Sequence[Group], chain_state: ChainS
     # no copies, as in torch. If some tensors were copied, a checkpoint in memory would mix the state of two steps
     chain_state.take_counters(groups)
     chain_state.show(saved["param_groups"])
-    if torch_loads():
-        saved["state"] = _with_device(saved["state"], device_of([p for group in groups for p in group["params"]]))
+    values = [value for state in saved["state"].values() for value in state.values()]
+    if saved["state"] and not any(isinstance(value, Tensor) and value.ndim for value in values):
+        one = torch.zeros(1, dtype=torch.float32, device=device_of([p for group in groups for p in group["params"]]))
+        saved["state"] = {i: {**state, DEVICE: one} for i, state in saved["state"].items()}
 
 
-def _with_device(states: Mapping[Any, State], device: torch.device) -> dict[Any, State]:
-    """Add a tensor that has a dimension if the states have none, because `torch_loads` needs one."""
-    has_one = any(isinstance(value, Tensor) and value.ndim for state in states.values() for value in state.values())
-    added: State = {} if has_one else {_DEVICE: torch.zeros(1, device=device)}
-    return {i: {**state, **added} for i, state in states.items()}
-
-
-def without_device(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Remove what `_with_device` has added."""
-    states = saved.get("state", {}).items()
-    return {**saved, "state": {i: {k: v for k, v in state.items() if k != _DEVICE} for i, state in states}}
+def without_device(saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Remove what `complete` has added under `DEVICE`."""
+    states = saved.get("state")
+    if not isinstance(states, Mapping) or not all(isinstance(state, Mapping) for state in states.values()):
+        return saved  # not a checkpoint, as `adapted` says
+    return {**saved, "state": {i: {k: v for k, v in state.items() if k != DEVICE} for i, state in states.items()}}
 
 
 @dataclass
@@ -90,8 +92,7 @@ class Load:
         """Return the checkpoint, converted and completed. Raises on all processes if it does not fit on one of them."""
         error: Exception | None = None
         try:
-            given = without_device(state_dict) if torch_loads() else state_dict
-            adjusted = adapted(given, groups, self.nodes, self.new, self.dropped)
+            adjusted = adapted(without_device(state_dict), groups, self.nodes, self.new, self.dropped)
             self._fitting, self._values = fitted(adjusted, groups, self.nodes, self.schedules, self.chain_state.values)
         except ValueError as found:
             error = found

@@ -1,7 +1,6 @@
 """A limit of each tensor that follows its own norm."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +10,7 @@ from torchzero_clip.checks import positive, same_in_all_groups, steps, unit_inte
 from torchzero_clip.clipping.statistics import NormStatistics, Tracked, averaged
 from torchzero_clip.core.states import zero_numbers
 from torchzero_clip.functional.reading import may_look
-from torchzero_clip.types import Schedule, Setting, Target
+from torchzero_clip.types import NewState, Schedule, Setting, Target
 
 
 class AdaGC(NormStatistics):
@@ -85,11 +84,11 @@ class AdaGC(NormStatistics):
         same_in_all_groups(self, settings, ["max_norm"])
 
     @override
-    def possible_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
+    def possible_state(self, param: Tensor, setting: Setting) -> NewState:
         return zero_numbers("usual", "started", device=param.device)
 
     @override
-    def init_global_state(self) -> dict[str, Any]:
+    def init_global_state(self) -> NewState:
         """How many steps of the warm-up were taken."""
         return zero_numbers("warm_steps")
 

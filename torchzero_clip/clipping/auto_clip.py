@@ -1,7 +1,5 @@
 """A limit at a percentile of past norms."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from typing_extensions import override
@@ -10,7 +8,7 @@ from torchzero_clip.checks import percent, steps
 from torchzero_clip.clipping.statistics import NormStatistics, Tracked
 from torchzero_clip.compat import warn_user
 from torchzero_clip.core.states import zero_numbers
-from torchzero_clip.types import Schedule, Target
+from torchzero_clip.types import NewState, Schedule, Target
 
 
 class AutoClip(NormStatistics):
@@ -80,7 +78,7 @@ class AutoClip(NormStatistics):
         super().__init__({"percentile": percentile}, ord=2, joint=True, target=target, name=name)
 
     @override
-    def init_global_state(self) -> dict[str, Any]:
+    def init_global_state(self) -> NewState:
         """The last norms, and how many were stored."""
         return {"ring": torch.zeros(self.window, dtype=torch.float64), **zero_numbers("started")}
 

@@ -1,7 +1,7 @@
 """Limits that follow an exponential moving average of past updates."""
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torchzero_clip.core.step import Step
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.foreach import reals, wide_dtype
 from torchzero_clip.functional.measure import Measured, counted, scale_
-from torchzero_clip.types import Ord, Schedule, Setting, Target
+from torchzero_clip.types import NewState, Ord, Schedule, Setting, Target
 
 EMAInit = Literal["zeros", "update"]
 EMA_INITS = ("zeros", "update")
@@ -115,7 +115,7 @@ class ClipNormByEMA(NormStatistics):
         super().__init__(settings, ord=ord, joint=not tensorwise, target=target, name=name)
 
     @override
-    def possible_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
+    def possible_state(self, param: Tensor, setting: Setting) -> NewState:
         """The average, float32 or wider, and its norm in the step before."""
         ema = torch.zeros_like(param, dtype=wide_dtype(param.dtype))
         return {"ema": ema} | super().possible_state(param, setting)

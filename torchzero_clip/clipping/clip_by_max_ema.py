@@ -1,7 +1,6 @@
 """A limit of each tensor's elements that follows its largest element."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from torchzero_clip.core.elementwise import Elementwise
 from torchzero_clip.core.states import zero_numbers
 from torchzero_clip.core.step import Step
 from torchzero_clip.functional.measure import LINF, Slicing
-from torchzero_clip.types import Schedule, Setting, Target
+from torchzero_clip.types import NewState, Schedule, Setting, Target
 
 LARGEST = Slicing(LINF)
 
@@ -74,7 +73,7 @@ class ClipByMaxEMA(Elementwise):
         super().__init__({"beta": beta}, target=target, name=name)
 
     @override
-    def init_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
+    def init_state(self, param: Tensor, setting: Setting) -> NewState:
         """The average of the largest elements, and how many entered it."""
         return zero_numbers("largest", "started", device=param.device)
 

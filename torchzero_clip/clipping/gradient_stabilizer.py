@@ -1,7 +1,6 @@
 """Updates whose norm is the ratio of an average norm to an average of squares."""
 
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +10,7 @@ from torchzero_clip.checks import decay_rate, non_negative
 from torchzero_clip.clipping.statistics import NormStatistics, Tracked, averaged
 from torchzero_clip.core.states import zero_numbers
 from torchzero_clip.functional.ways import SQUARABLE
-from torchzero_clip.types import Schedule, Setting, Target
+from torchzero_clip.types import NewState, Schedule, Setting, Target
 
 
 class GradientStabilizer(NormStatistics):
@@ -78,7 +77,7 @@ class GradientStabilizer(NormStatistics):
         super().__init__(settings, ord=2, joint=False, target=target, name=name)
 
     @override
-    def possible_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
+    def possible_state(self, param: Tensor, setting: Setting) -> NewState:
         return zero_numbers("norm", "square", "started", device=param.device)
 
     @override

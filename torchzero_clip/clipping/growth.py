@@ -1,7 +1,6 @@
 """Limits on how fast updates may grow from step to step."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +12,7 @@ from torchzero_clip.core.elements import Elements
 from torchzero_clip.core.elementwise import Elementwise
 from torchzero_clip.core.step import Step
 from torchzero_clip.functional.measure import Measured
-from torchzero_clip.types import Ord, Schedule, Setting, Target
+from torchzero_clip.types import NewState, Ord, Schedule, Setting, Target
 
 CHECKS = {
     "add": optional(non_negative),
@@ -95,7 +94,7 @@ class ClipValueGrowth(Elementwise):
         super().__init__(settings, target=target, name=name)
 
     @override
-    def init_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
+    def init_state(self, param: Tensor, setting: Setting) -> NewState:
         """The tracked magnitudes, float32 or wider; empty without a limit."""
         return self.possible_state(param, setting) if _limits(setting) else {}
 

@@ -15,7 +15,7 @@ from torchzero_clip.core.states import zero_numbers
 from torchzero_clip.core.step import Step
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.ways import SQUARABLE
-from torchzero_clip.types import Schedule, Setting, State, Target
+from torchzero_clip.types import NewState, Schedule, Setting, State, Target
 
 VALUES = ("norms", "losses")
 
@@ -115,7 +115,7 @@ class SkipStep(Gate):
             raise ValueError("sigma cannot be set later: SkipStep stores no values without sigma in its constructor")
 
     @override
-    def init_global_state(self) -> dict[str, Any]:
+    def init_global_state(self) -> NewState:
         """The running mean; with ``sigma``, the last norms and losses, and those of the steps skipped in a row."""
         state = zero_numbers("mean", "started")
         if not self.needs_loss:

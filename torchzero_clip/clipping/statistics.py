@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torchzero_clip.functional.measure import Measured, Slicing, by_setting
 from torchzero_clip.functional.reading import extent, may_look
 from torchzero_clip.functional.shards import elements_at
 from torchzero_clip.functional.slices import joint_of_norms
-from torchzero_clip.types import Ord, Setting, Target
+from torchzero_clip.types import NewState, Ord, Setting, Target
 
 
 class Tracked:
@@ -214,12 +214,12 @@ class NormStatistics(Scaling):
             same_in_all_groups(self, settings, self.defaults if self.common is None else self.common)
 
     @override
-    def init_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
+    def init_state(self, param: Tensor, setting: Setting) -> NewState:
         """The norm of the step before. Empty for a tensor without a statistic, and if all tensors share a norm."""
         return self.possible_state(param, setting) if self.takes_part(setting) else {}
 
     @override
-    def possible_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
+    def possible_state(self, param: Tensor, setting: Setting) -> NewState:
         return {} if self.joint else zero_numbers("prev", "started", device=param.device)
 
     @override
@@ -228,7 +228,7 @@ class NormStatistics(Scaling):
         return not self.joint or type(self).possible_state is not NormStatistics.possible_state
 
     @override
-    def init_global_state(self) -> dict[str, Any]:
+    def init_global_state(self) -> NewState:
         """The norm of the step before, if all tensors have one."""
         return zero_numbers("prev", "started") if self.joint else {}
 

@@ -1,6 +1,6 @@
 """A limit at a z-score of past norms."""
 
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torchzero_clip.clipping.statistics import NormStatistics, Tracked
 from torchzero_clip.core.states import zero_numbers
 from torchzero_clip.functional.reading import may_look
 from torchzero_clip.functional.ways import SQUARABLE
-from torchzero_clip.types import Schedule, Target
+from torchzero_clip.types import NewState, Schedule, Target
 
 ClipOption = Literal["adaptive_scaling", "mean"]
 
@@ -97,7 +97,7 @@ class ZClip(NormStatistics):
         super().__init__(settings, ord=2, joint=True, target=target, name=name)
 
     @override
-    def init_global_state(self) -> dict[str, Any]:
+    def init_global_state(self) -> NewState:
         """The norms of the warm-up, the mean, the variance, and how many norms were seen."""
         ring = torch.zeros(self.warmup_steps, dtype=torch.float64)
         return {"ring": ring, **zero_numbers("mean", "variance", "started")}

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from torchzero_clip.checks import count
+from torchzero_clip.types import Group, State
 
 SCHEDULE_STEP = "schedule_step"  # how many steps were taken, in optimizers with schedules
 
@@ -22,7 +23,7 @@ class ChainState:
     # Each group has all of it, because loaders reorder, drop and merge groups. It is written to the groups after each
     # step and each load, and whenever a checkpoint is made. The description of the chain is never read back from them.
 
-    def __init__(self, values: Mapping[str, Any], identity: Mapping[str, str]) -> None:
+    def __init__(self, values: State, identity: Mapping[str, str]) -> None:
         self.values = dict(values)
         self.identity = dict(identity)
 
@@ -31,18 +32,18 @@ class ChainState:
         """The keys that hold this state in param groups, and the counters that only other optimizers have."""
         return {*self.values, *COUNTERS, *self.identity}
 
-    def start(self, groups: Iterable[dict[str, Any]], *, has_schedules: bool) -> None:
+    def start(self, groups: Iterable[Group], *, has_schedules: bool) -> None:
         """Write the state to new param groups, with a count of steps if settings are functions of it."""
         if has_schedules:
             self.values.setdefault(SCHEDULE_STEP, 0)
         self.show(groups)
 
-    def show(self, groups: Iterable[dict[str, Any]]) -> None:
+    def show(self, groups: Iterable[Group]) -> None:
         """Write the state to param groups."""
         for group in groups:
             group.update({**self.values, **self.identity})
 
-    def take_counters(self, groups: Sequence[dict[str, Any]]) -> None:
+    def take_counters(self, groups: Sequence[Group]) -> None:
         """Adopt a number that a user has written to a param group."""
         for key, value in self.values.items():
             if isinstance(value, Tensor):
@@ -54,7 +55,7 @@ class ChainState:
                 self.values[key] = written[0]
                 self.show(groups)
 
-    def move(self, groups: Iterable[dict[str, Any]]) -> None:
+    def move(self, groups: Iterable[Group]) -> None:
         """Move tensors to the device of the first parameter, because trainers move parameters after construction."""
         param = next((param for group in groups for param in group["params"]), None)
         if param is None or param.is_meta:  # meta parameters have no values
@@ -64,12 +65,12 @@ class ChainState:
                 self.values[key] = value.to(param.device)
 
 
-def saved_chain_state(saved_groups: Sequence[Mapping[str, Any]], keys: Iterable[str]) -> dict[str, Any]:
+def saved_chain_state(saved_groups: Sequence[Group], keys: Iterable[str]) -> dict[str, Any]:
     """The values of keys in the param groups of a checkpoint; raises ValueError if groups disagree."""
     found: dict[str, Any] = {}
     for key in keys:
         values = [group[key] for group in saved_groups if key in group]
-        if any(not _same(values[0], value) for value in values[1:]):
+        if any(not same(values[0], value) for value in values[1:]):
             shown = ", ".join(str(v.item() if isinstance(v, Tensor) and v.numel() == 1 else v) for v in values)
             raise ValueError(
                 f"the param groups of the checkpoint disagree about {key!r}, which is one value of the whole chain: "
@@ -80,7 +81,8 @@ def saved_chain_state(saved_groups: Sequence[Mapping[str, Any]], keys: Iterable[
     return found
 
 
-def _same(first: Any, second: Any) -> bool:
+def same(first: object, second: object) -> bool:
+    """True if two values of state or settings are equal, also if both are NaN."""
     if isinstance(first, Tensor) and isinstance(second, Tensor):
         # `torch.equal` says that a NaN differs from itself
         return first.shape == second.shape and bool(

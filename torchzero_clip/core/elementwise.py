@@ -18,7 +18,7 @@ from torchzero_clip.functional.foreach import reals, wide_dtype
 from torchzero_clip.functional.measure import counted
 from torchzero_clip.functional.reading import may_look
 from torchzero_clip.hints import described, explanation
-from torchzero_clip.types import Setting, State
+from torchzero_clip.types import NewState, Setting, State
 
 WRITE_ALL = ". Write every element to result, for example by at.write(new, x, result)"
 
@@ -90,7 +90,7 @@ class Elementwise(TensorwiseTransform):
     has_change: ClassVar[bool] = False
     """True if `change` computes what the transform does. False if a subclass overrides only `formula` or `start`."""
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         if isinstance(cls.keys, str):
             raise TypeError(f"keys of {cls.__name__} is a string: write keys = ({cls.keys!r},), with the comma")
@@ -223,12 +223,12 @@ class Elementwise(TensorwiseTransform):
             )
 
     @override
-    def init_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
+    def init_state(self, param: Tensor, setting: Setting) -> NewState:
         """Return zeros of float32 or wider for each of ``keys``, and with statistics whether they have started."""
         return self.possible_state(param, setting)
 
     @override
-    def possible_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
+    def possible_state(self, param: Tensor, setting: Setting) -> NewState:
         state = {key: torch.zeros_like(param, dtype=wide_dtype(param.dtype)) for key in self.keys}
         if self.keeps_statistics:
             state |= zero_numbers("started", device=param.device)

@@ -6,7 +6,6 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from itertools import chain
-from typing import Any
 
 from torch.optim import Optimizer
 
@@ -28,7 +27,7 @@ HINTS = {
 }
 
 
-def why_refused(group: Mapping[str, Any], nodes: Nodes, shown: Iterable[str] = ()) -> str | None:
+def why_refused(group: Mapping[str, object], nodes: Nodes, shown: Iterable[str] = ()) -> str | None:
     """The error for a param group with keys that the chain does not read; None if they can be stored.
 
     Keys of other packages and those in ``shown`` can be stored. Arguments of torch's optimizers and of transforms
@@ -77,7 +76,7 @@ def torchs_arguments(group: Iterable[str]) -> set[str]:
     return {key for key in keys if counts[key] > 1}
 
 
-def keys_of_rules(group: Mapping[str, Any], nodes: Nodes) -> dict[str, str]:
+def keys_of_rules(group: Mapping[str, object], nodes: Nodes) -> dict[str, str]:
     """The keys that store the settings of the chain's optimizers, if an optimizer of torch has made the group."""
     is_built = any(own <= group.keys() for own in _signatures("torch.optim", Optimizer))
     rules = [node for node in nodes if is_built and isinstance(node.transform, UpdateRule)]

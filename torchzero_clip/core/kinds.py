@@ -20,7 +20,7 @@ from torchzero_clip.types import Columns, Dim, Ord, Schedule, Setting, Target
 class NeverApplied(Transform):
     """A transform on which the optimizer calls other methods than ``apply_tensors``."""
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         if "apply_tensors" in vars(cls):
             kind = next(base.__name__ for base in cls.__mro__ if NeverApplied in base.__bases__)

@@ -2,14 +2,16 @@
 
 from collections.abc import Container, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from torchzero_clip.checks import HOW, NO_SETTINGS
 from torchzero_clip.compat import cpu_by_default
 from torchzero_clip.core.kinds import FinalRule, Gate, Scaling, UpdateRule
 from torchzero_clip.core.scope import NamedParam, Scope
 from torchzero_clip.core.transform import Transform, storable, treats_each_alone
-from torchzero_clip.types import Schedule, Setting, State
+from torchzero_clip.types import Group, NewState, Schedule, Setting, State
+
+_V = TypeVar("_V")
 
 _COMPARED = bool, int, float, complex, str
 
@@ -36,7 +38,7 @@ class Node:
             scope = scope.within(transform.scope)
         return scope
 
-    def settings(self, group: Mapping[str, Any]) -> dict[str, Any]:
+    def settings(self, group: Group) -> dict[str, Any]:
         """Its settings in a param group, and the keys of other packages if it reads them."""
         own = {key: group[stored] for key, stored in self.storage_keys.items()}
         if self.stored is None:
@@ -44,7 +46,7 @@ class Node:
         others = group.keys() - self.stored - NO_SETTINGS - HOW
         return {key: group[key] for key in others if "/" not in key and ":" not in key} | own
 
-    def state(self, values: Mapping[str, Any]) -> dict[str, Any]:
+    def state(self, values: State) -> State:
         """Its state of a parameter, without the prefix."""
         prefix, start = f"{self.path}/", len(self.path) + 1
         found = {key[start:]: value for key, value in values.items() if key.startswith(prefix)}
@@ -52,24 +54,24 @@ class Node:
             return {key: value for key, value in found.items() if key.partition("/")[0] not in self.children}
         return found
 
-    def global_state(self, values: Mapping[str, Any]) -> dict[str, Any]:
+    def global_state(self, values: State) -> State:
         """Its state of the whole chain, without the prefix."""
         return {key: values[f"{self.path}/{key}"] for key in self.global_keys}
 
-    def init_global_state(self) -> dict[str, Any]:
+    def init_global_state(self) -> NewState:
         """Its state of the whole chain before its first step, by qualified keys: on the CPU, whatever the default."""
         with cpu_by_default():
             return self.qualified(storable(self.transform, self.transform.init_global_state()))
 
-    def qualified(self, values: Mapping[str, Any]) -> dict[str, Any]:
+    def qualified(self, values: Mapping[str, _V]) -> dict[str, _V]:
         """Values under keys with the prefix."""
         return {f"{self.path}/{key}": value for key, value in values.items()}
 
-    def init_state(self, named: NamedParam, setting: Setting) -> dict[str, Any]:
+    def init_state(self, named: NamedParam, setting: Setting) -> NewState:
         """The state of a parameter before its first step, by qualified keys; empty out of scope."""
         return self.qualified(self.transform.init_state(named.param, setting)) if self.scope.has(named) else {}
 
-    def possible_state(self, named: NamedParam, setting: Setting) -> dict[str, Any]:
+    def possible_state(self, named: NamedParam, setting: Setting) -> NewState:
         """Every entry that the state of a parameter may ever have, by qualified keys; empty out of scope."""
         return self.qualified(self.transform.possible_state(named.param, setting)) if self.scope.has(named) else {}
 
@@ -102,12 +104,12 @@ class Nodes:
         """The settings that are functions of the step, as param groups store them."""
         return {n.storage_keys[key]: schedule for n in self for key, schedule in n.transform.schedules.items()}
 
-    def init_global_state(self) -> dict[str, Any]:
+    def init_global_state(self) -> NewState:
         """The state of the whole chain before its first step, by qualified keys."""
         return {key: value for n in self for key, value in n.init_global_state().items()}
 
     def checked_settings(
-        self, groups: Sequence[Mapping[str, Any]], paths: Container[str] | None = None
+        self, groups: Sequence[Group], paths: Container[str] | None = None
     ) -> dict[str, list[Setting]]:
         """The settings of each transform, or of those at ``paths``, by its path: one dict per param group.
 
@@ -130,14 +132,14 @@ class Nodes:
             found[path] = settings
         return found
 
-    def init_state(self, named: NamedParam, group: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def init_state(self, named: NamedParam, group: Group | None = None) -> NewState:
         """The state of a parameter before its first step, with the settings of a group or those of the constructors."""
         state: State = {}
         for node in self:
             state |= node.init_state(named, node.transform.defaults if group is None else node.settings(group))
         return state
 
-    def possible_state(self, named: NamedParam, group: Mapping[str, Any]) -> dict[str, Any]:
+    def possible_state(self, named: NamedParam, group: Group) -> NewState:
         """Every entry that the state of a parameter may ever have."""
         return {key: value for n in self for key, value in n.possible_state(named, n.settings(group)).items()}
 
@@ -173,7 +175,7 @@ def _same(one: Setting, other: Setting) -> bool:
     return one.keys() == other.keys() and all(_equal(value, other[key]) for key, value in one.items())
 
 
-def _equal(value: Any, other: Any) -> bool:
+def _equal(value: object, other: object) -> bool:
     if isinstance(value, tuple) and isinstance(other, tuple):
         return len(value) == len(other) and all(map(_equal, value, other))
     # comparing tensors would wait for the device, and arrays of other packages are compared by elements

@@ -18,7 +18,7 @@ class Schedules:
         self._defaults, self._chain_state = dict(defaults), chain_state
         self._settings = set(settings)  # functions under other keys belong to other packages
         self.of_groups: list[tuple[list[Any], dict[str, Schedule]]] = []  # by the list of parameters of each group
-        self._behind = False
+        self.is_behind = False  # the groups do not have the values of the next step yet
 
     @property
     def any(self) -> bool:
@@ -44,18 +44,16 @@ class Schedules:
     def __contains__(self, key: str) -> bool:
         return any(key in own for _, own in self.of_groups)
 
-    def catch_up(self, groups: Sequence[Group], step_method: object) -> None:
+    def catch_up(self, groups: Sequence[Group]) -> None:
         """Before a step: take over counters from the groups, and compute settings that were not known a step before."""
         self._chain_state.take_counters(groups)
         is_counted = SCHEDULE_STEP in self._chain_state.values
-        if is_counted and hasattr(step_method, "_wrapped_by_lr_sched") and "lr" in self:
-            raise ValueError("lr is a function of the step and has a scheduler as well: keep one of them")
         for group in groups if is_counted and self.any else ():
             own = self._of(group)
-            if self._behind:
+            if self.is_behind:
                 step = self._chain_state.values[SCHEDULE_STEP]
                 group.update({key: at(schedule, step, key) for key, schedule in own.items()})
-        self._behind = False
+        self.is_behind = False
 
     def advance(self, groups: Sequence[Group]) -> None:
         """After a step that was taken: count it, and write the values for the next to the groups."""
@@ -71,9 +69,9 @@ class Schedules:
         try:
             values = [{key: at(schedule, step, key) for key, schedule in self._of(group).items()} for group in groups]
         except Exception:
-            self._behind = True
+            self.is_behind = True
             return list(saved)
-        self._behind = False
+        self.is_behind = False
         return [{**group, **own} for group, own in zip(saved, values, strict=True)]
 
     def _of(self, group: Group) -> dict[str, Schedule]:

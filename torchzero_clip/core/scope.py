@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 from torch import Tensor, nn
 
 from torchzero_clip.checks import takes_one
+from torchzero_clip.types import Group
 
 Where: TypeAlias = str | Callable[[Tensor], bool]
 """A pattern for names of parameters, or a function of a parameter that returns True for those in the scope."""
@@ -28,7 +29,7 @@ class NamedParam(NamedTuple):
         return self.name or f"a parameter of shape {tuple(self.param.shape)}"
 
 
-def named_params(group: dict[str, Any]) -> list[NamedParam]:
+def named_params(group: Group) -> list[NamedParam]:
     """The parameters of a param group, with their names."""
     names = group.get("param_names") or [None] * len(group["params"])
     return [NamedParam(p, name, group.get("name")) for p, name in zip(group["params"], names, strict=True)]

@@ -15,7 +15,7 @@ from torchzero_clip.core.schedules import at
 from torchzero_clip.core.scope import Scope, Where
 from torchzero_clip.core.step import Step
 from torchzero_clip.hints import Explained, check_override, did_you_mean, explained
-from torchzero_clip.types import Schedule, Setting, State, Target
+from torchzero_clip.types import Group, NewState, Schedule, Setting, State, Target
 
 CALLED = {
     *("apply_tensors", "apply_tensor", "factors", "formula", "start", "change", "refuses", "accept", "refused", "why"),
@@ -87,7 +87,7 @@ class Transform(Explained, ABC):
     method has to set it again. With ``dim="global"`` it has no effect.
     """
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         for name in CALLED & vars(cls).keys():
             check_override(cls, name)
@@ -105,7 +105,7 @@ class Transform(Explained, ABC):
         self.defaults = {key: as_builtin(at(value, 0, key)) for key, value in defaults.items()}
         self.target: Target = target
         self.name = name or snake_case(type(self).__name__)
-        self.overrides: list[dict[str, Any]] = []
+        self.overrides: list[Group] = []
         self.scope = Scope()
         if unknown := [key for key in self.checks if key not in self.defaults]:
             raise ValueError(f"checks of {type(self).__name__} has {unknown[0]!r}, which is none of its settings")
@@ -120,7 +120,7 @@ class Transform(Explained, ABC):
             step: The parameters, gradients, states and settings that belong to them.
         """
 
-    def init_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
+    def init_state(self, param: Tensor, setting: Setting) -> NewState:
         """Return the state of one parameter before its first step.
 
         Args:
@@ -130,7 +130,7 @@ class Transform(Explained, ABC):
         """
         return {}
 
-    def possible_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
+    def possible_state(self, param: Tensor, setting: Setting) -> NewState:
         """Return every entry that the state of one parameter may ever have. Checkpoints are compared with it.
 
         Override this method if the transform adds state later, or if its state depends on settings. A checkpoint may
@@ -143,7 +143,7 @@ class Transform(Explained, ABC):
         kind = type(self)
         return kind.init_state is not Transform.init_state or kind.possible_state is not Transform.possible_state
 
-    def init_global_state(self) -> dict[str, Any]:
+    def init_global_state(self) -> NewState:
         """Return the state of the whole chain before its first step: tensors and numbers."""
         return {}
 
@@ -205,7 +205,7 @@ class Transform(Explained, ABC):
             >>> [group["max_norm"] for group in optimizer.param_groups]
             [1.0, 0.1]
         """
-        overrides: list[dict[str, Any]] = []
+        overrides: list[Group] = []
         for params, settings in override_groups(param_groups):
             for key in settings:
                 if key not in self.defaults:
@@ -337,7 +337,7 @@ class TensorwiseTransform(Transform):
 T = TypeVar("T", bound=Transform)
 
 
-def altered(transform: T, **attributes: Any) -> T:
+def altered(transform: T, **attributes: object) -> T:
     """A shallow copy with other attributes."""
     new = copy.copy(transform)
     if new is transform:
@@ -348,7 +348,7 @@ def altered(transform: T, **attributes: Any) -> T:
     return new
 
 
-def storable(transform: Transform, values: Mapping[str, Any]) -> dict[str, Any]:
+def storable(transform: Transform, values: State) -> State:
     """The given state. Raises if it has a value that checkpoints of several processes cannot hold."""
     if not isinstance(values, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"{transform!r} returned {type(values).__name__} as its state: return a dict, {{}} for none")
@@ -381,7 +381,7 @@ def treats_each_alone(transform: Transform) -> bool:
     return transform.each_alone and said_by == "each_alone" and not joins
 
 
-def override_groups(param_groups: Iterable[Mapping[str, Any]]) -> Iterator[tuple[list[Tensor], dict[str, Any]]]:
+def override_groups(param_groups: Iterable[Mapping[str, Any]]) -> Iterator[tuple[list[Tensor], Group]]:
     """The parameters and the settings of each group given to `set_param_groups`."""
     if isinstance(param_groups, Mapping):
         raise TypeError("param_groups must be a list of dicts, got one dict: write [{...}]")
@@ -394,7 +394,7 @@ def override_groups(param_groups: Iterable[Mapping[str, Any]]) -> Iterator[tuple
         yield listed, settings
 
 
-def as_text(value: Any) -> str:
+def as_text(value: object) -> str:
     """The text of a value in code, the same in every process."""
     value = as_builtin(value)
     if isinstance(value, float) and value.is_integer():

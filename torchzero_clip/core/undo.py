@@ -59,15 +59,10 @@ class Undo:
         kept, elements = vector.clone(), list(elements)
         self.then(lambda: foreach.copy_(elements, list(kept.unbind())))
 
-    def members(self, values: MutableMapping[Any, Any]) -> None:
-        """Note which values a dict has, not the content of its tensors."""
-        kept = dict(values)
-        self.then(lambda: _replace(values, kept))
-
-    def values(self, values: MutableMapping[Any, Any]) -> None:
-        """Note all values of a dict, and the numbers in its tensors."""
-        self.tensors([value for value in values.values() if isinstance(value, Tensor)])
-        self.members(values)
+    def members(self, dicts: Sequence[MutableMapping[Any, Any]]) -> None:
+        """Note which values dicts have, not the content of their tensors."""
+        kept = list(map(dict, dicts))
+        self.then(lambda: _replace(dicts, kept))
 
     def prefixed(self, stored: State, prefix: str) -> None:
         """Note the state of one transform and one parameter."""
@@ -99,6 +94,7 @@ def _put(rows: Sequence[State], name: str, column: Sequence[Tensor]) -> None:
         row[name] = value
 
 
-def _replace(values: MutableMapping[Any, Any], kept: Mapping[Any, Any]) -> None:
-    values.clear()
-    values.update(kept)
+def _replace(dicts: Sequence[MutableMapping[Any, Any]], kept: Sequence[Mapping[Any, Any]]) -> None:
+    for values, own in zip(dicts, kept, strict=True):
+        values.clear()
+        values.update(own)

@@ -133,7 +133,7 @@ def why(node: Node, norm: Tensor, step: Step) -> str:
     return said
 
 
-def _asked(method: Callable[[Tensor, Step], Any], node: Node, norm: Tensor, step: Step) -> Any:
+def _asked(method: Callable[[Tensor, Step], object], node: Node, norm: Tensor, step: Step) -> object:
     if not cast(Gate, node.transform).needs_loss:
         step.loss = None
     check = _watched(node, step, {"the norm": [norm]}) if step.is_first else None
@@ -174,7 +174,7 @@ def check_state(node: Node, step: Step) -> None:
         raise RuntimeError(f"{node.transform!r} {wrong[0]}")
 
 
-def _put_right(method: str, stored: State, declared: Mapping[str, Any]) -> list[str]:
+def _put_right(method: str, stored: State, declared: State) -> list[str]:
     """Remove keys that state does not declare, restore values of another kind, and return what was wrong."""
     wrong: list[str] = []
     for key in [key for key, value in stored.items() if value is not declared.get(key)]:
@@ -191,11 +191,11 @@ def _put_right(method: str, stored: State, declared: Mapping[str, Any]) -> list[
     return wrong
 
 
-def _kind(value: Any) -> object:
+def _kind(value: object) -> object:
     return (value.shape, value.dtype) if isinstance(value, Tensor) else isinstance(value, int | float)
 
 
-def versions(values: Iterable[Any]) -> list[int | None]:
+def versions(values: Iterable[object]) -> list[int | None]:
     """How often each tensor was changed in place; None where torch does not count."""
     if torch.compiler.is_compiling():
         return []
@@ -255,13 +255,13 @@ def _explain(error: Exception, node: Node, step: Step) -> NoReturn:
         "state of the whole chain": node.global_keys,
         **({"children": node.children} if node.children else {}),
     }
-    loss = None
-    if step.loss is None:
-        loss = "call optimizer.report_loss(loss) before step(), or pass step a closure that returns the loss"
+    text = explanation(error, repr(transform), known)
+    if text is not None:
+        raise RuntimeError(text) from error
+    error.add_note(f"in {transform!r}")
+    if step.loss is None and "'NoneType'" in str(error):
+        way_out = "call optimizer.report_loss(loss) before step(), or pass step a closure that returns the loss"
         if isinstance(transform, Gate) and not transform.needs_loss:
-            loss = f"write needs_loss = True in the class of the gate, and {loss}"
-    text = explanation(error, repr(transform), known, loss=loss)
-    if text is None:
-        error.add_note(f"in {transform!r}")
-        raise error
-    raise RuntimeError(text) from error
+            way_out = f"write needs_loss = True in the class of the gate, and {way_out}"
+        error.add_note(f"the loss of this step is None: {way_out}")
+    raise error

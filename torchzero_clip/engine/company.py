@@ -1,7 +1,6 @@
 """Who else takes part in a step, as the walk sees it: other parts of the step, or other processes."""
 
 from abc import ABC, abstractmethod
-from collections.abc import MutableMapping
 from typing import Any, Protocol, final
 
 import torch
@@ -15,6 +14,7 @@ from torchzero_clip.core.tools import Tools
 from torchzero_clip.engine.executor import Host
 from torchzero_clip.engine.judged import Judged
 from torchzero_clip.functional.measure import Measured, effect_numbers
+from torchzero_clip.types import State
 
 
 class Walking(Host, Protocol):
@@ -41,7 +41,7 @@ class Absence:
         given = step.global_state.items()
         step.global_state = {k: v.to(self._device, copy=True) if isinstance(v, Tensor) else v for k, v in given}
 
-    def settle(self, node: Node, step: Step, chain_state: MutableMapping[str, Any]) -> None:
+    def settle(self, node: Node, step: Step, chain_state: State) -> None:
         """Restore the state if no process has a tensor for the transform."""
         someone, before = step.tools.someone, node.global_state(chain_state)
         if someone is not None:
@@ -80,7 +80,7 @@ class Company(ABC):
         own = self._own.pop(node.path)
         self.numbers[node.path] = torch.cat([effect_numbers(measured, factors).to(own.device), own])
 
-    def store(self, node: Node, step: Step, chain_state: MutableMapping[str, Any]) -> None:
+    def store(self, node: Node, step: Step, chain_state: State) -> None:
         """Collect the numbers of an elementwise transform, and decide which state of the whole chain is stored."""
         for changed, count in step.shares.values():
             self.numbers[node.path] = torch.stack([changed.double(), torch.full_like(changed, count).double()])

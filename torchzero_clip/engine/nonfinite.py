@@ -1,9 +1,9 @@
 """The decision to take a step, to skip it, or to raise. It is made before anything changes."""
 
 from collections import deque
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import compress
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from torchzero_clip.functional.bad import BadGradients, bad_gradients, labels
 from torchzero_clip.functional.processes import gathered
 from torchzero_clip.functional.shards import largest_on_all_ranks, mesh_groups
 from torchzero_clip.functional.slices import joint_of_norms
+from torchzero_clip.types import State
 
 Nonfinite: TypeAlias = Literal["propagate", "raise", "skip"]
 
@@ -75,7 +76,7 @@ class StepPolicy:
         """The counters that this policy needs, at 0."""
         return {SKIPPED: 0, CONSECUTIVE: 0} if self.may_skip else {}
 
-    def allows(self, walk: Undecided, counts: MutableMapping[str, Any]) -> bool:
+    def allows(self, walk: Undecided, counts: State) -> bool:
         """Return True if the step is to be taken. It waits for the device once.
 
         If no process has a gradient, the step is not taken, and does not count as skipped. The errors are those of
@@ -120,7 +121,7 @@ class StepPolicy:
         self._record(walk, judged, taken=True)
         return True
 
-    def passes(self, norm: Tensor, counts: MutableMapping[str, Any]) -> None:
+    def passes(self, norm: Tensor, counts: State) -> None:
         """Allow a step without gates whose gradients have this joint norm, which is finite."""
         self._norms.append(norm.item())
         counts.update({CONSECUTIVE: 0} if self.may_skip else {})
@@ -150,9 +151,7 @@ class StepPolicy:
             record(node, norm, step, taken=taken)
             walk.store(node, step)
 
-    def _count(
-        self, walk: Undecided, counts: MutableMapping[str, Any], judged: Sequence[tuple[Node, Tensor, Tensor]]
-    ) -> None:
+    def _count(self, walk: Undecided, counts: State, judged: Sequence[tuple[Node, Tensor, Tensor]]) -> None:
         counts[SKIPPED] += 1
         counts[CONSECUTIVE] += 1
         skips = counts[CONSECUTIVE]

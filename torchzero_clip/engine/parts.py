@@ -1,7 +1,7 @@
 """A step that is taken in parts: what was updated, and the metrics of all parts together."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -9,6 +9,7 @@ from torch import Tensor
 from torchzero_clip.core.nodes import Nodes
 from torchzero_clip.engine.numbers import joint_metrics, path_of, vector_of
 from torchzero_clip.functional.processes import device_of
+from torchzero_clip.types import Group
 
 
 class Parts:
@@ -38,7 +39,7 @@ class Parts:
             "the scaler multiplied. Use bfloat16, which needs no scaler, or take ordinary steps"
         )
 
-    def end(self, nodes: Nodes, groups: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    def end(self, nodes: Nodes, groups: Sequence[Group]) -> dict[str, Tensor]:
         """Return the metrics of all parts as those of one step, and forget the parts."""
         device = device_of([param for group in groups for param in group["params"]])
         parts, metrics = self._numbers, self._metrics

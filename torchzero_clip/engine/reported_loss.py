@@ -76,7 +76,7 @@ class ReportedLoss:
         return Loss(self._sum / self.count, self.count) if self.count else Loss()
 
 
-def _check_loss(loss: Any) -> None:
+def _check_loss(loss: object) -> None:
     if isinstance(loss, bool) or not isinstance(loss, Real | Tensor):
         raise TypeError(f"loss must be a number or a 0-d tensor, got {type(loss).__name__}")
     if isinstance(loss, Tensor) and loss.numel() != 1:

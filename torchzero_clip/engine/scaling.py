@@ -1,7 +1,6 @@
 """What a scaling does in a step: measure, find the factors, store. Ordinary and planned steps call it."""
 
-from collections.abc import MutableMapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -12,6 +11,7 @@ from torchzero_clip.engine.company import Company
 from torchzero_clip.engine.judged import Judged
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.measure import Measured
+from torchzero_clip.types import State
 
 
 def find_factors(
@@ -21,7 +21,7 @@ def find_factors(
     step: Step,
     judged: Judged,
     company: Company | None,
-    chain_state: MutableMapping[str, Any],
+    chain_state: State,
 ) -> tuple[Measured, Tensor]:
     """The norms of updates, and the factors that a scaling computes from them. State is stored, after errors too."""
     try:
@@ -35,7 +35,7 @@ def find_factors(
         store_state(node, step, chain_state, company)
 
 
-def store_state(node: Node, step: Step, chain_state: MutableMapping[str, Any], company: Company | None) -> None:
+def store_state(node: Node, step: Step, chain_state: State, company: Company | None) -> None:
     """Store the state of a transform."""
     if node.has_state:
         step.stored.write()

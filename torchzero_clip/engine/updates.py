@@ -2,18 +2,18 @@
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 from torch import Tensor
 
 from torchzero_clip.engine.table import Table
 from torchzero_clip.functional import foreach
+from torchzero_clip.types import State
 
 
 class Updates:
     """The update of each parameter: its gradient (negated to maximize) until a transform has returned another."""
 
-    def __init__(self, table: Table, chain_state: dict[str, Any], *, maximize: bool, over_grads: bool = False) -> None:
+    def __init__(self, table: Table, chain_state: State, *, maximize: bool, over_grads: bool = False) -> None:
         self._table, self._grads = table, table.grads
         self._chain_state, self._maximize = chain_state, maximize
         self._over_grads = over_grads  # updates are always written over the gradients

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +33,7 @@ class Walk:
     nodes: Nodes
     settings: Mapping[str, list[Setting]]  # of each transform by path, one dict per group
     table: Table  # the parameters that take part; each is a row
-    chain_state: dict[str, Any]  # by qualified keys
+    chain_state: State  # by qualified keys
     executor: Executor  # reads and changes the updates
     judged: Judged  # the gradients before the first transform
     end: End  # what becomes of the updates that come out of the outermost chain

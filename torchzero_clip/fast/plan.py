@@ -74,7 +74,7 @@ class Planned:
     states: list[State]
     counters: list[Tensor]  # the step counts that the kernel reads: a vector for each key
     workspace: Workspace
-    chain_state: dict[str, Any]
+    chain_state: State
     loss: Callable[[], Loss]
     listener: Listener | None
     undo: Undo | None = None  # as in a `Walk`
@@ -143,7 +143,7 @@ class _ByRule:
         self.counters = [f"{self._rule.path}/{key}" for key in ended.fused.counters]
         self._state = [f"{self._rule.path}/{key}" for key in (*ended.fused.state, *ended.fused.counters)]
 
-    def variants(self, settings: Mapping[str, list[Setting]]) -> set[Any]:
+    def variants(self, settings: Mapping[str, list[Setting]]) -> set[object]:
         """The kinds of step that the rule takes with these settings."""
         rule = self._rule.transform
         return set(map(rule.variant, settings[self._rule.path])) if isinstance(rule, UpdateRule) else set()
@@ -189,7 +189,7 @@ class _ByDelivery:
     def __init__(self, ended: Delivered) -> None:
         self._scale = ended.scale
 
-    def variants(self, settings: Mapping[str, list[Setting]]) -> set[Any]:
+    def variants(self, settings: Mapping[str, list[Setting]]) -> set[object]:
         return set()
 
     def settle(self, settings: Mapping[str, list[Setting]]) -> None:

@@ -1,7 +1,7 @@
 """Groups of processes with different tensors. Each process gets the numbers of all, and combines them in one way."""
 
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -45,7 +45,7 @@ class SharedGroup:
             "the optimizer was unpickled without its process_group: set optimizer.process_group to the group, or None"
         )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "SharedGroup":
+    def __deepcopy__(self, memo: dict[int, object]) -> "SharedGroup":
         return self
 
     def __reduce__(self) -> tuple[type["SharedGroup"], tuple[None, bool]]:

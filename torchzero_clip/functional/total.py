@@ -34,8 +34,8 @@ def get_total_norm(
         ‖(t₁, t₂, …)‖
 
     It is what `torch.nn.utils.get_total_norm` returns. Every rank gets the full norm, also for distributed tensors with
-    empty parts, for distributed and plain tensors together, and for several meshes. A finite non-zero input never gives
-    inf or 0.
+    empty parts, for distributed and plain tensors together, and for several meshes. A finite non-zero input gives
+    inf or 0 only if its norm is too large or too small for float64.
 
     Args:
         tensors: A tensor or an iterable of tensors, for example gradients; of any dtypes and devices, dense or sparse.

@@ -3,76 +3,28 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
-from torchzero_clip.modular.before_step import BeforeStep, chain_of
-from torchzero_clip.modular.host import unwrap
-from torchzero_clip.modular.modular import Modular
-from torchzero_clip.recorder.numbers import finite_ones
+from torchzero_clip.integrations.measured import metrics as metrics
+from torchzero_clip.integrations.measured import numbers as numbers
+from torchzero_clip.integrations.measured import unwrapped as unwrapped
 
 if TYPE_CHECKING:
     from torchzero_clip.integrations.huggingface import TrainerCallback as TrainerCallback
     from torchzero_clip.integrations.lightning import LightningCallback as LightningCallback
 
-_PLACES = {"TrainerCallback": ("huggingface", "transformers"), "LightningCallback": ("lightning", "lightning")}
-
-
-def unwrapped(optimizer: Any) -> Modular | BeforeStep:
-    """Return the `Modular`, or the handle of `before_step`, inside wrappers such as those of Accelerate and Lightning.
-
-    Args:
-        optimizer: A `Modular`, an optimizer with transforms before its steps, or their handle; or an object that has
-            such an optimizer as its ``optimizer`` or ``_optimizer``, at any depth.
-
-    Raises:
-        TypeError: If there is none.
-    """
-    found = chain_of(optimizer)
-    if found is None:
-        raise TypeError(
-            f"optimizer must be a Modular or a wrapper of one, got {type(unwrap(optimizer)).__name__}, which has no "
-            "transforms: call before_step on it, or give the callback of the trainer transforms=[...] or a Recorder"
-        )
-    return found
-
-
-def metrics(optimizer: Any) -> dict[str, Tensor]:
-    """Return `Modular.metrics` of what `unwrapped` returns, for example for what ``accelerator.prepare`` returned."""
-    return unwrapped(optimizer).metrics()
-
-
-def numbers(optimizer: Any) -> dict[str, float]:
-    """Return the metrics of an optimizer as Python numbers, for a log.
-
-    Numbers that are inf or NaN, such as a limit that does not limit, are left out, because JSON cannot hold them. The
-    call waits for the device once. If you call ``item`` on each metric, each of these calls waits.
-
-    Examples:
-        >>> import torch
-        >>> from torchzero_clip import ClipNorm, Modular
-        >>> from torchzero_clip.integrations import numbers
-        >>> weight = torch.nn.Parameter(torch.zeros(2))
-        >>> optimizer = Modular([weight], ClipNorm(1.0))
-        >>> weight.grad = torch.tensor([3.0, 4.0])
-        >>> optimizer.step()
-        >>> numbers(optimizer)
-        {'clip_norm/norm': 5.0, 'clip_norm/factor': 0.2, 'clip_norm/clipped': 1.0}
-    """
-    found = metrics(optimizer)
-    device = next((value.device for value in found.values() if not value.is_cpu), torch.device("cpu"))
-    values = [value.double().to(device) for value in found.values()]
-    return finite_ones(dict(zip(found, torch.stack(values).tolist() if values else [], strict=True)))
+CALLBACKS = {"TrainerCallback": "transformers", "LightningCallback": "lightning"}
+"""The callbacks, and the packages that they need."""
 
 
 def __getattr__(name: str) -> Any:
     """Import a callback, and the trainer's package with it, when it is first asked for."""
-    if name not in _PLACES:
+    if name not in CALLBACKS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module, package = _PLACES[name]
     try:
-        return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+        if name == "TrainerCallback":
+            return importlib.import_module("torchzero_clip.integrations.huggingface").TrainerCallback
+        return importlib.import_module("torchzero_clip.integrations.lightning").LightningCallback
     except ModuleNotFoundError as error:
+        package = CALLBACKS[name]
         if error.name and error.name.partition(".")[0] in (package, "pytorch_lightning"):
             raise ModuleNotFoundError(f"{name} needs {package}: pip install {package}", name=error.name) from error
         raise

@@ -1,20 +1,17 @@
 """A callback for the Trainer of Hugging Face."""
 
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from traceback import walk_stack
 from typing import Any
 
 import torch
 import transformers
-from transformers.trainer_callback import CallbackHandler
 from typing_extensions import override
 
 from torchzero_clip.compat import warn_user
-from torchzero_clip.integrations import numbers, unwrapped
 from torchzero_clip.integrations.attaching import Given, attached, check_trained
+from torchzero_clip.integrations.measured import numbers, unwrapped
 from torchzero_clip.modular.before_step import BeforeStep, chain_of
 from torchzero_clip.recorder.numbers import finite_ones
 from torchzero_clip.recorder.recorder import Recorder, begun, check_given
@@ -38,6 +35,8 @@ class TrainerCallback(transformers.TrainerCallback):
             losses of the logs are recorded. Otherwise call ``recorder.report_loss`` where the loss is computed.
         transforms: Transforms for `before_step`, such as ``[SkipStep(max_ratio=10.0), ZClip()]``, or a function of the
             optimizer that returns its handle. They stay after training: ``handle.remove()`` ends them.
+        trainer: The Trainer, if it has ``report_to``. When training starts, the callback moves before the services, so
+            that they get its numbers too. Write ``trainer.add_callback(TrainerCallback(trainer=trainer))``.
 
     Raises:
         ValueError: When training starts with transforms, if ``max_grad_norm`` is above 0, or the optimizer has none of
@@ -45,8 +44,15 @@ class TrainerCallback(transformers.TrainerCallback):
         TypeError: For an argument of another type. When training starts, if there is neither recorder nor transform.
     """
 
-    def __init__(self, recorder: Recorder | Callable[[Any], Recorder] | None = None, *, transforms: Given = ()) -> None:
+    def __init__(
+        self,
+        recorder: Recorder | Callable[[Any], Recorder] | None = None,
+        *,
+        transforms: Given = (),
+        trainer: transformers.Trainer | None = None,
+    ) -> None:
         check_given(recorder)
+        self._trainer = trainer
         self._given, self._transforms = recorder, transforms
         self.recorder = recorder if isinstance(recorder, Recorder) else None
         """The recorder. None if there is none, or before training if a function makes it."""
@@ -73,7 +79,7 @@ class TrainerCallback(transformers.TrainerCallback):
         check_trained([optimizer], model, raises=own)
         if self._transforms:
             self.handle = attached(self._transforms, [self.handle], optimizer, model)
-        self._come_first()
+        self._come_first(args.report_to)
         self._live, self._logged = {}, -1
         if self._given is not None:
             path, step = _checkpoint(args, state) / SAVED, state.global_step
@@ -123,14 +129,17 @@ class TrainerCallback(transformers.TrainerCallback):
         if state.log_history and state.log_history[-1].get("step") == state.global_step:
             state.log_history[-1].update(named)
 
-    def _come_first(self) -> None:
+    def _come_first(self, services: Sequence[str]) -> None:
         """Move to the front of the Trainer's callbacks, where `on_log` runs before those that write logs."""
-        # a callback gets neither the Trainer nor the other callbacks, so the caller's frames are searched
-        for frame, _ in walk_stack(sys._getframe()):
-            handler = frame.f_locals.get("self")
-            if isinstance(handler, CallbackHandler) and any(callback is self for callback in handler.callbacks):
-                handler.callbacks[:] = [self, *(callback for callback in handler.callbacks if callback is not self)]
-                return
+        if self._trainer is not None:
+            callbacks: list[Any] = self._trainer.callback_handler.callbacks
+            if any(callback is self for callback in callbacks):  # else it is inside another callback
+                callbacks[:] = [self, *(callback for callback in callbacks if callback is not self)]
+        elif services:
+            warn_user(
+                f"{', '.join(services)} does not get the metrics, because the callback does not know the Trainer. "
+                "Write trainer.add_callback(TrainerCallback(..., trainer=trainer))"
+            )
 
 
 def _checkpoint(args: Any, state: Any) -> Path:

@@ -9,6 +9,7 @@ from torchzero_clip.checks import instance, is_numeric
 from torchzero_clip.core.group_keys import BEFORE_STEP
 from torchzero_clip.modular.before_step import BeforeStep
 from torchzero_clip.modular.modular import Modular
+from torchzero_clip.types import Group
 
 
 def as_lr(optimizer: Optimizer | BeforeStep, key: str) -> Optimizer:
@@ -38,10 +39,11 @@ def as_lr(optimizer: Optimizer | BeforeStep, key: str) -> Optimizer:
         >>> optimizer.param_groups[0]["max_norm"]
         0.1
     """
-    optimizer = optimizer._front if isinstance(optimizer, BeforeStep) else optimizer
-    instance("optimizer", optimizer, Optimizer)
+    runner = optimizer.runner if isinstance(optimizer, Modular | BeforeStep) else None
+    if runner is None:
+        instance("optimizer", optimizer, Optimizer)
     instance("key", key, str)
-    key = optimizer.storage_keys.get(key, key) if isinstance(optimizer, Modular) else key
+    key = key if runner is None else runner.nodes.storage_keys.get(key, key)
     for i, group in enumerate(optimizer.param_groups):
         if key not in group:
             known = ", ".join(sorted(k for k, value in group.items() if is_numeric(value) and ":" not in k))
@@ -49,7 +51,7 @@ def as_lr(optimizer: Optimizer | BeforeStep, key: str) -> Optimizer:
             raise ValueError(f"param group {i} has no setting {key!r}; it has: {known}{handle}")
         if isinstance(group[key], tuple | list) or not is_numeric(group[key]):
             raise ValueError(f"{key!r} is {group[key]!r} in param group {i}: schedulers of torch change only numbers")
-    if isinstance(optimizer, Modular) and optimizer.is_scheduled(key):
+    if runner is not None and key in runner.schedules:
         raise ValueError(f"{key!r} is a function of the step already: a scheduler beside it would have no effect")
     return _View(optimizer, key)
 
@@ -57,13 +59,13 @@ def as_lr(optimizer: Optimizer | BeforeStep, key: str) -> Optimizer:
 class _View(Optimizer):
     """Shows a setting as ``lr``."""
 
-    def __init__(self, optimizer: Optimizer, key: str) -> None:
+    def __init__(self, optimizer: Optimizer | BeforeStep, key: str) -> None:
         # the constructor of Optimizer is not called, because it needs parameters
         self._optimizer, self._key = optimizer, key
         self._opt_called = True  # schedulers warn if they find no step before theirs
         self.defaults = {"lr": optimizer.param_groups[0][key]}
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return _View, (self._optimizer, self._key)  # schedulers are copied and pickled with what they schedule
 
     @property
@@ -84,7 +86,7 @@ class _View(Optimizer):
 class _Group(MutableMapping[str, Any]):
     """A param group in which ``lr`` is another setting, and ``initial_lr`` and the like have qualified keys."""
 
-    def __init__(self, group: dict[str, Any], key: str) -> None:
+    def __init__(self, group: Group, key: str) -> None:
         self._group, self._key = group, key
 
     def _stored(self, key: str) -> str:

@@ -62,7 +62,7 @@ def from_torch_optim(state_dict: Mapping[str, Any], optimizer: Modular) -> dict[
     if saved and all(IDENTITY in group for group in saved):
         return dict(state_dict)
     groups = [dict(group) for group in optimizer.state_dict()["param_groups"]]
-    nodes = optimizer.chain.nodes()
+    nodes = optimizer.runner.chain.nodes()
     for group in groups:
         group |= nodes.init_global_state() | {key: 0 for key in COUNTERS if key in group}
     state: dict[Any, dict[str, Any]] = {}
@@ -121,7 +121,7 @@ def adapt_state_dict(
         (0.5, 1.0)
     """
     instance("optimizer", optimizer, Modular, "before_step has arguments new and dropped of its own")
-    return adapted(state_dict, optimizer.param_groups, optimizer.nodes, new, dropped)
+    return adapted(state_dict, optimizer.param_groups, optimizer.runner.nodes, new, dropped)
 
 
 def to_torch_optim(optimizer: Modular, target: Optimizer) -> dict[str, Any]:

@@ -34,7 +34,7 @@ def optimizer_of(optimizer: Modular, known: Sequence[NamedParam]) -> str:
     if len(found) > 1 or len(names := found.pop()) != 1:
         raise ValueError(
             "torch.optim has one optimizer for all parameters of a group: the chain needs exactly one of "
-            f"{', '.join(kind.__name__ for kind in kinds)} for them, got {optimizer.chain!r}"
+            f"{', '.join(kind.__name__ for kind in kinds)} for them, got {optimizer.runner.chain!r}"
         )
     return names[0]
 
@@ -60,8 +60,8 @@ def settings_from(old: Group, optimizer: Modular, name: str, known: Sequence[Nam
     _check_same("maximize", old.get("maximize", False), optimizer, transform)
     result: Group = {}
     for key, value in old.items():
-        if f"{name}/{key}" in optimizer.storage_keys:
-            result[optimizer.storage_keys[f"{name}/{key}"]] = as_builtin(value)
+        if f"{name}/{key}" in optimizer.runner.nodes.storage_keys:
+            result[optimizer.runner.nodes.storage_keys[f"{name}/{key}"]] = as_builtin(value)
         elif key in usual:
             _check_same(key, value, optimizer, transform)
         elif key != BEFORE_STEP:
@@ -75,12 +75,12 @@ def settings_to(group: Group, new: Group, optimizer: Modular, name: str, known: 
     _check_same("maximize", new.get("maximize", False), optimizer, transform)
     result: Group = {"weight_decay": _decay_to(group, new, optimizer, name, known)} if "weight_decay" in new else {}
     for key, value in new.items():
-        if f"{name}/{key}" in optimizer.storage_keys:
-            result[key] = group[optimizer.storage_keys[f"{name}/{key}"]]
+        if f"{name}/{key}" in optimizer.runner.nodes.storage_keys:
+            result[key] = group[optimizer.runner.nodes.storage_keys[f"{name}/{key}"]]
         else:
             _check_same(key, value, optimizer, transform)
-    shared = optimizer.chain.nodes().init_global_state()
-    ours = {*optimizer.storage_keys.values(), *shared, *COUNTERS, IDENTITY, "param_names", "params"}
+    shared = optimizer.runner.chain.nodes().init_global_state()
+    ours = {*optimizer.runner.nodes.storage_keys.values(), *shared, *COUNTERS, IDENTITY, "param_names", "params"}
     others = {k: v for k, v in group.items() if k not in ours and ":" not in k}
     return others | result | {"lr": copied(group["lr"])}
 
@@ -89,7 +89,7 @@ def _check_same(key: str, theirs: Any, optimizer: Modular, transform: Transform)
     """Raise if an argument of torch's optimizer has another value in the transform or in the chain."""
     usual = _template(transform).param_groups[0]
     if key == "maximize":
-        ours, owner = optimizer.maximize, "Modular"
+        ours, owner = optimizer.runner.maximize, "Modular"
     elif key in HOW or key in ("params", "lr", "weight_decay") or key not in usual:
         return
     elif isinstance(transform, Wrap):
@@ -109,7 +109,7 @@ def _decays(optimizer: Modular, name: str, known: Sequence[NamedParam], group: G
     acting = [n for n, t in transforms.items() if isinstance(t, WeightDecay) and any(map(t.scope.has, known))]
     names = list(transforms)
     if any(isinstance(transforms[n], LR) for n in names[: max(map(names.index, (*acting, name)))]):
-        advice = f"put LR at the end of {optimizer.chain!r}"
+        advice = f"put LR at the end of {optimizer.runner.chain!r}"
         raise ValueError(f"in torch's optimizers the learning rate comes last: {advice}")
     before, after = ([n for n in acting if (names.index(n) < names.index(name)) == early] for early in (True, False))
     decoupled = group.get("decoupled_weight_decay")
@@ -132,19 +132,19 @@ def _decay_from(old: Group, optimizer: Modular, name: str, known: Sequence[Named
         scoped = ", for all parameters of this group" if there else ""
         raise ValueError(f"the checkpoint has weight_decay={value}: put WeightDecay({value}) {side} {name!r}{scoped}")
     values = dict.fromkeys((*there, *elsewhere), 0.0) | ({whole[0]: value} if value else {})
-    return {optimizer.storage_keys[f"{n}/weight_decay"]: decay for n, decay in values.items()}
+    return {optimizer.runner.nodes.storage_keys[f"{n}/weight_decay"]: decay for n, decay in values.items()}
 
 
 def _decay_to(group: Group, new: Group, optimizer: Modular, name: str, known: Sequence[NamedParam]) -> float:
     there, elsewhere = _decays(optimizer, name, known, new)
-    values = {n: group[optimizer.storage_keys[f"{n}/weight_decay"]] for n in (*there, *elsewhere)}
+    values = {n: group[optimizer.runner.nodes.storage_keys[f"{n}/weight_decay"]] for n in (*there, *elsewhere)}
     used = [n for n, value in values.items() if value]
     if not used:
         return 0.0
     partial = not all(map(optimizer.transforms[used[0]].scope.has, known))
     if len(used) > 1 or used[0] in elsewhere or partial:
         raise ValueError(
-            f"torch's optimizer cannot decay weights as this chain does: {optimizer.chain!r}. In torch all "
+            f"torch's optimizer cannot decay weights as this chain does: {optimizer.runner.chain!r}. In torch all "
             "parameters of a group have the same decay: WeightDecay before the optimizer is torch.optim.Adam's, after "
             "it torch.optim.AdamW's"
         )

@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import cache, partial
 from typing import Any, Self, TypeVar
 
 import torch
@@ -12,29 +12,34 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from torchzero_clip.checks import instance
-from torchzero_clip.compat import may_be_template, never_compiled, steps_being_taken, warn_user
+from torchzero_clip.compat import may_be_template, may_call_base, never_compiled, warn_user
 from torchzero_clip.core.chain import Transforms
 from torchzero_clip.core.group_keys import BEFORE_STEP as KEY
 from torchzero_clip.core.transform import Transform
+from torchzero_clip.core.undo import Spares, Undo
 from torchzero_clip.engine.checked import versions
-from torchzero_clip.engine.listener import Attached, Listener
+from torchzero_clip.engine.end import Deliver
+from torchzero_clip.engine.listener import Attached
 from torchzero_clip.engine.nonfinite import Nonfinite, is_worth_a_warning, warn_of_skips
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.bad import BadGradients
 from torchzero_clip.functional.clip import inverse
 from torchzero_clip.hints import explained
 from torchzero_clip.modular.entries import Entries
-from torchzero_clip.modular.front import Front
+from torchzero_clip.modular.followed import Followed, runner_before
 from torchzero_clip.modular.host import (
     RefusedStep,
     are_zero,
+    at_zero_grad,
     check_host,
     end_surely,
     takes_factor,
     unwrap,
+    unwrap_method,
     unwrapped_host,
 )
 from torchzero_clip.modular.modular import Modular
+from torchzero_clip.private_losses import refuse_loss
 
 T = TypeVar("T")
 
@@ -47,11 +52,14 @@ FOUND_INF = "found_inf"
 class BeforeStep:
     """Transforms that act before the steps of an optimizer, until `remove` is called. `before_step` makes it."""
 
-    def __init__(self, optimizer: Optimizer, front: Front, entries: Entries) -> None:
+    def __init__(self, optimizer: Optimizer, delivery: Deliver, followed: Followed, entries: Entries) -> None:
         # weak, so that a deleted optimizer is freed at once, together with its hooks
         self._found = weakref.ref(optimizer)
-        self._front, self._entries = front, entries
-        front.delivery.scale = self._scale
+        self._followed, self._entries = followed, entries
+        self.runner = followed.runner
+        """What takes the steps of the transforms."""
+        self._spares = Spares()
+        delivery.scale = self._scale
         entries.begin(optimizer)
         self._infs = 0  # steps in a row that a gradient scaler has refused
         self._depth = 0  # 2 while `step` of a subclass calls that of its base class
@@ -65,7 +73,10 @@ class BeforeStep:
         self._hooks = [*around, *own]
         # the step is over before the post-hooks of others, whose errors do not undo it
         optimizer._optimizer_step_post_hooks.move_to_end(around[1].id, last=False)  # pyright: ignore
-        self._wrapper = end_surely(optimizer, self.begin, self.finish)
+        self._wrappers = {
+            "step": end_surely(optimizer, self.begin, self.finish),
+            "zero_grad": at_zero_grad(optimizer, self.runner.reported.zeroed),
+        }
 
     @property
     def _optimizer(self) -> Optimizer:
@@ -77,18 +88,18 @@ class BeforeStep:
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The settings of the transforms, which may be changed at any time: a dict for each group of the optimizer."""
-        self._front.sync(self._optimizer.param_groups)
-        return self._front.param_groups
+        self._followed.sync(self._optimizer.param_groups)
+        return self._followed.param_groups
 
     @property
     def transforms(self) -> dict[str, Transform]:
         """The transforms by name, in their order."""
-        return self._front.transforms
+        return self.runner.transforms
 
     @property
     def bad_gradients(self) -> BadGradients | None:
         """As `Modular.bad_gradients`."""
-        return self._front.bad_gradients
+        return self.runner.policy.bad_gradients
 
     @property
     def skipped_steps(self) -> int:
@@ -102,21 +113,12 @@ class BeforeStep:
         These are names of gates, "nonfinite", or "found_inf" if a gradient scaler has found gradients that are not
         finite.
         """
-        return self._front.skipped_by
+        return self.runner.skipped_by
 
     @property
     def steps_taken(self) -> int:
         """How many steps the transforms have let pass, as `Modular.steps_taken`."""
-        return self._front.steps_taken
-
-    @property
-    def listener(self) -> Listener | None:
-        """What sees every step, such as a `Recorder`."""
-        return self._front.listener
-
-    @listener.setter
-    def listener(self, listener: Listener | None) -> None:
-        self._front.listener = listener
+        return self.runner.steps_taken
 
     def has(self, group: dict[str, Any]) -> bool:
         """True if a param group is one of the optimizer's."""
@@ -125,11 +127,12 @@ class BeforeStep:
 
     def metrics(self) -> dict[str, Tensor]:
         """Return what the transforms measured, as `Modular.metrics` does."""
-        return self._front.metrics()
+        return self.runner.metrics(self._followed.param_groups)
 
     def report_loss(self, loss: Tensor | float) -> None:
         """Tell the loss of the next step, as `Modular.report_loss` does."""
-        self._front.report_loss(loss)
+        refuse_loss(self._followed.param_groups, "report_loss")
+        self.runner.reported.add(loss)
 
     def remove(self) -> None:
         """Let the optimizer take its steps with the gradients as they are. Its checkpoints have no entry any more."""
@@ -139,13 +142,11 @@ class BeforeStep:
         _HANDLES.discard(self)
         for hook in self._hooks:
             hook.remove()
-        self.listener = None
+        self.runner.listener = None
         if optimizer is None:
             return
-        if vars(optimizer).get("step") is self._wrapper:  # a wrapper that was put around it later stays
-            del optimizer.step
-            if (given := self._wrapper.__wrapped__) is not type(optimizer).step:  # such as the wrapper of a scheduler
-                optimizer.step = given
+        for name, wrapper in self._wrappers.items():
+            unwrap_method(optimizer, name, wrapper)
         self._entries.remove(optimizer)
 
     def __enter__(self) -> Self:
@@ -158,7 +159,7 @@ class BeforeStep:
         raise TypeError("a handle cannot be copied or pickled: call before_step on the copy of the optimizer")
 
     def __repr__(self) -> str:
-        chain = ", ".join(map(repr, self._front.transforms.values()))
+        chain = ", ".join(map(repr, self.runner.transforms.values()))
         found = self._found()
         return f"before_step({'deleted' if found is None else type(found).__name__}, {chain})"
 
@@ -167,24 +168,30 @@ class BeforeStep:
         if torch.compiler.is_compiling():
             return self._before_compiled(optimizer, args, kwargs)
         if self._depth:
-            if steps_being_taken(optimizer) > 1:
+            if self._is_wrapped or may_call_base(optimizer):
                 self._depth += 1
                 return None
             self._end(is_taken=False)  # the step before raised an error and was called without the wrapper
         is_of_torch = type(optimizer).__module__.startswith("torch.optim")
-        if not self._is_wrapped and self._front.may_refuse and not is_of_torch:
+        if not self._is_wrapped and self.runner.policy.may_skip and not is_of_torch:
             raise RuntimeError(
                 f"this step of {type(optimizer).__name__} was stored before before_step was called, so transforms "
                 "cannot refuse it: call before_step first, for example before accelerator.prepare"
             )
+        if not self._is_wrapped and may_call_base(optimizer):
+            raise RuntimeError(
+                f"this step of {type(optimizer).__name__}, which may call that of its base class, was stored before "
+                "before_step was called, so transforms cannot know where it ends: call before_step first"
+            )
         self._depth, self._is_open = 1, True
+        self.runner.skipped_by = ()
         self._entries.look(optimizer)
         self._entries.placed.take_out(optimizer)
         closure = kwargs.get("closure") if len(args) < 2 else args[1]
         if closure is None:
             self._change(optimizer, None)
             return None
-        versions_before = versions(_params(optimizer)) if self._front.may_refuse else None
+        versions_before = versions(_params(optimizer)) if self.runner.policy.may_skip else None
         closure = partial(self._evaluate, optimizer, closure, [], versions_before)
         if "closure" in kwargs:
             return args, kwargs | {"closure": closure}
@@ -216,16 +223,22 @@ class BeforeStep:
 
     def _change(self, optimizer: Optimizer, result: Any) -> None:
         """Apply the transforms. A refused step ends here. Without the wrapper, it goes on without gradients."""
-        front, groups = self._front, optimizer.param_groups
+        followed, runner, groups = self._followed, self.runner, optimizer.param_groups
         if not self._unscale(optimizer):
             return
-        if may_be_template(groups, is_first=front.steps_taken == 0) and are_zero(groups):
+        if may_be_template(groups, is_first=runner.steps_taken == 0) and are_zero(groups):
             self._entries.begin_states()
-            front.leave_out()
-            front.note_zeros()
+            runner.leave_out()
+            runner.policy.idle.zeros(runner.steps_taken, is_taken=False)  # perhaps a step that only creates state
             return
-        front.change_gradients(groups, result)
-        if not front.skipped_by:
+        followed.sync(groups)
+        runner.undo = self._noted()
+        try:
+            runner.step(followed.param_groups, followed.state, None if result is None else lambda: result)
+        except BaseException:
+            self._restore(is_taken=False)
+            raise
+        if not runner.skipped_by:
             return
         if self._is_wrapped:
             raise RefusedStep(result)
@@ -235,12 +248,31 @@ class BeforeStep:
         for param in params:
             param.grad = None
 
-    @torch.no_grad()
+    def _noted(self) -> Undo:
+        """Note what a step may change, except for the state of parameters, which is noted before it changes."""
+        undo, followed, runner = Undo(self._spares), self._followed, self.runner
+        state = runner.chain_state.values
+        undo.members([state, followed.state, *followed.param_groups])
+        if state:
+            undo.tensors([value for value in state.values() if isinstance(value, Tensor)])
+        undo.then(partial(runner.set_counts, runner.steps_taken, runner.schedules.is_behind))
+        return undo
+
+    def _restore(self, *, is_taken: bool) -> None:
+        """End the step of the transforms. If the optimizer has raised, restore the state from before them."""
+        runner = self.runner
+        undo, runner.undo = runner.undo, None
+        if undo is not None and not is_taken and not runner.skipped_by:  # a refused step keeps its counts
+            undo.restore()
+            runner.forget_metrics()
+            if runner.ended is not None:
+                runner.ended.refused_by.append("error")
+
     def _unscale(self, optimizer: Any) -> bool:
         """Divide by the scale of a gradient scaler. Return False if it has found gradients that are not finite."""
         found_inf = getattr(optimizer, FOUND_INF, None)
         if found_inf is not None and found_inf.item():
-            self._front.leave_out((FOUND_INF,))
+            self.runner.leave_out((FOUND_INF,))
             self._infs += 1
             if is_worth_a_warning(self._infs):
                 reason = "the gradient scaler has found gradients that are not finite"
@@ -250,7 +282,8 @@ class BeforeStep:
         scale = getattr(optimizer, "grad_scale", None)
         if scale is not None:
             grads = [param.grad for param in _params(optimizer)]
-            foreach.multiply_([grad for grad in grads if grad is not None], scale.double().reciprocal())
+            with torch.no_grad():
+                foreach.multiply_([grad for grad in grads if grad is not None], scale.double().reciprocal())
             self._set_scale(optimizer, None)
         return True
 
@@ -286,6 +319,7 @@ class BeforeStep:
 
     def begin(self) -> None:
         """The wrapper has been called, and catches a `RefusedStep`."""
+        self._end(is_taken=False)  # the step before, if it raised an error and was called without the wrapper
         self._is_wrapped = True
 
     def finish(self) -> None:
@@ -300,15 +334,18 @@ class BeforeStep:
         self._depth = 0
         if self._has_scaled:
             self._restore_scale(self._optimizer)
-        self._front.end_step(is_taken=is_taken)
-        self._entries.placed.place(self._optimizer)
+        self._restore(is_taken=is_taken)
+        if self.runner.reported.count:
+            self.runner.reported.clear()
+        if self in _HANDLES:  # else a closure or a hook has called `remove`
+            self._entries.placed.place(self._optimizer)
         self._is_open = False
         for param, grad in self._hidden:
             if param.grad is None:  # else there is a new one, if the step raised
                 param.grad = grad
         self._hidden = []
-        if self._front.ended is not None:
-            self._front.tell()
+        if self.runner.ended is not None:
+            self.runner.tell()
 
 
 @explained
@@ -383,19 +420,21 @@ def before_step(
         )
     if module is not None:
         instance("module", module, nn.Module)
-    front = Front(
-        found.param_groups,
+    delivery = Deliver()
+    runner = runner_before(
+        delivery,
         transforms,
-        module=module,
         nonfinite=nonfinite,
         max_consecutive_skips=max_consecutive_skips,
         process_group=process_group,
         fast=fast,
     )
-    handle = BeforeStep(found, front, Entries(front, new=new, dropped=dropped))
+    followed = Followed(runner, found.param_groups, module)
+    handle = BeforeStep(found, delivery, followed, Entries(followed, new=new, dropped=dropped))
+    _warn_of_copies()
     _HANDLES.add(handle)
     recorder = hook_owner(found, Attached)
-    handle.listener = None if recorder is None else recorder.listener
+    runner.listener = None if recorder is None else recorder.listener
     return handle
 
 
@@ -432,8 +471,10 @@ def _warn_of_copy(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         )
 
 
-# at import, because a pickle or a checkpoint may come to a process that never calls before_step
-register_optimizer_step_pre_hook(_warn_of_copy)
+@cache
+def _warn_of_copies() -> None:
+    """Warn of copies from now on, in this process."""
+    register_optimizer_step_pre_hook(_warn_of_copy)
 
 
 def hook_owner(optimizer: Optimizer, kind: type[T]) -> T | None:

@@ -12,13 +12,18 @@ from torchzero_clip.checkpoints.saving import Load
 from torchzero_clip.compat import warn_user
 from torchzero_clip.core.group_keys import BEFORE_STEP as KEY
 from torchzero_clip.core.scope import named_params
-from torchzero_clip.modular.front import OF_OPTIMIZER, Front
+from torchzero_clip.modular.followed import OF_OPTIMIZER, Followed
 from torchzero_clip.modular.placed import Placed
 from torchzero_clip.types import Group
 
 _OF_CHAIN = (
     "the checkpoint is of a chain, which only a Modular can load. Load it into a Modular with the same transforms, "
     "then call optimizer.load_state_dict(to_torch_optim(modular, optimizer))"
+)
+_OF_COPY = (
+    "the checkpoint has no state of the transforms that stand before the steps of the optimizer, only their name: an "
+    "optimizer was copied or unpickled, which loses transforms, and then saved. Call before_step on the copy before it "
+    "saves. To begin anew with this checkpoint, load it before the call of before_step"
 )
 _INCOMPLETE = (
     "the checkpoint lacks state of the transforms that stand before the steps of the optimizer. The tool that saved "
@@ -28,17 +33,17 @@ _INCOMPLETE = (
 
 
 class Entries:
-    """Saves and loads a `Front` together with the optimizer behind it.
+    """Saves and loads a `Followed` together with the optimizer behind it.
 
     In a checkpoint, each param group has an entry with the settings and the state of the whole chain, because loaders
     drop other keys of a checkpoint. In the optimizer, the groups have the name of the chain under ``KEY``, because
     flat checkpoints save the keys that groups have. `Placed` has the state of each parameter.
     """
 
-    def __init__(self, front: Front, *, new: str | Iterable[str], dropped: str | Iterable[str]) -> None:
-        self._front, self._new, self._dropped = front, new, dropped
-        self._name = front.param_groups[0][IDENTITY]
-        self.placed = Placed(front)
+    def __init__(self, followed: Followed, *, new: str | Iterable[str], dropped: str | Iterable[str]) -> None:
+        self._followed, self._new, self._dropped = followed, new, dropped
+        self._name = followed.param_groups[0][IDENTITY]
+        self.placed = Placed(followed)
         self._load: Load | None = None
         self._was_checked = self._was_saved = self._has_warned = False
         self._before: tuple[Any, Any] = None, None  # state and groups of the optimizer before a load
@@ -48,6 +53,7 @@ class Entries:
         hooks = [
             optimizer.register_state_dict_post_hook(self.save),
             optimizer.register_load_state_dict_pre_hook(self.check),
+            optimizer.register_state_dict_pre_hook(self.placed.drop_removed),
             optimizer.register_load_state_dict_post_hook(self.restore, prepend=True),
         ]
         self._check_hook = hooks[1].id
@@ -94,11 +100,11 @@ class Entries:
     def save(self, optimizer: Optimizer, saved: dict[str, Any]) -> None:
         """Write everything to a checkpoint."""
         self._was_saved = True
-        front = self._front
-        front.sync(optimizer.param_groups)
+        followed = self._followed
+        followed.sync(optimizer.param_groups)
         self.placed.look(optimizer)
         each = self.placed.save(optimizer, saved)
-        for settings, group in zip(front.settings_to_save(), saved["param_groups"], strict=True):
+        for settings, group in zip(followed.settings_to_save(), saved["param_groups"], strict=True):
             group[KEY] = {"settings": settings, "each": each}
 
     def check(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
@@ -108,9 +114,9 @@ class Entries:
         groups, states = state_dict.get("param_groups"), state_dict.get("state")
         if not isinstance(groups, list | tuple) or not isinstance(states, Mapping):
             return  # torch raises
-        self._front.sync(optimizer.param_groups)
+        self._followed.sync(optimizer.param_groups)
         if IDENTITY in set[str]().union(*groups).difference(*optimizer.param_groups):
-            self._front.new_load((), ()).agree(ValueError(_OF_CHAIN), self._front.param_groups)
+            self._followed.runner.new_load((), ()).agree(ValueError(_OF_CHAIN), self._followed.param_groups)
         hooks: Any = optimizer
         if next(reversed(hooks._optimizer_load_state_dict_pre_hooks)) == self._check_hook:
             self._load = self._checked(groups, states)
@@ -139,11 +145,11 @@ class Entries:
 
     def _checked(self, groups: Sequence[Group], states: Mapping[Any, Any]) -> Load | None:
         """A checked load of groups and states; None if transforms have no state there. Raise if it does not fit."""
-        front, entries = self._front, [group.get(KEY) for group in groups]
-        load = front.new_load(self._new, self._dropped)
+        followed, entries = self._followed, [group.get(KEY) for group in groups]
+        load = followed.runner.new_load(self._new, self._dropped)
         ours = {key: entry[KEY] for key, entry in states.items() if isinstance(entry, Mapping) and KEY in entry}
         if all(entry is None for entry in entries) and not ours:
-            load.agree(None, front.param_groups)
+            load.agree(None, followed.param_groups)
             if not self._has_warned:
                 self._has_warned = True
                 warn_user(
@@ -153,30 +159,32 @@ class Entries:
             return None
         try:
             checkpoint = _as_checkpoint(groups, entries, ours)
-            _check_whole(groups, entries, states, [p for g in front.param_groups for p in g["params"]])
+            _check_whole(groups, entries, states, [p for g in followed.param_groups for p in g["params"]])
         except ValueError as error:
-            load.agree(error, front.param_groups)
+            load.agree(error, followed.param_groups)
             raise
-        load.check(checkpoint, front.param_groups)
+        load.check(checkpoint, followed.param_groups)
         return load
 
     def _take_over(self, load: Load) -> None:
         self._load = None
-        for own, loaded in zip(self._front.param_groups, load.groups, strict=True):
+        for own, loaded in zip(self._followed.param_groups, load.groups, strict=True):
             own.update({key: value for key, value in loaded.items() if key not in OF_OPTIMIZER})
-        load.restore(self._front.param_groups, self._front.state)
+        load.restore(self._followed.param_groups, self._followed.state)
 
     def begin_states(self) -> None:
         """Make the state that parameters have before their first step, for a checkpoint that is loaded in place."""
-        front = self._front
-        for group in front.param_groups:
+        followed = self._followed
+        for group in followed.param_groups:
             for named in named_params(group):
-                if named.param.requires_grad and not front.state.get(named.param):
-                    front.state[named.param] = front.nodes.init_state(named, group)
+                if named.param.requires_grad and not followed.state.get(named.param):
+                    followed.state[named.param] = followed.nodes.init_state(named, group)
 
 
 def _as_checkpoint(groups: Sequence[Group], entries: Sequence[Any], ours: Mapping[Any, Any]) -> dict[str, Any]:
     """Entries and states in the form of the checkpoint of a `Modular`."""
+    if all(isinstance(entry, str) for entry in entries):
+        raise ValueError(_OF_COPY)
     if not all(isinstance(entry, Mapping) and isinstance(entry.get("settings"), Mapping) for entry in entries):
         raise ValueError(_INCOMPLETE)
     own: list[Group] = []

@@ -122,3 +122,29 @@ def end_surely(optimizer: Optimizer, begin: Callable[[], object], finish: Callab
     vars(wrapper)["__func__"] = step  # of a bound method, where schedulers look for it
     optimizer.step = wrapper
     return wrapper
+
+
+def at_zero_grad(optimizer: Optimizer, note: Callable[[], object]) -> Any:
+    """Wrap ``zero_grad`` of one optimizer, so that it calls ``note`` first."""
+    given: Any = vars(optimizer).get("zero_grad")
+    call: Any = type(optimizer).zero_grad if given is None else given
+    found = weakref.ref(optimizer)
+
+    @functools.wraps(call)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        own = found()
+        if own is None:
+            raise ReferenceError("the optimizer of this zero_grad was deleted: keep the optimizer")
+        note()
+        return call(own, *args, **kwargs) if given is None else call(*args, **kwargs)
+
+    optimizer.zero_grad = wrapper
+    return wrapper
+
+
+def unwrap_method(optimizer: Optimizer, name: str, wrapper: Any) -> None:
+    """Remove a wrapper from an optimizer. If there is another one around it, both stay."""
+    if vars(optimizer).get(name) is wrapper:
+        delattr(optimizer, name)
+        if wrapper.__wrapped__ is not getattr(type(optimizer), name):  # such as the wrapper of a scheduler
+            setattr(optimizer, name, wrapper.__wrapped__)

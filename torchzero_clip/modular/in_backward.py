@@ -41,7 +41,7 @@ class StepInBackward:
         self._attach()
         # parameters may be added or unfrozen between steps
         self._after_steps = optimizer.register_step_post_hook(lambda *_: self._attach())  # pyright: ignore
-        optimizer.parts = self._parts
+        optimizer.runner.parts = self._parts
         _IN_USE.add(self)
 
     @property
@@ -54,7 +54,7 @@ class StepInBackward:
     @property
     def _is_in_use(self) -> bool:
         found = self._found()
-        return found is not None and found.parts is self._parts
+        return found is not None and found.runner.parts is self._parts
 
     def remove(self) -> None:
         """Go back to ordinary steps. Call this between a step and the next backward.
@@ -76,7 +76,7 @@ class StepInBackward:
         self._hooks.clear()
         self._after_steps.remove()
         if self._is_in_use:
-            self._optimizer.parts = None
+            self._optimizer.runner.parts = None
 
     def _attach(self) -> None:
         """Find the parameters, hook those that have no hook yet, and drop the hooks of others."""
@@ -149,7 +149,8 @@ class StepInBackward:
         # so that autograd raises if the rest of the backward needs an old value: fused kernels do not count versions
         increment_version(waiting.values())
         try:
-            self._optimizer.take_part(self._groups_of(waiting), self._settings, next(iter(waiting)))
+            optimizer = self._optimizer
+            optimizer.runner.take_part(self._groups_of(waiting), optimizer.state, self._settings, next(iter(waiting)))
         except BaseException as error:
             error.add_note(self._updated())
             raise
@@ -243,7 +244,7 @@ def step_in_backward(optimizer: Optimizer, *, bucket_bytes: int = 2**23) -> Step
     if not isinstance(found, Modular):
         raise TypeError(f"step_in_backward takes a Modular, got {type(optimizer).__name__}")
     count("bucket_bytes", bucket_bytes)
-    if found.parts is not None:
+    if found.runner.parts is not None:
         raise RuntimeError("this optimizer steps in the backward already: call remove() of its handle first")
     refuse(found)
     return StepInBackward(found, bucket_bytes)

@@ -11,15 +11,14 @@ from torch.optim import Optimizer
 
 from torchzero_clip.checkpoints.fitting import fitted_state
 from torchzero_clip.checkpoints.portable import FLOAT32, packed, unpacked
-from torchzero_clip.compat import torch_loads
 from torchzero_clip.core.group_keys import BEFORE_STEP as KEY
 from torchzero_clip.core.scope import named_params
-from torchzero_clip.modular.front import Front
+from torchzero_clip.modular.followed import Followed
 from torchzero_clip.types import Group, State
 
 
 class Placed:
-    """Keeps the state of a `Front` in ``optimizer.state[param]``, as a dict under one key.
+    """Keeps the state of a `Followed` in ``optimizer.state[param]``, as a dict under one key.
 
     Loaders place state by the name of its parameter, so each parameter gets its own, whatever the order. Users who
     reset or move the state of the optimizer reset or move this state too.
@@ -28,12 +27,12 @@ class Placed:
     # An optimizer makes its state of a parameter if `optimizer.state[param]` is empty. So ours is put there after that
     # step. If the optimizer still has no state of a parameter, the entry is taken out while a step is taken.
 
-    def __init__(self, front: Front) -> None:
-        self._front = front
-        self._has_state = any(node.has_state for node in front.nodes)
+    def __init__(self, followed: Followed) -> None:
+        self._followed = followed
+        self._has_state = any(node.has_state for node in followed.nodes)
         self._params: list[Tensor] = []  # the keys of ``optimizer.state``, as `place` has left it
         self._dicts: list[Any] = []  # what each of them has under ``KEY``
-        self._own: list[State] = []  # the states of the front, as they were placed
+        self._own: list[State] = []  # the states of the followed, as they were placed
         self._alone: list[Tensor] = []  # parameters of which the optimizer has no state
         self._is_out = False  # True while the entries of ``_alone`` are removed
         self._is_loaded = False  # the optimizer has the portable form of the state that was loaded
@@ -42,14 +41,14 @@ class Placed:
         """Put the state of all parameters at its place. Called after each step and each load."""
         if not self._has_state:
             return
-        if self._is_unchanged(optimizer) and _same(self._front.state.values(), self._own) and not self._is_out:
+        if self._is_unchanged(optimizer) and _same(self._followed.state.values(), self._own) and not self._is_out:
             return
         states: Any = optimizer.state
         self._alone, self._is_out = [], False
-        for param, _ in _listed(self._front.param_groups):
+        for param, _ in _listed(self._followed.param_groups):
             if _has_own(states, param) and isinstance(states[param], dict):
                 states[param].setdefault(KEY, {})  # a flat load fills the keys that exist
-        for param, own in self._front.state.items():
+        for param, own in self._followed.state.items():
             if not own:
                 continue
             if not _has_own(states, param):
@@ -71,24 +70,24 @@ class Placed:
 
     def look(self, optimizer: Optimizer) -> None:
         """Take over what was done to ``optimizer.state`` since `place`: replaced, cleared, moved or cast state."""
-        front, states = self._front, optimizer.state
+        followed, states = self._followed, optimizer.state
         if self._is_loaded:
-            for param in [param for param in front.state if _ours(states, param) is None]:  # removed after the load
-                del front.state[param]
+            for param in [param for param in followed.state if _ours(states, param) is None]:  # removed after the load
+                del followed.state[param]
             self._is_loaded = False
             self.place(optimizer)
         if not self._has_state or self._is_out or self._is_unchanged(optimizer):
             return
         was_placed = {param for param, own in zip(self._params, self._dicts, strict=True) if own}
-        for group in front.param_groups:
+        for group in followed.param_groups:
             for named in named_params(group):
-                found, own = _ours(states, named.param), front.state.get(named.param)
+                found, own = _ours(states, named.param), followed.state.get(named.param)
                 if found is own or (found is None and named.param not in was_placed):
                     continue
-                front.state.pop(named.param, None)
+                followed.state.pop(named.param, None)
                 if found is not None:
                     try:
-                        front.state[named.param] = fitted_state(unpacked(found), front.nodes, named, group)
+                        followed.state[named.param] = fitted_state(unpacked(found), followed.nodes, named, group)
                     except ValueError:  # state that was moved to a parameter of another shape begins anew
                         del states[named.param][KEY]
         self.place(optimizer)
@@ -99,6 +98,13 @@ class Placed:
         for param, entry in list(states.items()):
             if isinstance(entry, dict) and entry.pop(KEY, None) is not None and not entry:
                 del states[param]
+
+    def drop_removed(self, optimizer: Optimizer) -> None:
+        """Before a save: remove entries of parameters that are in no group any more, for which torch has no number."""
+        held = set(map(id, (param for param, _ in _listed(optimizer.param_groups)))) if self._alone else set[int]()
+        for param in self._alone:
+            if id(param) not in held:
+                optimizer.state.pop(param, None)
 
     def save(self, optimizer: Optimizer, saved: dict[str, Any]) -> bool:
         """Add the state to a checkpoint of the optimizer. Return True if no parameter lacks state."""
@@ -124,15 +130,18 @@ class Placed:
         return bool(found) and all(own.get(param) for param in stepped or [param for _, param in trainable])
 
     def _to_save(self, optimizer: Optimizer) -> Mapping[Tensor, State]:
-        """The state of each parameter. While torch loads, each one has some, because torch loads into what exists."""
-        front = self._front
-        if not self._has_state or not torch_loads():
-            return front.state
-        own = dict(front.state)
-        for group in front.param_groups:
+        """The state of each parameter: that before the first step where the optimizer has state, and transforms none.
+
+        torch.distributed.checkpoint loads into what exists, so a checkpoint has all of it.
+        """
+        followed = self._followed
+        if not self._has_state:
+            return followed.state
+        own = dict(followed.state)
+        for group in followed.param_groups:
             for named in named_params(group):
                 if not own.get(named.param) and _has_own(optimizer.state, named.param):
-                    own[named.param] = front.nodes.init_state(named, group)
+                    own[named.param] = followed.nodes.init_state(named, group)
         return own
 
     def _is_unchanged(self, optimizer: Optimizer) -> bool:
@@ -141,7 +150,7 @@ class Placed:
 
     def _note(self, optimizer: Optimizer) -> None:
         self._params, self._dicts = list(optimizer.state), _each(optimizer.state)
-        self._own = list(self._front.state.values())
+        self._own = list(self._followed.state.values())
 
 
 def _each(states: Mapping[Any, Any]) -> list[Any]:

@@ -11,7 +11,7 @@ from torchzero_clip.modular.modular import Modular
 
 def refuse(optimizer: Modular) -> None:
     """Raise if a step cannot be taken parameter by parameter."""
-    for node in optimizer.nodes:
+    for node in optimizer.runner.nodes:
         _refuse_transform(node)
     if optimizer.nonfinite != "propagate":
         raise ValueError(
@@ -20,7 +20,7 @@ def refuse(optimizer: Modular) -> None:
         )
     if optimizer.process_group is not None:
         raise ValueError("step_in_backward does not work with process_group=, which joins the norms of all gradients")
-    if optimizer.listener is not None:
+    if optimizer.runner.listener is not None:
         raise RuntimeError(
             "step_in_backward does not work with a listener, such as a Recorder, which needs all gradients at once: "
             "close it first, or take ordinary steps"

@@ -74,6 +74,7 @@ def _check_not_local(params: Sequence[NamedParam]) -> None:
             )
     if not (dist.is_available() and dist.is_initialized()):
         return
+    # its frame is searched, because it passes its inner optimizer only parameters, and says nothing of itself
     callers = (frame.f_locals.get("self") for frame, _ in walk_stack(sys._getframe()))
     if any(type(caller).__name__ == "ZeroRedundancyOptimizer" for caller in callers):
         raise ValueError(NOT_ZERO_REDUNDANCY)

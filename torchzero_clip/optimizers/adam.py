@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from torchzero_clip.core.transform import Transform
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.shards import pack
 from torchzero_clip.optimizers.weight_decay import WeightDecay
-from torchzero_clip.types import Schedule, Setting, Target
+from torchzero_clip.types import NewState, Schedule, Setting, Target
 
 # dtypes for which torch's own code computes the step; float16 is not among them, because `eps` rounds to 0
 TORCHS_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.complex128)
@@ -96,7 +95,7 @@ class Adam(UpdateRule):
         self._keys = ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if amsgrad else []))
 
     @override
-    def init_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
+    def init_state(self, param: Tensor, setting: Setting) -> NewState:
         dtype = self.state_dtype and (self.state_dtype.to_complex() if param.is_complex() else self.state_dtype)
         averages = {key: torch.zeros_like(param, dtype=dtype) for key in self._keys}
         return {"step": torch.zeros((), dtype=torch.float32, device=param.device), **averages}

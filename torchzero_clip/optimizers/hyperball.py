@@ -1,7 +1,6 @@
 """Steps that keep the norms of weights."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from torchzero_clip.functional.norms import norm, norms_of_each
 from torchzero_clip.functional.reading import beyond_float32, may_look
 from torchzero_clip.functional.shards import pack
 from torchzero_clip.optimizers.weight_decay import WeightDecay
-from torchzero_clip.types import Setting
+from torchzero_clip.types import NewState, Setting
 
 
 class Hyperball(Retraction):
@@ -69,7 +68,7 @@ class Hyperball(Retraction):
         super().__init__({}, name=name)
 
     @override
-    def init_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
+    def init_state(self, param: Tensor, setting: Setting) -> NewState:
         return {"radius": norm(param.detach()).to(_wide(param))}
 
     @override

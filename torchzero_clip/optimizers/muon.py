@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torchzero_clip.core.step import Step
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.shards import laid_out_as, replicated
-from torchzero_clip.types import Schedule, Setting, Target
+from torchzero_clip.types import NewState, Schedule, Setting, Target
 
 AdjustLR = Literal["original", "match_rms_adamw"]
 
@@ -111,7 +111,7 @@ class Muon(UpdateRule):
             )
 
     @override
-    def init_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
+    def init_state(self, param: Tensor, setting: Setting) -> NewState:
         return {"momentum_buffer": torch.zeros_like(param)}
 
     @override

@@ -1,7 +1,6 @@
 """RMSprop."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +10,7 @@ from torchzero_clip.checks import boolean, non_negative
 from torchzero_clip.core.kinds import UpdateRule
 from torchzero_clip.core.step import Step
 from torchzero_clip.functional import foreach
-from torchzero_clip.types import Schedule, Setting, State, Target
+from torchzero_clip.types import NewState, Schedule, Setting, State, Target
 
 
 class RMSprop(UpdateRule):
@@ -69,11 +68,11 @@ class RMSprop(UpdateRule):
         self.centered = centered
 
     @override
-    def init_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
+    def init_state(self, param: Tensor, setting: Setting) -> NewState:
         return {key: torch.zeros_like(param) for key in ("square_avg", *(["grad_avg"] if self.centered else []))}
 
     @override
-    def possible_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
+    def possible_state(self, param: Tensor, setting: Setting) -> NewState:
         """The averages and the buffer, which is made when momentum is first used."""
         return {**self.init_state(param, setting), "momentum_buffer": torch.zeros_like(param)}
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from torchzero_clip.core.step import Step
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.shards import locals_of
-from torchzero_clip.types import Schedule, Setting, State, Target
+from torchzero_clip.types import NewState, Schedule, Setting, State, Target
 
 
 class SGD(UpdateRule):
@@ -84,7 +83,7 @@ class SGD(UpdateRule):
             raise ValueError(f"nesterov needs momentum > 0 and dampening = 0, got {dict(setting)}")
 
     @override
-    def possible_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
+    def possible_state(self, param: Tensor, setting: Setting) -> NewState:
         """The buffer, which is a copy of the first update to which momentum is applied, as in torch."""
         return {"momentum_buffer": torch.zeros_like(param)}
 

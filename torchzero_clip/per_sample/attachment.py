@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.utils.hooks import RemovableHandle
 
 from torchzero_clip.compat import current_graph_task_id, fully_sharded, is_distributed
-from torchzero_clip.per_sample.captured_layer import CapturedLayer, described, trainable
+from torchzero_clip.per_sample.captured_layer import CapturedLayer, Host, described, trainable
 from torchzero_clip.per_sample.hooks import Hook
 from torchzero_clip.per_sample.processes.processes import Processes
 from torchzero_clip.per_sample.processes.sharding import group_of_shards, reshard, slots, stands_for
@@ -30,10 +30,23 @@ from torchzero_clip.per_sample.rules.registry import (
 from torchzero_clip.per_sample.rules.whole import Whole, chosen_whole, whole_line
 
 
+class Owner(Host, Protocol):
+    """What an attachment asks of the engine: hooks for the model and for its parameters."""
+
+    def forward_began(self, model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        """The hook of the model before its forward."""
+
+    def forward_ended(self, model: nn.Module, args: tuple[object, ...], output: object) -> None:
+        """The hook of the model after its forward."""
+
+    def refuse_outside(self, name: str, grad: Tensor) -> None:
+        """The hook of a parameter, which gets a gradient only from outside of the captured layers."""
+
+
 class Attachment:
     """The captured layers of a model: see `Engine`. Raises a ValueError if per-sample gradients would be wrong."""
 
-    def __init__(self, engine: Any, model: nn.Module, whole: Whole, *, force_generic: bool) -> None:
+    def __init__(self, engine: Owner, model: nn.Module, whole: Whole, *, force_generic: bool) -> None:
         self.model = model
         self._engine = engine
         self._given_whole = whole
@@ -126,11 +139,11 @@ class Attachment:
         for module in fully_sharded(self.model):
             self._handles.append(module.register_forward_pre_hook(Hook(self._watch)))
 
-    def _shards_change(self, *args: Any) -> None:
+    def _shards_change(self, *args: object) -> None:
         if current_graph_task_id() == -1 and self.is_outdated():
             self._attach()
 
-    def _watch(self, *args: Any) -> None:
+    def _watch(self, *args: object) -> None:
         """Hook the parameters that are shown in full now."""
         for name, params, key in self._unwatched:
             value = params.get(key)

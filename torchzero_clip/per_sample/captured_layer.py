@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import nullcontext
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,15 +13,18 @@ from typing_extensions import override
 
 from torchzero_clip.compat import current_graph_task_id, get_interpreter_stack, never_compiled, without_autocast
 from torchzero_clip.per_sample.gradients.autograd_graph import leaves_of
+from torchzero_clip.per_sample.gradients.captured_gradients import Forward, GivenRows
 from torchzero_clip.per_sample.gradients.contributions import Contribution, Dense
 from torchzero_clip.per_sample.gradients.rows import regrouped
 from torchzero_clip.per_sample.gradients.squared_norms import wide
+from torchzero_clip.per_sample.mixing import MixingCheck
+from torchzero_clip.per_sample.processes.processes import Processes
 from torchzero_clip.per_sample.processes.sharding import memory_of, slots, stands_for
 from torchzero_clip.per_sample.rules.whole import written
 from torchzero_clip.per_sample.samples.broadcast_row import BroadcastRow, is_row, row_of
 from torchzero_clip.per_sample.samples.following import is_followed, without_own_modes
 from torchzero_clip.per_sample.samples.labels import LOST, Labels, Place, depth_of, place_of, simplest, step_at, wider
-from torchzero_clip.per_sample.samples.probe import NOT_REENTRANT, LostRows
+from torchzero_clip.per_sample.samples.probe import NOT_REENTRANT, LostRows, Probe
 
 
 class Rule(ABC):
@@ -44,7 +47,7 @@ class Rule(ABC):
         return None
 
     @abstractmethod
-    def run(self, *args: Any, **kwargs: Any) -> Any:
+    def run(self, *args: Any, **kwargs: Any) -> object:
         """Return the output of a layer: the first argument is the `CapturedLayer`, then come those of the call.
 
         The graph must not contain the parameters of the layer.
@@ -65,10 +68,67 @@ class Samples(NamedTuple):
     """True if the samples of the rows are not known yet."""
 
 
+class Attached(Protocol):
+    """What a captured layer asks of the model that it is in."""
+
+    model: nn.Module
+    params: dict[str, nn.Parameter]  # the trainable ones, by name
+
+    def params_of(self, module: nn.Module) -> dict[str, nn.Parameter]:
+        """The trainable parameters of a module in the model, by their names in the module."""
+        ...
+
+    def watch_inside(self, layer: "CapturedLayer", function: Callable[..., None]) -> None:
+        """Call a function before the forward of each module in a layer."""
+
+    def whole_line(self, name: str, holds: object = None) -> str:
+        """The way out of an error: the argument ``whole`` with a module around the named one. Empty without one."""
+        ...
+
+
+class Host(Protocol):
+    """What a captured layer asks of the engine."""
+
+    anchor: Tensor
+    attached: bool
+    batch_dim: int
+    batch_first: bool
+    enabled: bool
+    forward: Forward
+    given: GivenRows | None
+    inside: bool  # while a layer runs its submodules by itself
+    mixing: MixingCheck
+    outputs: list[weakref.ref[Tensor]]
+    pauses: int
+    probe: Probe
+    processes: Processes
+    repeats: bool
+    running: "CapturedLayer | None"
+
+    @property
+    def attachment(self) -> Attached:
+        """The model, and what is attached to it."""
+        ...
+
+    def enter(self, layer: "CapturedLayer") -> Rule | None:
+        """Note that a layer runs. Return its rule; None if it is not captured."""
+        ...
+
+    def wants(self, layer: "CapturedLayer") -> bool:
+        """True if the current backward gives gradients to parameters."""
+        ...
+
+    def add(self, layer: "CapturedLayer", forward: Forward, contributions: Iterable[Contribution]) -> None:
+        """Store the contributions of one call of a layer."""
+
+    def clear(self) -> None:
+        """Drop all gradients that have arrived."""
+
+
 class CapturedLayer:
     """A layer in a model, with its trainable parameters by their names in the layer. It replaces the forward."""
 
-    def __init__(self, engine: Any, name: str, module: nn.Module, rule: Rule, params: dict[str, nn.Parameter]) -> None:
+    def __init__(self, engine: Host, name: str, module: nn.Module, rule: Rule, params: dict[str, nn.Parameter]) -> None:
         self.engine = engine
         self.name = name
         self.module = module
@@ -83,7 +143,7 @@ class CapturedLayer:
         """The last function that got a row and cannot run for each sample, and whether the layer called it."""
 
     @never_compiled
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         """The forward of the module while it is captured."""
         module, engine = self.module, self.engine
         now = module.__dict__.get("forward")
@@ -117,7 +177,7 @@ class CapturedLayer:
             engine.running = around
 
     @override
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         # copies of an attached model are ordinary models
         return class_forward, (self.module,)
 
@@ -148,7 +208,7 @@ class CapturedLayer:
         """Note where the samples are in this call. Every rule calls this, directly or by `samples`."""
         self.engine.mixing.note((self.name, *decision))
 
-    def count_in(self, values: Iterable[Any]) -> int | None:
+    def count_in(self, values: Iterable[object]) -> int | None:
         """The number of samples: that of the batch, or that of the first tensor if it is not known."""
         # it is not known in a layer that is called by itself, and where arguments have several sizes
         known, dim = self.engine.forward.batch_size, self.engine.batch_dim
@@ -173,7 +233,9 @@ class CapturedLayer:
         else:
             labels = self.labels(input)
             if labels is None and input.shape[dim] == 1 != count:
-                found = Samples(input.expand(*input.shape[:dim], count, *input.shape[dim + 1 :]), Place(dim), True)
+                found = Samples(
+                    input.expand(*input.shape[:dim], forward.count, *input.shape[dim + 1 :]), Place(dim), True
+                )
             elif isinstance(labels, Place) and labels.dim < leading:
                 found = Samples(input, labels)
             else:
@@ -183,7 +245,7 @@ class CapturedLayer:
         return found
 
     def _found(self, input: Tensor, labels: Place | Labels, leading: int, dim: int) -> Samples:
-        count: int = self.engine.forward.batch_size
+        count = self.engine.forward.count
         alike = labels is None and is_same(input, dim, count, of_batch=leading > 1 or input.ndim > 2)
         if alike:
             return Samples(input, Place(dim))
@@ -243,7 +305,7 @@ class CapturedLayer:
         """Raise a ValueError if the samples of an input are not in this dimension, in order."""
         labels = self.labels(input)
         if labels is not None and not (isinstance(labels, Place) and labels == (dim, 1)):
-            own: Any = getattr(self.module, "batch_first", None)
+            own: object = getattr(self.module, "batch_first", None)
             if isinstance(own, bool) and labels in (Place(0), Place(1)) and dim is not None:
                 raise self._elsewhere(own)
             ways = self.line, "run it on all positions and select from its output: layer(x)[mask]"
@@ -329,7 +391,7 @@ class CapturedLayer:
             where = samples.where
             rows = where if isinstance(where, Tensor) else where.run
             if isinstance(rows, Tensor) or rows != 1:
-                contribute = _regrouping(contribute, rows, self.engine.forward.batch_size)
+                contribute = _regrouping(contribute, rows, engine.forward.count)
         lasting = self.lasting(inputs) if engine.processes.sharded else inputs
         watched: Any = _Watched.apply(engine.anchor, before, [output.detach()], lasting, self, contribute, where)
         if samples is not None:
@@ -373,7 +435,7 @@ class CapturedLayer:
         )
 
 
-def is_watched(node: Any) -> bool:
+def is_watched(node: object) -> bool:
     """True for a node that `CapturedLayer.watch` has put into the graph."""
     backward: Any = _Watched
     return isinstance(node, backward._backward_cls)
@@ -386,7 +448,7 @@ def rows_first(where: Place | Tensor, *tensors: Tensor) -> list[Tensor]:
     return [x.flatten(0, where.ndim - 1) for x in tensors]
 
 
-def class_forward(module: nn.Module) -> Callable[..., Any]:
+def class_forward(module: nn.Module) -> Callable[..., object]:
     """The forward of the class of a module, bound to the module."""
     return MethodType(type(module).forward, module)
 

@@ -6,7 +6,6 @@ from collections.abc import Generator, Hashable, Iterable, Sequence
 from contextlib import contextmanager
 from enum import Enum, auto
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -99,7 +98,7 @@ class Engine:
         self._several: set[Hashable] = set()  # kinds of arguments that had several sizes in the batch dimension
         self._memory: Memory = memory
         self._keep_grad_samples = keep_grad_samples
-        self._shown: list[tuple[nn.Parameter, str]] = []
+        self._shown: list[tuple[Tensor, str]] = []
         self.clear()
         self.attachment = Attachment(self, model, whole, force_generic=force_generic)
         self._allow_steps = watch_steps(self, refuse_unclipped)
@@ -162,7 +161,7 @@ class Engine:
         self._calls: Counter[int] = Counter()  # how often each layer was called, by its id
         self._tasks: set[int] = set()
 
-    def forward_began(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def forward_began(self, model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         """The hook of the model before its forward."""
         if self.inside or self.pauses or not torch.is_grad_enabled():
             return
@@ -202,7 +201,7 @@ class Engine:
         elif self.forward.batch_size == 1:
             self._follow(OneSample())
 
-    def forward_ended(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def forward_ended(self, model: nn.Module, args: tuple[object, ...], output: object) -> None:
         """The hook of the model after its forward."""
         if self.pauses:
             return
@@ -348,7 +347,7 @@ class Engine:
             self.clear()
             raise outside_error(self.attachment, name, ran=ran, reruns=reruns)
 
-    def show(self, param: Any, **values: Tensor) -> None:
+    def show(self, param: Tensor, **values: Tensor) -> None:
         """Set attributes of a parameter, until the next forward."""
         for name, value in values.items():
             setattr(param, name, value)

@@ -1,8 +1,8 @@
 """Hooks that capturing installs in a model, and the calls of the user's own hooks."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -17,25 +17,25 @@ class Hook:
         self._function = function
 
     @never_compiled
-    def __call__(self, *args: Any) -> None:
+    def __call__(self, *args: object) -> None:
         self._function(*args)
 
     @override
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return Hook, (_nothing,)
 
 
-def _nothing(*args: Any) -> None:
+def _nothing(*args: object) -> None:
     pass
 
 
-def accumulate(values: Sequence[tuple[Any, Tensor]]) -> None:
+def accumulate(values: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Add to the gradients of parameters as a backward does, calling the hooks that users have registered.
 
     The values may become gradients, so the caller must not use them afterwards. If a hook raises, no gradient changes,
     except if it is a hook that runs after accumulation.
     """
-    changed: list[tuple[Any, Tensor]] = []
+    changed: list[tuple[Tensor, Tensor]] = []
     for param, value in values:
         dtype = getattr(param, "grad_dtype", None) or param.dtype  # torch 2.9 has no grad_dtype
         value = value.to(param.device, dtype).detach()
@@ -51,13 +51,17 @@ def accumulate(values: Sequence[tuple[Any, Tensor]]) -> None:
         # a user may have stored the tensor that a hook got
         changed.append((param, value.detach().clone() if hooks else value))
     for param, value in changed:
-        param.grad = new_gradient(value, param) if param.grad is None else param.grad.add_(value)
+        grad = param.grad
+        if grad is not None and grad.layout == torch.strided and 0 not in grad.stride():
+            grad.add_(value)
+        else:  # a sparse gradient becomes dense, as in torch, and an expanded one gets memory for each element
+            param.grad = new_gradient(value if grad is None else value + grad.detach(), param)
     for param, _ in changed:
         for hook in list((param._post_accumulate_grad_hooks or {}).values()):
             hook(param)
 
 
-def replace_gradients(values: Sequence[tuple[Any, Tensor]]) -> None:
+def replace_gradients(values: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Set the gradients of parameters to values, as `accumulate` does. If a hook raises, no gradient changes."""
     before = [(param, param.grad) for param, _ in values]
     try:

@@ -1,6 +1,7 @@
 """Function modes of the clipper: what sees the functions of torch that a block of code calls."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any, final
 
 import torch
@@ -16,7 +17,13 @@ class Mode(TorchFunctionMode, ABC):
     @final
     @override
     @never_a_frame
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         if torch.compiler.is_compiling():
             if self.replaces(args, kwargs or {}):
                 leave_uncompiled()
@@ -24,9 +31,9 @@ class Mode(TorchFunctionMode, ABC):
         return self.called(func, args, kwargs or {})
 
     @abstractmethod
-    def called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def called(self, func: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         """Return the output of a function."""
 
-    def replaces(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def replaces(self, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
         """True if these arguments must be replaced. The function is then run uncompiled."""
         return False

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -15,9 +15,16 @@ from torchzero_clip.functional.reading import beyond_float32
 from torchzero_clip.functional.shards import Part
 from torchzero_clip.functional.slices import norms_of_slices
 
+Tree = TypeVar("Tree")
+"""A tensor, or a list, tuple or dict of trees."""
+
+
+Tree = TypeVar("Tree")
+"""A tensor, or a list, tuple or dict of trees."""
+
 
 @torch.no_grad()
-def per_example_global_norm_clip(grads: Any, l2_norm_clip: float) -> tuple[Any, Tensor]:
+def per_example_global_norm_clip(grads: Tree, l2_norm_clip: float) -> tuple[Tree, Tensor]:
     """Clip the gradient of every example, all leaves together, to an L2 norm of at most ``l2_norm_clip``, and sum.
 
         mᵢ = min(1, l2_norm_clip / ‖gᵢ‖)        sum = Σᵢ mᵢ · gᵢ
@@ -69,7 +76,7 @@ def per_example_global_norm_clip(grads: Any, l2_norm_clip: float) -> tuple[Any, 
 
 
 @torch.no_grad()
-def per_example_layer_norm_clip(grads: Any, global_l2_norm_clip: float, uniform: bool = True) -> tuple[Any, Any]:
+def per_example_layer_norm_clip(grads: Tree, global_l2_norm_clip: float, uniform: bool = True) -> tuple[Tree, Tree]:
     """Clip the gradient of every example, each leaf by itself, so that all leaves together meet a limit, and sum.
 
         Cₖ = C / √K        (uniform, K leaves)
@@ -118,7 +125,7 @@ def per_example_layer_norm_clip(grads: Any, global_l2_norm_clip: float, uniform:
     return pytree.tree_unflatten(sums, structure), pytree.tree_unflatten(counts, structure)
 
 
-def _examples(grads: Any) -> tuple[list[Tensor], pytree.TreeSpec]:
+def _examples(grads: object) -> tuple[list[Tensor], pytree.TreeSpec]:
     leaves, structure = pytree.tree_flatten(grads)
     for leaf in leaves:
         if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):

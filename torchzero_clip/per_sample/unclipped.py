@@ -1,17 +1,42 @@
 """Refuses steps of optimizers whose gradients wait to be clipped or released, or were not released."""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
-from typing import Any
+from typing import Protocol, TypeVar
 
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from torchzero_clip.private_losses import private_ids, refuse_loss
+from torchzero_clip.private_losses import TrainsPrivately, private_ids, refuse_loss
+
+_Owner = TypeVar("_Owner")
 
 
-def watch_steps(owner: Any, check: Callable[[Any, Optimizer, bool], None]) -> Callable[[], Any]:
+class Clips(Protocol):
+    """What the check of a step asks of an engine: the ids of parameters whose gradients are not in ``.grad`` yet."""
+
+    @property
+    def waiting(self) -> Collection[int]:
+        """Those whose gradients wait to be clipped."""
+        ...
+
+    @property
+    def accumulated(self) -> Collection[int]:
+        """Those whose clipped sums wait for `pre_step`."""
+        ...
+
+
+class Releases(TrainsPrivately, Protocol):
+    """What the check of a step asks of a private clipper."""
+
+    @property
+    def waits(self) -> bool:
+        """True if there was a `backward` since the last `pre_step`."""
+        ...
+
+
+def watch_steps(owner: _Owner, check: Callable[[_Owner, Optimizer, bool], None]) -> Callable[[], object]:
     """Call a check before each step of any optimizer, until the owner is deleted, or what this returns is called.
 
     It gets the owner, the optimizer, and whether the step has a closure.
@@ -22,12 +47,18 @@ def watch_steps(owner: Any, check: Callable[[Any, Optimizer, bool], None]) -> Ca
     return end
 
 
-def _step(reference: "weakref.ref[Any]", check: Any, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _step(
+    reference: "weakref.ref[_Owner]",
+    check: Callable[[_Owner, Optimizer, bool], None],
+    optimizer: Optimizer,
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
+) -> None:
     if (owner := reference()) is not None:
         check(owner, optimizer, kwargs.get("closure", args[1] if len(args) > 1 else None) is not None)
 
 
-def refuse_unclipped(engine: Any, optimizer: Optimizer, _: bool) -> None:
+def refuse_unclipped(engine: Clips, optimizer: Optimizer, _: bool) -> None:
     """Raise a RuntimeError if gradients of the parameters wait."""
     if not (engine.waiting or engine.accumulated):
         return
@@ -46,10 +77,10 @@ def refuse_unclipped(engine: Any, optimizer: Optimizer, _: bool) -> None:
         )
 
 
-def refuse_unreleased(clipper: Any, optimizer: Optimizer, has_closure: bool) -> None:
+def refuse_unreleased(clipper: Releases, optimizer: Optimizer, has_closure: bool) -> None:
     """Raise if a step over private parameters has a closure, comes before `pre_step`, or uses other gradients."""
     if has_closure:
-        refuse_loss(optimizer, "a closure")
+        refuse_loss(optimizer.param_groups, "a closure")
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if set(map(id, clipper.released_params())).isdisjoint(map(id, params)):
         return

@@ -29,7 +29,7 @@ Tensors = dict[tuple[str, int], Tensor]
 
 def check_per_sample(
     model: nn.Module,
-    batch: Any,
+    batch: object,
     loss_fn: LossFunction,
     *,
     batch_first: bool = True,
@@ -119,7 +119,7 @@ def check_per_sample(
     return norms
 
 
-def _one_by_one(twin: nn.Module, batch: Any, loss_fn: LossFunction, *, dim: int) -> dict[str, Tensor]:
+def _one_by_one(twin: nn.Module, batch: object, loss_fn: LossFunction, *, dim: int) -> dict[str, Tensor]:
     samples, params = _samples(batch, dim), trainable(twin)
     # the first one twice, which shows whether the model draws random numbers
     losses = (loss_fn(_fresh(twin), _wide(one)).sum() for one in (samples[0], *samples))
@@ -149,7 +149,7 @@ class _WithoutGraphs(Mode):
     """Copies what a model stores of its last forward without its graph, because torch does not copy graphs."""
 
     @override
-    def called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def called(self, func: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is Tensor.__deepcopy__ and not args[0].is_leaf:
             return args[0].detach().clone()
         return func(*args, **kwargs)
@@ -160,7 +160,7 @@ def _fresh(twin: nn.Module) -> nn.Module:
     return copy.deepcopy(twin, {id(param): param for param in twin.parameters()})
 
 
-def _samples(batch: Any, dim: int) -> list[Any]:
+def _samples(batch: object, dim: int) -> list[Any]:
     leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim]
     if not leaves or not (count := leaves[0].shape[min(dim, leaves[0].ndim - 1)]):
         raise ValueError("batch must hold at least one sample, in a tensor with a batch dimension")
@@ -172,7 +172,7 @@ def _samples(batch: Any, dim: int) -> list[Any]:
     return [pytree.tree_map_only(Tensor, partial(one, i=i), batch) for i in range(count)]
 
 
-def _check_alone(twin: nn.Module, batch: Any, loss_fn: LossFunction, *, dim: int, tolerance: float) -> None:
+def _check_alone(twin: nn.Module, batch: object, loss_fn: LossFunction, *, dim: int, tolerance: float) -> None:
     noisy, noisy_batch = _with_noise(twin, batch)
     for model, inputs in ((noisy, noisy_batch), (noisy, batch), (twin, batch)):
         runs: list[Tensors] = [{}]
@@ -200,7 +200,7 @@ def _blamed(name: str, given: list[Tensors], tolerance: float) -> str:
     return f"{name} gives a sample another output alone than in the batch: it mixes samples"
 
 
-def _with_noise(twin: nn.Module, batch: Any) -> tuple[nn.Module, Any]:
+def _with_noise(twin: nn.Module, batch: object) -> tuple[nn.Module, Any]:
     """Zeros in padding, and inputs that are whole numbers, such as masks and lengths, get no noise."""
     twin, generator = copy.deepcopy(twin), torch.Generator("cpu").manual_seed(0)
 
@@ -218,11 +218,11 @@ def _with_noise(twin: nn.Module, batch: Any) -> tuple[nn.Module, Any]:
     return twin, pytree.tree_map_only(Tensor, partial(noisy, is_input=True), batch)
 
 
-def _seen(twin: nn.Module, batch: Any, loss_fn: LossFunction) -> tuple[Tensors, Tensors]:
+def _seen(twin: nn.Module, batch: object, loss_fn: LossFunction) -> tuple[Tensors, Tensors]:
     """The outputs of all modules, in the order in which they are computed, with the loss; and their inputs."""
     model, numbers, outputs, inputs = _fresh(twin), Counter[str](), Tensors(), Tensors()
 
-    def keep(name: str, _module: nn.Module, args: Any, output: Any) -> None:
+    def keep(name: str, _module: nn.Module, args: object, output: object) -> None:
         for found, value in ((inputs, args), (outputs, output)):
             for leaf in pytree.tree_leaves(value):
                 numbers[name] += 1
@@ -268,7 +268,9 @@ def _check_reduction(found: Norms, expected: Norms, declared: LossReduction, tol
         )
 
 
-def _compare(model: nn.Module, tolerance: float, tiny: float, name: str, what: str, mine: Any, true: Tensor) -> None:
+def _compare(
+    model: nn.Module, tolerance: float, tiny: float, name: str, what: str, mine: Tensor | None, true: Tensor
+) -> None:
     error, scale = (x.abs().max().item() if x.numel() else 0.0 for x in (true - (0 if mine is None else mine), true))
     if not error <= tolerance * max(scale, tiny):
         layer, _, key = name.rpartition(".")
@@ -280,5 +282,5 @@ def _compare(model: nn.Module, tolerance: float, tiny: float, name: str, what: s
         )
 
 
-def _wide(batch: Any) -> Any:
+def _wide(batch: object) -> Any:
     return pytree.tree_map_only(Tensor, lambda x: (x.double() if x.is_floating_point() else x).clone(), batch)

@@ -3,20 +3,24 @@
 import math
 from collections.abc import Mapping, Sequence
 from io import BytesIO
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from torchzero_clip.recorder import panels, words
 from torchzero_clip.recorder.binning import Events, Tiles
 from torchzero_clip.recorder.data import Data
-from torchzero_clip.recorder.files import not_a_record
+from torchzero_clip.recorder.files import Place, not_a_record
 from torchzero_clip.recorder.series import Series
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 MOST_GROUPS = 6
 
 
-def draw_record(record: Data, path: Any = None) -> Any:
+def draw_record(record: Data, path: Place | None = None) -> "Figure":
     """Draw the norms, the loss if it is known, and the layers by step; save the figure if there is a path."""
     events, tiles = Events.of(record), Tiles.of(record)
     thin = panels.thin_panels(record, events)
@@ -32,7 +36,7 @@ def draw_record(record: Data, path: Any = None) -> Any:
     return _saved(figure, path)
 
 
-def draw_series(series: Mapping[str, Series], limits: Mapping[str, float], path: Any) -> Any:
+def draw_series(series: Mapping[str, Series], limits: Mapping[str, float], path: Place | None) -> "Figure":
     """Draw the norms, those that were left out, the spikes and the limit, in a row for each group."""
     shown = list(series)[:MOST_GROUPS]
     figure = _figure(2.6 * len(shown) + 0.7)
@@ -50,31 +54,31 @@ def draw_series(series: Mapping[str, Series], limits: Mapping[str, float], path:
     return _saved(figure, path)
 
 
-def png_of(figure: Any) -> bytes:
+def png_of(figure: "Figure") -> bytes:
     file = BytesIO()
     figure.savefig(file, format="png", dpi=130)
     return file.getvalue()
 
 
-def _figure(height: float) -> Any:
-    return panels.module("matplotlib.figure").Figure(figsize=(9, height), layout="constrained")
+def _figure(height: float) -> "Figure":
+    return panels.matplotlib().figure.Figure(figsize=(9, height), layout="constrained")
 
 
-def _saved(figure: Any, path: Any) -> Any:
+def _saved(figure: "Figure", path: Place | None) -> "Figure":
     if path is not None:
         not_a_record(path)
         figure.savefig(path, dpi=110)
     return figure
 
 
-def _legend(figure: Any, rows: Sequence[Any]) -> None:
+def _legend(figure: "Figure", rows: Sequence["Axes"]) -> None:
     pairs = [axes.get_legend_handles_labels() for axes in rows]
     found = {label: handle for handles, labels in pairs for handle, label in zip(handles, labels, strict=True)}
     ncols = max(1, min(len(found), 4))
     figure.legend(found.values(), found.keys(), loc="outside upper center", ncols=ncols, fontsize="small")
 
 
-def _draw_heat(figure: Any, axes: Any, tiles: Tiles, events: Events) -> None:
+def _draw_heat(figure: "Figure", axes: "Axes", tiles: Tiles, events: Events) -> None:
     panels.set_steps(axes, events)
     axes.set_xlabel("step")
     some = f"{len(tiles.names)} of {tiles.count:,} layers that stood out most: "
@@ -91,15 +95,15 @@ def _draw_heat(figure: Any, axes: Any, tiles: Tiles, events: Events) -> None:
     _explain(axes, tiles)
 
 
-def _draw_tiles(figure: Any, axes: Any, tiles: Tiles) -> None:
+def _draw_tiles(figure: "Figure", axes: "Axes", tiles: Tiles) -> None:
     """The tiles and their colour bar, on a log scale with white at 1."""
     finite = tiles.ratios[tiles.ratios.isfinite()]
     most = float(finite.max()) if len(finite) else 1.0
     high = next((bound for bound in (3.0, 10.0, 100.0) if most <= bound), 1000.0)
     low = 1 / 3 if high == 3 else 0.1
     shades = torch.where(tiles.ratios.isinf(), 10 * high, tiles.ratios.clamp(low, high)).log10().tolist()
-    colors = panels.module("matplotlib").colormaps["RdBu_r"].with_extremes(over="black", bad="0.8")
-    scale = panels.module("matplotlib.colors").TwoSlopeNorm(0, math.log10(low), math.log10(high))
+    colors = panels.matplotlib().colormaps["RdBu_r"].with_extremes(over="black", bad="0.8")
+    scale = panels.matplotlib().colors.TwoSlopeNorm(0, math.log10(low), math.log10(high))
     edges = [k - 0.5 for k in range(len(tiles.names) + 1)]
     mesh = axes.pcolormesh(tiles.edges, edges, shades, cmap=colors, norm=scale, rasterized=True)
     bar = figure.colorbar(mesh, ax=axes, orientation="horizontal", shrink=0.6, aspect=40)
@@ -109,14 +113,14 @@ def _draw_tiles(figure: Any, axes: Any, tiles: Tiles) -> None:
     bar.minorticks_off()
 
 
-def _explain(axes: Any, tiles: Tiles) -> None:
+def _explain(axes: "Axes", tiles: Tiles) -> None:
     """A legend of the colors that are not on the color bar."""
-    patch = panels.module("matplotlib.patches").Patch
+    patch = panels.matplotlib().patches.Patch
     shades = [
         ("black", "inf or NaN", tiles.ratios.isinf()),
         ("0.8", "no gradient, rounding only, or not recorded", tiles.ratios.isnan()),
     ]
     handles = [patch(color=color, label=label) for color, label, where in shades if bool(where.any())]
     if handles:
-        place = {"loc": "lower right", "bbox_to_anchor": (1, 1.01), "borderaxespad": 0}
-        axes.legend(handles=handles, ncols=2, fontsize="x-small", frameon=False, **place)
+        looks: panels.Style = {"ncols": 2, "fontsize": "x-small", "frameon": False, "borderaxespad": 0}
+        axes.legend(handles=handles, loc="lower right", bbox_to_anchor=(1, 1.01), **looks)

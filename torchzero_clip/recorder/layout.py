@@ -4,7 +4,7 @@ from collections.abc import Container, MutableMapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -90,7 +90,7 @@ class Layout:
         return list(columns), torch.stack(joint, dim=1) if joint else norms[:, :0]
 
 
-def _labels(param_groups: Sequence[dict[str, Any]]) -> list[str]:
+def _labels(param_groups: Sequence[Group]) -> list[str]:
     """A name for each group. Of several groups with one name, the first one keeps it."""
     labels: list[str] = []
     for g, group in enumerate(param_groups):

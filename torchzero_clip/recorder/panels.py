@@ -2,8 +2,8 @@
 
 import importlib
 import math
-from collections.abc import Mapping
-from typing import Any, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -13,6 +13,10 @@ from torchzero_clip.recorder.data import Data
 from torchzero_clip.recorder.numbers import median_of
 from torchzero_clip.recorder.series import Series
 from torchzero_clip.recorder.words import number
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
 
 MOST_LABELS = 6
 FEW = 60
@@ -29,7 +33,7 @@ LOST: Style = {"color": "tab:purple", "marker": "v", "markersize": 7, "linestyle
 LABEL: Style = {"xycoords": "axes fraction", "textcoords": "offset points", "ha": "center", "fontsize": "small"}
 
 
-def draw_norm_panel(axes: Any, events: Events) -> None:
+def draw_norm_panel(axes: "Axes", events: Events) -> None:
     axes.set_yscale("log")
     axes.set_ylabel("norm of all gradients")
     set_steps(axes, events)
@@ -42,7 +46,7 @@ def draw_norm_panel(axes: Any, events: Events) -> None:
     _labels(axes, events)
 
 
-def _limits(axes: Any, events: Events) -> None:
+def _limits(axes: "Axes", events: Events) -> None:
     known = events.limits[events.limits.isfinite()]
     if len(known):
         size = column_size(len(events.steps))
@@ -55,7 +59,7 @@ def _edges(events: Events, size: int) -> list[float]:
     return [*(events.steps[::size] - 0.5).tolist(), float(events.steps[-1]) + 0.5]
 
 
-def _curve(axes: Any, x: Tensor, norms: Tensor, what: str) -> None:
+def _curve(axes: "Axes", x: Tensor, norms: Tensor, what: str) -> None:
     """A line of norms, or for many norms, lines of their medians and largest values."""
     size = column_size(len(norms))
     middle, highest = in_columns(norms, size, medians).tolist(), in_columns(norms, size, largest).tolist()
@@ -69,7 +73,7 @@ def _curve(axes: Any, x: Tensor, norms: Tensor, what: str) -> None:
     axes.plot(place, middle, color="tab:blue", linewidth=1.2, label=f"median of {size:,} {what}")
 
 
-def _marks(axes: Any, events: Events) -> None:
+def _marks(axes: "Axes", events: Events) -> None:
     """Mark spikes and skipped steps; those whose norm is not finite are at the upper edge."""
     known = events.norm.isfinite()
     for where, style, label in (
@@ -85,7 +89,7 @@ def _marks(axes: Any, events: Events) -> None:
             axes.plot(lost, [LOST_AT] * len(lost), transform=axes.get_xaxis_transform(), zorder=4, **style)
 
 
-def _labels(axes: Any, events: Events) -> None:
+def _labels(axes: "Axes", events: Events) -> None:
     """Write the numbers of the worst steps beside their marks, if there is space."""
     low, high = axes.get_ylim()
     high = high * (high / low) ** 0.18
@@ -115,7 +119,7 @@ def thin_panels(record: Data, events: Events) -> dict[str, Tensor]:
     return panels
 
 
-def draw_thin_panels(rows: list[Any], panels: Mapping[str, Tensor], events: Events) -> None:
+def draw_thin_panels(rows: Sequence["Axes"], panels: Mapping[str, Tensor], events: Events) -> None:
     for axes, (label, values) in zip(rows, panels.items(), strict=True):
         size = column_size(len(values))
         place = in_columns(events.steps, size, means).tolist()
@@ -134,7 +138,7 @@ def draw_thin_panels(rows: list[Any], panels: Mapping[str, Tensor], events: Even
             axes.set_ylim(0, 105)
 
 
-def draw_series_row(axes: Any, side: Any, series: Series, limit: float) -> int:
+def draw_series_row(axes: "Axes", side: Any, series: Series, limit: float) -> int:
     """Draw the norms in their order, and beside them how often each was seen; return how many are spikes."""
     axes.set_yscale("log")
     axes.set_ylabel("norm")
@@ -160,9 +164,10 @@ def draw_series_row(axes: Any, side: Any, series: Series, limit: float) -> int:
     return len(spikes)
 
 
-def module(name: str) -> Any:
+def matplotlib() -> Any:
     try:
-        return importlib.import_module(name)
+        importlib.import_module("matplotlib.figure")  # it imports colors, patches and ticker
+        return importlib.import_module("matplotlib")
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError("drawing a record needs matplotlib: pip install matplotlib") from error
 
@@ -178,21 +183,22 @@ def printable(name: str, most: int) -> str:
     return short if len(short) <= most else f"{short[: most // 4]}…{short[most // 4 + 1 - most :]}"
 
 
-def set_steps(axes: Any, events: Events) -> None:
+def set_steps(axes: "Axes", events: Events) -> None:
     if len(events.steps):
         axes.set_xlim(float(events.steps[0]) - 0.5, float(events.steps[-1]) + 0.5)
     axes.xaxis.set_major_formatter("{x:,.0f}")
-    axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1, nbins=8)
+    locator: Any = axes.xaxis.get_major_locator()  # matplotlib declares none of its settings
+    locator.set_params(integer=True, min_n_ticks=1, nbins=8)
 
 
-def set_log_ticks(axis: Any, low: float, high: float) -> None:
+def set_log_ticks(axis: "Axis", low: float, high: float) -> None:
     """Write 1, 2, 5, 10 beside a log axis that is too short for powers of 10 alone."""
     if high / low < 1e3:
         subs = (1, 2, 5) if high / low > 10 else (1, 1.5, 2, 3, 4, 5, 6, 8)
-        axis.set_major_locator(module("matplotlib.ticker").LogLocator(subs=subs))
+        axis.set_major_locator(matplotlib().ticker.LogLocator(subs=subs))
         axis.set_major_formatter("{x:,g}")
         axis.set_minor_formatter("")
 
 
-def say(axes: Any, text: str) -> None:
+def say(axes: "Axes", text: str) -> None:
     axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", color="0.35")

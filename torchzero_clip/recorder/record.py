@@ -1,14 +1,10 @@
 """What was recorded of a run, and the ways to read it."""
 
-import csv
 import importlib
-import math
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,10 +12,19 @@ from typing_extensions import override
 
 from torchzero_clip.recorder.data import Data, Layers, Ratios, places_of, widened
 from torchzero_clip.recorder.figures import draw_record
-from torchzero_clip.recorder.files import Place, not_a_record
+from torchzero_clip.recorder.files import Place
 from torchzero_clip.recorder.series import EarlySign
 from torchzero_clip.recorder.suggestion import Scope, Suggestion, suggested
 from torchzero_clip.recorder.words import counted
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from pandas import DataFrame
+
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from pandas import DataFrame
 
 
 class Readable(ABC):
@@ -67,7 +72,7 @@ class Readable(ABC):
         """
         return self._whole().early_signs()
 
-    def frame(self, *, transforms: bool = False) -> Any:
+    def frame(self, *, transforms: bool = False) -> "DataFrame":
         """Return one row for each step.
 
         Args:
@@ -87,51 +92,12 @@ class Readable(ABC):
         record = self.record()
         return pandas.DataFrame(record.columns(transforms=transforms), index=pandas.Index(record.steps))
 
-    def rows(self, *, transforms: bool = False) -> list[dict[str, Any]]:
+    def rows(self, *, transforms: bool = False) -> list[dict[str, object]]:
         """Return one dict for each step, with the columns of `frame` as keys. It does not need pandas."""
         columns = self.record().columns(transforms=transforms)
         return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
-    def to_csv(self, path: Place) -> None:
-        """Write what ``frame(transforms=True)`` returns to a CSV file. It raises for the file of a `Recorder`."""
-        not_a_record(path)
-        columns = self.record().columns(transforms=True)
-        with Path(path).open("w", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(columns)
-            writer.writerows(zip(*columns.values(), strict=True))
-
-    def to_tensorboard(self, writer: Any, since: int = 0) -> None:
-        """Add the numbers of each step to a `SummaryWriter`.
-
-        The names are ``gradients/norm``, ``gradients/loss``, ``gradients/share_clipped``, ``gradients/skipped``, those
-        of the transforms, such as ``clip_norm/factor``, and for known layers ``layers/<name>/norm`` and
-        ``layers/<name>/update_ratio``. Unknown numbers are left out.
-
-        Args:
-            writer: A `torch.utils.tensorboard.SummaryWriter`, or anything else with its ``add_scalar``.
-            since: The first step to write.
-
-        Raises:
-            TypeError: If ``writer`` has no ``add_scalar``.
-        """
-        if not hasattr(writer, "add_scalar"):
-            raise TypeError(f"writer must be a SummaryWriter, got {type(writer).__name__}")
-        for step, numbers in self.record().numbers(since):
-            for name, number in numbers.items():
-                writer.add_scalar(name, number, step)
-
-    def to_wandb(self, run: Any, since: int = 0) -> None:
-        """Log the numbers of each step to a run of Weights & Biases, with the names of `to_tensorboard`.
-
-        Args:
-            run: What ``wandb.init`` returned, or anything else with its ``log``.
-            since: The first step to write. Weights & Biases accepts steps only in increasing order.
-        """
-        for step, numbers in self.record().numbers(since):
-            run.log(numbers, step=step)
-
-    def plot(self, path: Place | None = None) -> Any:
+    def plot(self, path: Place | None = None) -> "Figure":
         """Draw the norms with limits and spikes, and the layers by steps, and return the `matplotlib.figure.Figure`.
 
         Args:
@@ -214,33 +180,15 @@ class Record(Data, Readable):
             'To read it: rows(), frame(), spikes(), worst(step=...), plot("norms.png").'
         )
 
-    def columns(self, *, transforms: bool = False) -> dict[str, list[Any]]:
+    def columns(self, *, transforms: bool = False) -> dict[str, list[object]]:
         """The columns of `frame`, as lists."""
         vectors = {"norm": self.norm, "loss": self.loss, "share_clipped": self.share_clipped}
-        columns: dict[str, list[Any]] = {"step": list(self.steps)}
+        columns: dict[str, list[object]] = {"step": list(self.steps)}
         columns |= {name: values.tolist() for name, values in vectors.items()}
         columns |= {"skipped": [bool(reason) for reason in self.reasons], "reason": list(self.reasons)}
         if transforms:
             columns |= {name: values.tolist() for name, values in self.metrics.items()}
         return columns
-
-    def numbers(self, since: int = 0) -> Iterator[tuple[int, dict[str, float]]]:
-        """Each step from ``since`` on, with its numbers and those of its layers by name, without the unknown ones."""
-        norms = dict(zip(self.layer_steps, self.layer_norms, strict=True))
-        ratios = {ratios.step: ratios.relative for ratios in self.ratios}
-        for row in self.rows(transforms=True):
-            step = row.pop("step")
-            if step < since:
-                continue
-            del row["reason"]
-            # a limit of inf means no limit
-            limits = [name for name, x in row.items() if name.endswith("/limit") and x == math.inf]
-            known = {name: x for name, x in row.items() if x == x and name not in limits}
-            found = {name if "/" in name else f"gradients/{name}": float(x) for name, x in known.items()}
-            for what, of_layers in (("norm", norms), ("update_ratio", ratios)):
-                values = of_layers[step].tolist() if step in of_layers else []
-                found |= {f"layers/{name}/{what}": x for name, x in zip(self.layers, values, strict=False) if x >= 0}
-            yield step, found
 
     def filled(self, kept: "Record") -> "Record":
         """This record, with the layers of the steps of another one, which are its last."""

@@ -109,12 +109,12 @@ class Recorder(Readable):
             instance("model", model, nn.Module)
             if set(model.parameters()).isdisjoint(p for g in found.param_groups for p in g["params"]):
                 raise ValueError("model has none of the parameters of the optimizer")
-        if isinstance(found, Modular) and found.parts is not None:
+        if isinstance(found, Modular) and found.runner.parts is not None:
             raise RuntimeError(
                 "a recorder needs all gradients at once, but this optimizer steps in the backward. First call remove() "
                 "of the handle that step_in_backward returned"
             )
-        if (found.listener if isinstance(found, Modular) else hook_owner(found, Hooks)) is not None:
+        if (found.runner.listener if isinstance(found, Modular) else hook_owner(found, Hooks)) is not None:
             raise ValueError("optimizer already has a recorder: call close() of that recorder first")
         flush_every = min(flush_every, keep)
         live = None if log is None else Live(log, min(log_every, keep))
@@ -130,7 +130,7 @@ class Recorder(Readable):
         self._hooks = None if isinstance(found, Modular) else Hooks(self._run, found)
         chain = chain_of(found)
         if chain is not None:
-            chain.listener = self._run
+            chain.runner.listener = self._run
 
     @property
     def step(self) -> int:
@@ -152,7 +152,7 @@ class Recorder(Readable):
                 judged that step without this loss.
             RuntimeError: If a `PrivateGradientClipper` trains one of the parameters, because the loss is private.
         """
-        refuse_loss(self.optimizer, "report_loss")
+        refuse_loss(self.optimizer.param_groups, "report_loss")
         step = None if step is None else step_number(step)
         if step is not None and self._is_late(step):
             ReportedLoss().add(loss)  # checks it
@@ -238,8 +238,8 @@ class Recorder(Readable):
         if self._hooks is not None:
             self._hooks.remove()
         chain = chain_of(self.optimizer)
-        if chain is not None and chain.listener is self._run:
-            chain.listener = None
+        if chain is not None and chain.runner.listener is self._run:
+            chain.runner.listener = None
         self.is_closed = True
         self._run.close(warn=warn)
 

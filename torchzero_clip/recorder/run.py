@@ -4,7 +4,7 @@ import atexit
 import operator
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -29,8 +29,9 @@ from torchzero_clip.recorder.precision import precision_of
 from torchzero_clip.recorder.reading import last_run
 from torchzero_clip.recorder.record import Record, joined
 from torchzero_clip.recorder.tape import PRECISION, Note, Tape
+from torchzero_clip.types import Group
 
-Groups: TypeAlias = Sequence[dict[str, Any]]
+Groups: TypeAlias = Sequence[Group]
 PRECISION_EVERY = 100  # steps
 FAILED = "error"  # the reason of a step that raised an error
 
@@ -59,6 +60,7 @@ class Run(Listener):
         self._run_in_file: str | None = None  # the id of the run, once the record is closed
         self._loaded_until = 0
         OPEN.add(self)
+        _close_at_exit()
 
     @override
     @never_compiled
@@ -102,7 +104,7 @@ class Run(Listener):
         groups: Groups,
         params: Sequence[Tensor],
         norms: Tensor | None,
-        numbers: dict[str, Any],
+        numbers: Mapping[str, object],
         note: Note,
         *,
         is_first: bool = False,
@@ -261,7 +263,12 @@ class Run(Listener):
 OPEN: WeakSet[Run] = WeakSet()  # runs that are not closed
 
 
-@atexit.register
+@cache
+def _close_at_exit() -> None:
+    """Close the open runs when the process ends. It is registered with the first run."""
+    atexit.register(_finish)
+
+
 def _finish() -> None:
     for run in list(OPEN):
         try:
@@ -304,7 +311,7 @@ def _all_params(groups: Groups) -> list[Tensor]:
     return [param for group in groups for param in group["params"]]
 
 
-def _as_tensors(numbers: dict[str, Any], device: torch.device) -> dict[str, Tensor]:
+def _as_tensors(numbers: Mapping[str, object], device: torch.device) -> dict[str, Tensor]:
     """The numbers as 0-d tensors. Values that are not one number are left out."""
     found: dict[str, Tensor] = {}
     for name, number in numbers.items():

@@ -55,7 +55,7 @@ def _check_tape(tape: Mapping[str, Any]) -> None:
         _check_tensor(f"{place}[1]", ratio[1], (2, width))
 
 
-def _check_limits(limits: Sequence[Any]) -> None:
+def _check_limits(limits: Sequence[Mapping[str, object]]) -> None:
     for i, found in enumerate(limits):
         place = f"['tape']['limits'][{i}]"
         _check_kind(place, found, Mapping)
@@ -74,7 +74,7 @@ def _check_int(place: str, value: Any, least: int = 0) -> None:
         _raise(f"{place} must be an int >= {least}, got {_shown(value)}")
 
 
-def _check_kind(place: str, value: Any, kind: type) -> None:
+def _check_kind(place: str, value: object, kind: type) -> None:
     if not isinstance(value, kind) or (kind is Sequence and isinstance(value, str | bytes)):
         _raise(f"{place} must be {WORDS[kind]}, got {_shown(value)}")
 
@@ -92,7 +92,7 @@ def _check_tensor(place: str, value: Tensor, shape: tuple[int, ...], dtype: torc
         _raise(f"{place} must be of {dtype or 'a floating point dtype'}, got {value.dtype}")
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     return f"a {type(value).__name__}" if isinstance(value, Tensor | list | dict) else repr(value)
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 from torch import Tensor
 
@@ -11,9 +11,16 @@ from torchzero_clip.clipping.clip_norm import ClipNorm
 from torchzero_clip.core.chain import Chain
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.recorder.figures import draw_series
+from torchzero_clip.recorder.files import Place
 from torchzero_clip.recorder.numbers import median_of, quantile, share_range
 from torchzero_clip.recorder.series import FEWEST, Series, Trend
 from torchzero_clip.recorder.words import counted, percent
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Scope: TypeAlias = Literal["joint", "parameter", "group"]
 Confidence: TypeAlias = Literal["high", "medium", "low"]
@@ -104,7 +111,7 @@ class Suggestion:
         (limit,) = self.limits.values()
         return ClipNorm(limit) if self.scope == "parameter" else ClipNorm(limit, dim="global")
 
-    def plot(self, path: Any = None) -> Any:
+    def plot(self, path: Place | None = None) -> "Figure":
         """Draw the norms, the limit and the spikes, and return the `matplotlib.figure.Figure`.
 
         Args:

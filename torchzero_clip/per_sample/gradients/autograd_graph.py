@@ -1,9 +1,9 @@
 """What the graph of autograd leads to."""
 
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 from torch import Tensor
+from torch.autograd.graph import Node
 
 
 def leaves_of(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
@@ -14,9 +14,9 @@ def leaves_of(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
             yield leaf
 
 
-def nodes_of(tensors: Iterable[Tensor]) -> Iterator[Any]:
+def nodes_of(tensors: Iterable[Tensor]) -> Iterator[Node]:
     """The nodes through which a backward of some tensors would go."""
-    nodes: list[Any] = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    nodes: list[Node] = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
     seen = set(nodes)
     while nodes:
         node = nodes.pop()

@@ -3,7 +3,7 @@
 import functools
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -89,6 +89,13 @@ class Forward:
             self.provenance = Provenance(self.batch_size, dim, found, of)
         self._arguments = [weakref.ref(x) for x in found]
 
+    @property
+    def count(self) -> int:
+        """The number of samples, for what exists only if it is known, such as rows of several samples."""
+        if self.batch_size is None:
+            raise RuntimeError("the number of samples of this forward is not known")
+        return self.batch_size
+
     def is_argument(self, tensor: Tensor) -> bool:
         """True if this tensor is an argument of the model."""
         return any(argument() is tensor for argument in self._arguments)
@@ -97,6 +104,15 @@ class Forward:
         """True for the only argument of the model, or any if all are 0, 1, 2, ...: one of them must be the batch."""
         known = [x for x in (argument() for argument in self._arguments) if x is not None]
         return any(tensor is x or tensor._base is x for x in known) and (len(known) == 1 or all(map(counts_up, known)))
+
+
+class Layer(Protocol):
+    """What the gradients ask of the layer that they are of, for errors, which also print it."""
+
+    @property
+    def way_out(self) -> str:
+        """The end of an error after another way out."""
+        ...
 
 
 class CapturedGradients:
@@ -110,7 +126,7 @@ class CapturedGradients:
         self._squares: dict[int, Tensor] = {}  # of those that are measured
         self._memory: Memory = memory
         self._saved = 0  # bytes
-        self.counts: list[tuple[Any, int]] = []
+        self.counts: list[tuple[Layer, int]] = []
         """The number of samples in each call of a layer."""
 
     @property
@@ -118,7 +134,7 @@ class CapturedGradients:
         """The number of samples in the first contribution."""
         return self.counts[0][1]
 
-    def add(self, layer: Any, part: Contribution, *, alone: bool) -> None:
+    def add(self, layer: Layer, part: Contribution, *, alone: bool) -> None:
         """Take a contribution. It is measured at once if no other one to the same parameter is expected."""
         self.counts.append((layer, part.batch_size))
         key, found = id(part.param), self.of.setdefault(id(part.param), [])

@@ -128,7 +128,7 @@ class GradSampleModuleFastGradientClipping(nn.Module):
         self._attach()
 
     @override
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         return self.__dict__["_module"](*args, **kwargs)
 
     @override
@@ -158,7 +158,7 @@ class GradSampleModuleFastGradientClipping(nn.Module):
         return self.__dict__["_module"].load_state_dict(*args, **kwargs)
 
     @override
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+    def _load_from_state_dict(self, *args: object, **kwargs: object) -> None:
         self.__dict__["_module"]._load_from_state_dict(*args, **kwargs)
 
     @override

@@ -19,8 +19,8 @@ class AttentionRule(GenericRule):
 
     @override
     def dims(
-        self, layer: CapturedLayer, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any]
-    ) -> tuple[list[int | None], set[Any]]:
+        self, layer: CapturedLayer, args: tuple[object, ...], kwargs: dict[str, object], leaves: Sequence[object]
+    ) -> tuple[list[int | None], set[object]]:
         # bind the indices of the leaves, which tells the argument of each
         indices = pytree.tree_unflatten(list(range(len(leaves))), pytree.tree_structure((args, kwargs)))
         names = {i: name for name, i in SIGNATURE.bind(None, *indices[0], **indices[1]).arguments.items()}
@@ -31,7 +31,7 @@ class AttentionRule(GenericRule):
         module: Any = layer.module
         return 0 if index else 1 - int(module.batch_first)
 
-    def _input_dim(self, layer: CapturedLayer, name: str, value: Any) -> int | None:
+    def _input_dim(self, layer: CapturedLayer, name: str, value: object) -> int | None:
         if not isinstance(value, Tensor):
             return None
         if name == "attn_mask" and value.ndim == 3:

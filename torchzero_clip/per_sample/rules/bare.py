@@ -23,7 +23,7 @@ class BareRule(Rule):
     runs_layers = True
 
     @override
-    def run(self, layer: CapturedLayer, /, *args: Any, **kwargs: Any) -> Any:
+    def run(self, layer: CapturedLayer, /, *args: Any, **kwargs: Any) -> object:
         count = layer.count_in(flattened(args, kwargs)[0])
         if count is None:
             with without_own_modes():
@@ -57,7 +57,7 @@ class _Rows(OwnMode):
         return self._rows.get(id(x), x)
 
     @override
-    def replaces(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def replaces(self, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
         # the compiler cannot trace `id`, so all parameters count
         return any(isinstance(x, nn.Parameter) and x.requires_grad for x in pytree.tree_leaves((args, kwargs)))
 

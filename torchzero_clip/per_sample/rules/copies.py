@@ -32,7 +32,7 @@ class Bare(nn.Module):
         self.inner = inner
 
     @override
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> object:
         return type(self.inner).forward(self.inner, *args, **kwargs)
 
 
@@ -46,7 +46,7 @@ class EmptyRule(Rule):
     runs_layers = True  # those in a module under `BareRule`
 
     @override
-    def run(self, layer: CapturedLayer, /, *args: Any, **kwargs: Any) -> Any:
+    def run(self, layer: CapturedLayer, /, *args: Any, **kwargs: Any) -> object:
         params = dict(zip(layer.params, layer.values, strict=True))
         if not layer.engine.processes.sharded:  # the module may use parameters of its submodules too
             params = {name: (param, param) for name, param in trainable(layer.module).items()}

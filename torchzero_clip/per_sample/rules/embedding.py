@@ -94,13 +94,13 @@ class EmbeddingBagRule(EmbeddingRule):
 def _owners(layer: CapturedLayer, input: Tensor, offsets: Tensor, bags: Tensor) -> Samples:
     """The sample of each bag."""
     layer.note()
-    count, labels = layer.engine.forward.batch_size, layer.labels(input)
-    if count == 1:
+    forward, labels = layer.engine.forward, layer.labels(input)
+    if forward.batch_size == 1:
         return layer.samples(offsets, 1)
-    if labels is None or layer.engine.forward.is_argument(offsets):
+    if labels is None or forward.is_argument(offsets):
         layer.check_rows(offsets, 0)
         return Samples(input, Place(0))
-    along = layer.rows_along(input, 0)
+    count, along = forward.count, layer.rows_along(input, 0)
     of_index = torch.arange(count, device=bags.device) if along is None else along
     rows = bags.new_full((len(offsets),), -1).index_copy(0, bags, of_index)
     if not torch.equal(rows[bags], of_index) or bool((rows < 0).any()):
@@ -127,7 +127,7 @@ def _positions(layer: CapturedLayer, input: Tensor) -> Samples | None:
     if not shared:
         return None
     layer.note("positions", dim)
-    return Samples(input.expand(count, *input.shape).movedim(0, dim), Place(dim), had_dim=False)
+    return Samples(input.expand(forward.count, *input.shape).movedim(0, dim), Place(dim), had_dim=False)
 
 
 def _relative(index: Tensor) -> bool:

@@ -25,7 +25,7 @@ class FastPathRule(Rule):
     runs_empty = True
 
     @override
-    def run(self, layer: CapturedLayer, /, *args: Any, **kwargs: Any) -> Any:
+    def run(self, layer: CapturedLayer, /, *args: Any, **kwargs: Any) -> object:
         module, provenance = layer.module, layer.engine.forward.provenance
         if module.training:
             return type(module).forward(module, *args, **kwargs)

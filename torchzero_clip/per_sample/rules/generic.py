@@ -26,7 +26,7 @@ from torchzero_clip.per_sample.hooks import Hook
 from torchzero_clip.per_sample.modes import Mode
 from torchzero_clip.per_sample.processes.sharding import memory_of
 from torchzero_clip.per_sample.rules.copies import EMPTY, Bare, copy_of
-from torchzero_clip.per_sample.rules.reruns import watch_functions
+from torchzero_clip.per_sample.rules.reruns import find_functions, watch_modules
 from torchzero_clip.per_sample.rules.state import State
 from torchzero_clip.per_sample.samples.arguments import counts_up
 from torchzero_clip.per_sample.samples.broadcast_row import HOOKS, by_vmap, is_in_place, is_row, row_of, without_padding
@@ -74,8 +74,10 @@ class GenericRule(Rule):
         with _alone(layer, one) as state:
             tensors = _mapped(layer, state, one, copies, list(inputs.values()))
             changed = versions != [leaf._version for leaf in given]  # so that it cannot run again
+            if not is_known:
+                watch_modules(layer)
             if not is_known and decision not in known:
-                watch_functions(layer, tensors, inputs.values())
+                find_functions(layer, tensors, inputs.values())
             if not is_known and not changed and decision not in known:
                 _refuse_reentrant(layer, tensors, inputs.values())
                 _compare(layer, state, one.output(tensors), args, kwargs)
@@ -87,13 +89,13 @@ class GenericRule(Rule):
         return one.output(tensors)
 
     def dims(
-        self, layer: CapturedLayer, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any]
-    ) -> tuple[list[int | None], set[Any]]:
+        self, layer: CapturedLayer, args: tuple[object, ...], kwargs: dict[str, object], leaves: Sequence[object]
+    ) -> tuple[list[int | None], set[object]]:
         """The batch dimension of each argument, None if it has none; and which arguments are shared for good."""
         dim, size = layer.engine.batch_dim, layer.count_in(leaves)
         model = layer.engine.attachment.model
         own = memory_of((*model.parameters(), *model.buffers()))
-        shared: set[Any] = set(layer.known.get(SHARED, ()))
+        shared: set[object] = set(layer.known.get(SHARED, ()))
         result: list[int | None] = []
         beside = any(isinstance(x, Tensor) and layer.labels(x) is not None for x in leaves)
         for path, leaf in pytree.tree_flatten_with_path((args, kwargs))[0]:
@@ -142,7 +144,7 @@ class _One:
     def __init__(
         self,
         layer: CapturedLayer,
-        leaves: Sequence[Any],
+        leaves: Sequence[object],
         structure: Any,
         dims: dict[int, int | None],
         output_dim: Callable[[int], int | None],
@@ -170,7 +172,7 @@ class _One:
             )
         return self._taken(output)
 
-    def _taken(self, output: Any) -> tuple[Tensor, ...]:
+    def _taken(self, output: object) -> tuple[Tensor, ...]:
         """Store the structure of an output, and return the tensors of one sample, without their batch dimensions."""
         leaves, structure = pytree.tree_flatten(output)
         self._output_dims = {i: self._output_dim(i) for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
@@ -283,7 +285,9 @@ def _refuse_reentrant(layer: CapturedLayer, outputs: Iterable[Tensor], inputs: I
         )
 
 
-def _compare(layer: CapturedLayer, state: State, output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _compare(
+    layer: CapturedLayer, state: State, output: object, args: tuple[object, ...], kwargs: dict[str, object]
+) -> None:
     """Run the module once more, on its batch, and raise unless it gives the same output as sample by sample.
 
     If it draws random numbers, only shapes are compared. It is not run if there are hooks inside, which would be
@@ -333,7 +337,7 @@ def _agree(alone: Tensor, together: Tensor, dim: int, drew: bool) -> bool:
     return not differ(together.double(), alone.double(), tolerance)
 
 
-def _batch_size(layer: CapturedLayer, leaves: Sequence[Any], counts: set[int]) -> int:
+def _batch_size(layer: CapturedLayer, leaves: Sequence[object], counts: set[int]) -> int:
     expected = layer.engine.forward.batch_size
     if not counts and expected is not None:
         return expected  # no argument has samples: the output is the same for all

@@ -183,7 +183,7 @@ class _Sequences:
             self.sizes = [input.shape[self._dim]] * input.shape[1 - self._dim]
             self._samples = layer.rows_along(input, self._dim)
         self.count = self.sizes[0]
-        self._batch_size: int = layer.engine.forward.batch_size
+        self._forward = layer.engine.forward
         layer.note(self._dim, self._batch_sizes is None, self._samples is None)
 
     def _of_packed(self, rows: Tensor) -> Tensor | None:
@@ -192,7 +192,7 @@ class _Sequences:
         if not torch.equal(rows, torch.cat([first[:size] for size in self.sizes])):
             raise self._layer.unknown_rows()
         samples = first if self._back is None else first[self._back.to(first.device)]
-        in_order = torch.equal(samples, torch.arange(self._layer.engine.forward.batch_size, device=samples.device))
+        in_order = torch.equal(samples, torch.arange(self._layer.engine.forward.count, device=samples.device))
         return None if in_order else samples
 
     def rows(self, tensor: Tensor) -> Tensor:
@@ -213,7 +213,7 @@ class _Sequences:
 
     def regrouped(self, part: Contribution) -> Contribution:
         """A contribution of sequences as one of samples."""
-        return part if self._samples is None else regrouped(part, self._samples, self._batch_size)
+        return part if self._samples is None else regrouped(part, self._samples, self._forward.count)
 
     def ordered(self, states: Tensor) -> Tensor:
         """States in the order of the rows. Those that all samples share have a copy for each."""

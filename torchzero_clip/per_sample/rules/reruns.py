@@ -7,11 +7,11 @@ got copies of the parameters, and the function gives gradients to the parameters
 
 from collections.abc import Iterable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import Node
 
 from torchzero_clip.compat import current_graph_task_id, is_restored_by_checkpoint
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, is_watched
@@ -22,17 +22,24 @@ RERUN = (
     "modules, or use torch.utils.checkpoint with use_reentrant=False"
 )
 """The way out of a function that runs modules again."""
+WATCHED = "watched"  # a key of `CapturedLayer.known`: its modules are watched
 RERUNS = "reruns"  # a key of `CapturedLayer.known`: its graph has a function that may run modules again
 
 
-def watch_functions(layer: CapturedLayer, outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> None:
-    """Watch the modules in a layer that is run whole, if its graph has a `torch.autograd.Function`."""
+def watch_modules(layer: CapturedLayer) -> None:
+    """Raise if a module in a layer that is run whole runs in a backward."""
+    if WATCHED not in layer.known:
+        layer.known[WATCHED] = True
+        layer.engine.attachment.watch_inside(layer, partial(_refuse, layer))
+
+
+def find_functions(layer: CapturedLayer, outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> None:
+    """Note for messages if the graph of a layer that is run whole has a `torch.autograd.Function`."""
     if RERUNS in layer.known:
         return
-    nodes: Iterable[Any] = {*nodes_of(outputs)}.difference(nodes_of(inputs))
+    nodes: Iterable[Node] = {*nodes_of(outputs)}.difference(nodes_of(inputs))
     if any(isinstance(node, BackwardCFunction) and not is_watched(node) for node in nodes):
         layer.known[RERUNS] = True
-        layer.engine.attachment.watch_inside(layer, partial(_refuse, layer))
 
 
 def rerun_error(layer: CapturedLayer, what: str) -> RuntimeError:
@@ -40,7 +47,7 @@ def rerun_error(layer: CapturedLayer, what: str) -> RuntimeError:
     return RuntimeError(f"{layer} runs sample by sample, but {what}, where samples cannot be told apart: {RERUN}")
 
 
-def _refuse(layer: CapturedLayer, module: nn.Module, *_: Any) -> None:
+def _refuse(layer: CapturedLayer, module: nn.Module, *_: object) -> None:
     """Raise if a module runs in a backward, other than to restore what a checkpoint has freed."""
     engine = layer.engine
     if engine.inside or current_graph_task_id() == -1 or not torch.is_grad_enabled() or is_restored_by_checkpoint():

@@ -74,7 +74,7 @@ class State:
         self._originals[id(copy)] = copy, leaf
         return copy
 
-    def _combined(self, key: _Key, values: Sequence[Any]) -> Any:
+    def _combined(self, key: _Key, values: Sequence[object]) -> Any:
         """Combine the values of all runs into one, with tensors of the batch in place of those of samples."""
         trees = [pytree.tree_flatten(value) for value in values]
         structure = trees[-1][1]

@@ -32,7 +32,9 @@ from torchzero_clip.per_sample.samples.operations import (
     JOINED,
     NEW,
     POINTWISE,
+    RECURRENT,
     Part,
+    after_sequence,
     beside,
     dims_of,
     is_listed,
@@ -219,6 +221,14 @@ class Following(OwnMode):
         if name in NEW:
             return [None]
         parts = call.parts
+        if name in RECURRENT:
+            first, *states = outputs
+            if isinstance(call.args[1], Tensor) and not call.args[1].is_floating_point():  # packed: rows are steps
+                known = LOST if any(part.place for part in parts) else beside(parts[0], first.shape, count, (1,))
+                return [known, *[LOST] * len(states)]
+            dim = 0 if call.args[-1] is True else 1  # batch_first comes last
+            known = [after_sequence(parts, dim, first.shape, count, dim)]
+            return [*known, *[after_sequence(parts, dim, x.shape, count, 1) for x in states]]
         dims = () if name in ELEMENTS else dims_of(name, len(parts[0].shape), call.args, call.kwargs)
         return [unmoved(name, parts, x.shape, count, dims) for x in outputs]
 

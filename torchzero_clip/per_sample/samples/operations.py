@@ -68,6 +68,8 @@ BATCHED = tuple(
 """Beginnings of the names of functions that keep the first dimension, and work on each of its entries alone."""
 CHANNELS = names("batch_norm native_batch_norm cudnn_batch_norm")
 """Functions that work on each channel (second dimension) alone, and in eval mode on each element alone."""
+RECURRENT = names("gru lstm rnn_relu rnn_tanh")
+"""Functions of sequences: LSTM, GRU and RNN without trainable weights."""
 NEW = names("new new_empty new_full new_ones new_tensor new_zeros")
 """Functions that take only the dtype and the device from their argument."""
 ATTENTION = "scaleddotproduct"
@@ -92,7 +94,7 @@ class Part(NamedTuple):
 @functools.cache
 def is_listed(name: str) -> bool:
     """True if `unmoved` knows a function."""
-    lists = ELEMENTS, ALONG, REDUCES, PRODUCTS, ROWS, LAST, CHANNELS, NEW
+    lists = ELEMENTS, ALONG, REDUCES, PRODUCTS, ROWS, LAST, CHANNELS, RECURRENT, NEW
     return any(name in x for x in lists) or name.startswith((*BATCHED, ATTENTION))
 
 
@@ -132,6 +134,22 @@ def unmoved(name: str, parts: Iterable[Part], shape: Sequence[int], count: int, 
 def beside(part: Part, shape: Sequence[int], count: int, dims: Collection[int] = ()) -> Known:
     """The labels of a part after a function along other dimensions, aligned as in broadcasting."""
     return unmoved(ASIDE, [part], shape, count, dims)
+
+
+def after_sequence(parts: Iterable[Part], batch_dim: int, shape: Sequence[int], count: int, place: int) -> Known:
+    """The labels of an output of LSTM, GRU or RNN, in its dimension ``place``.
+
+    The samples are in ``batch_dim`` of the first part, the sequence, and in dimension 1 of the others, the states.
+    """
+
+    def way(part: Part) -> Way:
+        own = 1 if part.place else batch_dim
+        return lambda dim: place if dim == own else None
+
+    found = [_carried(part, shape, count, way(part)) for part in parts]
+    if any(x is LOST for x in found) or not all(agree(found[0], x, shape, count) for x in found[1:]):
+        return LOST
+    return found[0]
 
 
 @functools.lru_cache(4096)  # because forwards repeat their calls

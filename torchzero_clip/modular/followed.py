@@ -1,134 +1,77 @@
-"""A chain that changes the gradients of another optimizer, whose param groups it follows."""
+"""The settings of transforms for the param groups of another optimizer, which they follow."""
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from itertools import chain
 from typing import Any
 
-import torch
-from torch import nn
-from typing_extensions import override
+from torch import Tensor, nn
 
 from torchzero_clip.compat import any_distributed
-from torchzero_clip.core.chain import Chain, Composite, Transforms, as_written
+from torchzero_clip.core.chain import Chain, Composite, Transforms, as_written, flatten
+from torchzero_clip.core.chain_state import same
 from torchzero_clip.core.kinds import UpdateRule
 from torchzero_clip.core.learning_rate import LR
+from torchzero_clip.core.scope import named_params
 from torchzero_clip.core.transform import Transform
-from torchzero_clip.core.undo import Spares, Undo
 from torchzero_clip.engine.end import Deliver
-from torchzero_clip.engine.listener import Listener
-from torchzero_clip.engine.walk import Walk
-from torchzero_clip.modular.modular import Modular
+from torchzero_clip.modular.runner import Runner
 from torchzero_clip.modular.validation import check_added, check_places
-from torchzero_clip.types import Group, Setting
+from torchzero_clip.types import Group, State
 
 OF_OPTIMIZER = ("params", "param_names", "name")
 """Keys of a param group that describe the optimizer, and are no settings of transforms."""
 
 
-class Front(Modular):
-    """Transforms whose updates are written into the gradients. Its param groups have the settings of the transforms."""
+def runner_before(delivery: Deliver, transforms: Sequence[Transforms], **options: Any) -> Runner:
+    """A runner that writes its updates into the gradients, for another optimizer that takes the step."""
+    for transform in as_written(transforms):
+        _refuse(transform, transform)
+    runner = Runner(Chain(*flatten(transforms)), delivery=delivery, **options)
+    # an author's transform may read the gradients after they were changed
+    delivery.over_grads = all(node.is_ours and node.transform.target == "update" for node in runner.nodes)
+    return runner
 
-    ended: Walk | None = None
-    """The last step, if the listener has not been told yet that it has ended."""
 
-    def __init__(
-        self, groups: Sequence[Group], transforms: Sequence[Transforms], *, module: nn.Module | None, **options: Any
-    ) -> None:
-        for transform in as_written(transforms):
-            _refuse(transform, transform)
-        self.delivery = self._delivery = Deliver()
-        self._spares = Spares()
+class Followed:
+    """Param groups with the settings of transforms, one for each group of another optimizer, and their state."""
+
+    def __init__(self, runner: Runner, groups: Sequence[Group], module: nn.Module | None) -> None:
+        self.runner, self.nodes = runner, runner.nodes
+        self.param_groups: list[Group] = []
+        self.state: dict[Tensor, State] = {}
         self._names_in = module  # the module that has the names of the parameters
-        self._followed = groups  # those of the other optimizer
-        super().__init__(_named(groups, module), *transforms, **options)
-        # an author's transform may read the gradients after they were changed
-        self.delivery.over_grads = all(node.is_ours and node.transform.target == "update" for node in self.nodes)
+        for group in _named(groups, module):
+            runner.add(group, self.param_groups, self._append, module=None)
+        runner.complete(self.param_groups, None)
         for own, group in zip(self.param_groups, groups, strict=True):
             own["params"] = group["params"]
-        self._ids = _checked_ids(groups)
+        _check_ids(groups)
+        self._seen = _seen(groups)
 
-    @override
-    def _tell(self, listener: Listener, walk: Walk) -> None:
-        self.ended = walk
+    def _append(self, group: Group) -> None:
+        """Add a group, and store the names of its parameters as torch does."""
+        pairs = [item for item in group["params"] if isinstance(item, tuple)]
+        if pairs:
+            group["param_names"], group["params"] = [name for name, _ in pairs], [param for _, param in pairs]
+        self.param_groups.append({**group, **self._shared_settings()})
 
-    @torch.no_grad()  # as in a step, outside of which this is called
-    def tell(self) -> None:
-        """Tell the listener that the step has ended, also if it was refused."""
-        ended, self.ended = self.ended, None
-        if ended is not None and self.listener is not None:
-            self.listener.end(ended)
-
-    @property
-    def may_refuse(self) -> bool:
-        """True if a gate or ``nonfinite="skip"`` may refuse a step."""
-        return self._policy.may_skip
-
-    def leave_out(self, refused_by: tuple[str, ...] = ()) -> None:
-        """Note a step without transforms: clear the metrics and, if it is refused, the reported loss."""
-        self.skipped_by = refused_by
-        self._metrics, self._unread = {}, None
-        if refused_by:
-            self._reported.clear()
-
-    def note_zeros(self) -> None:
-        """Count a step with gradients of 0 that may only create state, into which a checkpoint is loaded."""
-        self._policy.idle.zeros(self.steps_taken, is_taken=False)
-
-    def change_gradients(self, groups: Sequence[Group], result: Any) -> None:
-        """Apply the transforms to the gradients of param groups. ``result`` is what a closure has returned.
-
-        If the step is refused, ``skipped_by`` names who did it, and the gradients are as before.
-        """
-        if not self._has_lists_of(groups):
-            self.follow(groups)
-        self._followed = groups
-        self._undo = self._noted()
-        try:
-            self._step(None if result is None else lambda: result)
-        except BaseException:
-            self.end_step(is_taken=False)
-            raise
-
-    def end_step(self, *, is_taken: bool) -> None:
-        """End the step of the optimizer. If it has raised, restore the state from before the transforms."""
-        undo, self._undo = self._undo, None
-        if undo is not None and not is_taken and not self.skipped_by:  # a refused step keeps its counts
-            undo.restore()
-            self._metrics, self._unread = {}, None
-            if self.ended is not None:
-                self.ended.refused_by.append("error")
-
-    def _noted(self) -> Undo:
-        """Note what a step may change, except for the state of parameters, which is noted before it changes."""
-        undo = Undo(self._spares)
-        undo.values(self._chain_state.values)
-        for values in (self.state, *self.param_groups):
-            undo.members(values)
-        undo.then(partial(setattr, self, "steps_taken", self.steps_taken))
-        return undo
-
-    _step = Modular.step  # without hooks, which Optimizer adds when the first optimizer is made
-
-    @override
-    def begin(self) -> dict[str, list[Setting]]:
-        self.sync(self._followed)
-        return super().begin()
-
-    def _has_lists_of(self, groups: Sequence[Group]) -> bool:
-        own = self.param_groups
-        if len(own) != len(groups):
-            return False
-        return all(mine["params"] is theirs["params"] for mine, theirs in zip(own, groups, strict=True))
+    def _shared_settings(self) -> dict[str, Any]:
+        """The settings that are equal in all groups. An added group gets them, because some have to stay equal."""
+        groups, schedules = self.param_groups, self.runner.schedules
+        stored = self.nodes.storage_keys.values() if groups else ()
+        values = {key: [group[key] for group in groups] for key in stored if key not in schedules}
+        return {key: row[0] for key, row in values.items() if all(same(row[0], value) for value in row)}
 
     def sync(self, groups: Sequence[Group]) -> None:
         """Follow the other optimizer if its parameters have changed."""
-        if not self._has_lists_of(groups) or _ids(groups) != self._ids:
+        if _seen(groups) != self._seen:
             self.follow(groups)
 
     def settings_to_save(self) -> list[dict[str, Any]]:
         """The settings of each group and the state of the whole chain, for a checkpoint."""
-        self._chain_state.take_counters(self.param_groups)
-        self._chain_state.show(self.param_groups)
+        chain_state = self.runner.chain_state
+        chain_state.take_counters(self.param_groups)
+        chain_state.show(self.param_groups)
         return [{key: value for key, value in group.items() if key not in OF_OPTIMIZER} for group in self.param_groups]
 
     def follow(self, groups: Sequence[Group]) -> None:
@@ -136,14 +79,15 @@ class Front(Modular):
         own = [dict(group) for group in self.param_groups]
         try:
             self._follow(groups)
-            params = self._named_params()
-            check_added(self.nodes, params, self.process_group)
-            check_places(self.chain, self.nodes, params)
-            ids = _checked_ids(groups)
+            params = [named for group in self.param_groups for named in named_params(group)]
+            runner = self.runner
+            check_added(self.nodes, params, runner.shared.group)
+            check_places(runner.chain, self.nodes, params)
+            _check_ids(groups)
         except Exception:
             self.param_groups[:] = own
             raise
-        self._ids, self._has_meshes = ids, any_distributed([named.param for named in params])
+        self._seen, runner.has_meshes = _seen(groups), any_distributed([named.param for named in params])
         held = {param for group in groups for param in group["params"]}
         for param in self.state.keys() - held:
             del self.state[param]
@@ -159,21 +103,22 @@ class Front(Modular):
         self.param_groups[:] = [own for own in found if own is not None]  # those that a new group is compared with
         for g, (group, new) in enumerate(zip(groups, given, strict=True)):
             if found[g] is None:
-                self.add_param_group(new)
+                self.runner.add(new, self.param_groups, self._append, module=None)
                 found[g] = self.param_groups[-1]
                 self.param_groups[-1]["params"] = group["params"]
         self.param_groups[:] = [own for own in found if own is not None]
 
 
-def _ids(groups: Sequence[Group]) -> list[int]:
-    return [id(param) for group in groups for param in group["params"]]
+def _seen(groups: Sequence[Group]) -> list[int]:
+    """The ids of the lists of parameters, and of the parameters in them."""
+    lists = [group["params"] for group in groups]
+    return [*map(id, lists), *map(len, lists), *map(id, chain.from_iterable(lists))]
 
 
-def _checked_ids(groups: Sequence[Group]) -> list[int]:
-    ids = _ids(groups)
+def _check_ids(groups: Sequence[Group]) -> None:
+    ids = [id(param) for group in groups for param in group["params"]]
     if len(set(ids)) < len(ids):
         raise ValueError("a parameter is listed twice in the groups of the optimizer: list it once")
-    return ids
 
 
 def _successors(known: Sequence[Group], groups: Sequence[Group]) -> list[Group | None]:

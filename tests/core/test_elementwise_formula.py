@@ -65,9 +65,8 @@ def test_numbers_by_hand(make, gradients, expected, fast):
 
 
 @both_ways
-def test_the_first_example_of_the_page_has_eight_lines_and_starts_from_zeros(fast):
-    clip, source = shown("write_a_transform.md", "ClipToUsual")
-    assert sum(bool(line.strip()) for line in source.splitlines()) == 8
+def test_the_first_example_of_the_page_starts_from_zeros(fast):
+    clip, _ = shown("write_a_transform.md", "ClipToUsual")
     results, optimizer = outputs(clip(2.0, 0.5), [[[4.0, 0.0]], [[8.0, 1.0]], [[math.inf, 1.0]]], fast=fast)
     assert results == [[[4.0, 0.0]], [[8.0, 1.0]], [[math.inf, 1.0]]]
     (state,) = optimizer.state.values()

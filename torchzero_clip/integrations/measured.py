@@ -1,0 +1,58 @@
+"""The metrics of an optimizer that a trainer has wrapped."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchzero_clip.modular.before_step import BeforeStep, chain_of
+from torchzero_clip.modular.host import unwrap
+from torchzero_clip.modular.modular import Modular
+from torchzero_clip.recorder.numbers import finite_ones
+
+
+def unwrapped(optimizer: Any) -> Modular | BeforeStep:
+    """Return the `Modular`, or the handle of `before_step`, inside wrappers such as those of Accelerate and Lightning.
+
+    Args:
+        optimizer: A `Modular`, an optimizer with transforms before its steps, or their handle; or an object that has
+            such an optimizer as its ``optimizer`` or ``_optimizer``, at any depth.
+
+    Raises:
+        TypeError: If there is none.
+    """
+    found = chain_of(optimizer)
+    if found is None:
+        raise TypeError(
+            f"optimizer must be a Modular or a wrapper of one, got {type(unwrap(optimizer)).__name__}, which has no "
+            "transforms: call before_step on it, or give the callback of the trainer transforms=[...] or a Recorder"
+        )
+    return found
+
+
+def metrics(optimizer: Any) -> dict[str, Tensor]:
+    """Return `Modular.metrics` of what `unwrapped` returns, for example for what ``accelerator.prepare`` returned."""
+    return unwrapped(optimizer).metrics()
+
+
+def numbers(optimizer: Any) -> dict[str, float]:
+    """Return the metrics of an optimizer as Python numbers, for a log.
+
+    Numbers that are inf or NaN, such as a limit that does not limit, are left out, because JSON cannot hold them. The
+    call waits for the device once. If you call ``item`` on each metric, each of these calls waits.
+
+    Examples:
+        >>> import torch
+        >>> from torchzero_clip import ClipNorm, Modular
+        >>> from torchzero_clip.integrations import numbers
+        >>> weight = torch.nn.Parameter(torch.zeros(2))
+        >>> optimizer = Modular([weight], ClipNorm(1.0))
+        >>> weight.grad = torch.tensor([3.0, 4.0])
+        >>> optimizer.step()
+        >>> numbers(optimizer)
+        {'clip_norm/norm': 5.0, 'clip_norm/factor': 0.2, 'clip_norm/clipped': 1.0}
+    """
+    found = metrics(optimizer)
+    device = next((value.device for value in found.values() if not value.is_cpu), torch.device("cpu"))
+    values = [value.double().to(device) for value in found.values()]
+    return finite_ones(dict(zip(found, torch.stack(values).tolist() if values else [], strict=True)))

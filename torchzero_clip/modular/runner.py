@@ -1,0 +1,361 @@
+"""Takes the steps of a chain, for an optimizer or before the steps of one."""
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from torchzero_clip.checkpoints.saving import Load, new_chain_state
+from torchzero_clip.checks import boolean
+from torchzero_clip.compat import any_distributed
+from torchzero_clip.core.chain import Chain
+from torchzero_clip.core.chain_state import SCHEDULE_STEP, SKIPPED
+from torchzero_clip.core.schedules import Schedules
+from torchzero_clip.core.scope import NamedParam, named_params
+from torchzero_clip.core.transform import Transform
+from torchzero_clip.core.undo import Undo
+from torchzero_clip.engine.company import Part
+from torchzero_clip.engine.end import Deliver, Subtract
+from torchzero_clip.engine.judged import Judged, Judging
+from torchzero_clip.engine.listener import Listener
+from torchzero_clip.engine.nonfinite import Nonfinite, StepPolicy
+from torchzero_clip.engine.others import Others
+from torchzero_clip.engine.parts import Parts
+from torchzero_clip.engine.readable import Readable
+from torchzero_clip.engine.reported_loss import Loss, ReportedLoss
+from torchzero_clip.engine.run import run
+from torchzero_clip.engine.table import Table, refuse_unusable
+from torchzero_clip.engine.updates import Updates
+from torchzero_clip.engine.walk import Walk
+from torchzero_clip.fast.door import FastWay
+from torchzero_clip.functional.gradients import own_gradients
+from torchzero_clip.functional.processes import SharedGroup, check_group, device_of
+from torchzero_clip.hints import Named
+from torchzero_clip.modular import validation
+from torchzero_clip.modular.missing import Missing
+from torchzero_clip.modular.param_groups import accepted, all_or_none, check_disjoint, split
+from torchzero_clip.types import Group, Setting, State
+
+States = dict[Tensor, State]
+
+
+class Runner:
+    """Takes the steps of a chain. Its owner has the param groups and the state of parameters, and passes them on.
+
+    The owners are `Modular` and `BeforeStep`. Copies and pickles of a runner have no listener, parts or fast way.
+    """
+
+    listener: Listener | None = None
+    """What sees every step, such as a `Recorder`."""
+
+    parts: Parts | None = None
+    """What the backward has updated since the last step, after `step_in_backward`."""
+
+    ended: Walk | None = None
+    """The last step, if the listener was not told yet that it has ended: see `tell`."""
+
+    undo: Undo | None = None
+    """Notes state before it changes, if another optimizer takes the step."""
+
+    skipped_by: tuple[str, ...] = ()
+    steps_taken: int = 0
+    has_meshes = False  # if a parameter is distributed
+    _lengths: Sequence[int] = ()  # how many keys each param group had in the last step
+    is_complete = False  # False until the first groups were added
+    _has_joint_schedules = False  # if any process has schedules
+
+    def __init__(
+        self,
+        chain: Chain,
+        *,
+        delivery: Deliver | None = None,
+        maximize: bool = False,
+        keep_grads: bool = False,
+        nonfinite: Nonfinite = "propagate",
+        max_consecutive_skips: int | None = None,
+        fast: bool = True,
+        process_group: ProcessGroup | None = None,
+    ) -> None:
+        for name, flag in (("maximize", maximize), ("fast", fast), ("keep_grads", keep_grads)):
+            boolean(name, flag)
+        self.maximize, self.keep_grads, self.fast = maximize, keep_grads, fast
+        self.chain, self.nodes = chain, chain.nodes()
+        self.policy = StepPolicy(nonfinite, max_consecutive_skips, self.transforms)
+        self.chain_state = new_chain_state(self.nodes, self.policy.counts())
+        self.schedules = Schedules(self.nodes.schedules(), self.nodes.storage_keys.values(), self.chain_state)
+        check_group(process_group, [])
+        self.shared = SharedGroup(process_group)
+        self.delivery = delivery  # the end of a step; None to subtract the updates from the parameters
+        self._judging = Judging(self.nodes)
+        self.fast_way = FastWay()
+        self._metrics: dict[str, Tensor] = {}
+        self._unread: Callable[[], dict[str, Tensor]] | None = None  # computes the metrics of a planned step, once
+        self.reported = ReportedLoss()
+        self._fitting: set[object] = set()  # see `check_tensors`
+
+    @property
+    def transforms(self) -> dict[str, Transform]:
+        """The transforms by name, in the order of the chain."""
+        return self.chain.transforms
+
+    def complete(self, groups: Sequence[Group], given: Sequence[Transform] | None) -> None:
+        """Check the first param groups, which were added. ``given`` is as in `warn_of_slips`."""
+        check_disjoint(groups)
+        self.nodes.checked_settings(groups)
+        self.chain_state.move(groups)
+        self.chain_state.start(groups, has_schedules=self.schedules.any)
+        named = _named(groups)
+        validation.check_places(self.chain, self.nodes, named)
+        idle = self._agree(named, self.shared.group)
+        validation.warn_of_slips(self.nodes, named, idle, given)
+        self.is_complete = True
+
+    def _agree(self, named: Sequence[NamedParam], group: ProcessGroup | None) -> dict[str, bool]:
+        idle, self._has_joint_schedules = validation.agree(self.nodes, self.policy, named, self.schedules.any, group)
+        return idle
+
+    def set_process_group(self, group: ProcessGroup | None, groups: Sequence[Group]) -> None:
+        """Take the steps together with other processes from now on."""
+        named = _named(groups)
+        check_group(group, [named.param for named in named])
+        self._agree(named, group)
+        self.shared = SharedGroup(group)
+
+    def add(
+        self, group: Group, groups: list[Group], append: Callable[[Group], object], *, module: nn.Module | None
+    ) -> None:
+        """Add a group of parameters, with the settings of the chain where it has none. It may become several groups.
+
+        ``append`` puts a complete group at the end of ``groups``. If something does not fit, no group is added.
+        """
+        keys, before = self.chain_state.keys, len(groups)
+        was_at = group.get(SCHEDULE_STEP)
+        given = accepted(group, self.nodes, groups, module=module, ignored=keys, is_complete=self.is_complete)
+        with all_or_none(groups, self.schedules):
+            for part in split(given, self.nodes):
+                valued, functions = self.schedules.split(part, was_at)
+                # tensors are copied, so that a scheduler that fills an lr does not change other groups or optimizers
+                usual = {k: v.clone() if isinstance(v, Tensor) else v for k, v in self.nodes.defaults().items()}
+                append({**usual, **valued})
+                self.schedules.add(groups[-1], functions)
+                self.check_added(_named(groups[before:]))
+            if self.is_complete:
+                self.nodes.checked_settings(groups)
+                validation.check_places(self.chain, self.nodes, _named(groups))
+                self.chain_state.start(groups, has_schedules=self.schedules.any)
+            if self.parts is not None:
+                self.parts.attach()
+
+    def check_added(self, added: Sequence[NamedParam]) -> None:
+        """Raise if the chain cannot act on parameters that are added."""
+        validation.check_added(self.nodes, added, self.shared.group)
+        self.has_meshes = self.has_meshes or any_distributed([named.param for named in added])
+
+    def metrics(self, groups: Sequence[Group]) -> dict[str, Tensor]:
+        """As `Modular.metrics`."""
+        self.chain_state.take_counters(groups)
+        skipped = torch.tensor(self.chain_state.values[SKIPPED], device="cpu") if self.policy.may_skip else None
+        return Named(self._known_metrics() | ({} if skipped is None else {"skipped_steps": skipped}))
+
+    def _known_metrics(self) -> dict[str, Tensor]:
+        """The metrics of the last step, computed once."""
+        if self._unread is not None:
+            with torch.inference_mode(False), torch.no_grad():  # whatever the mode of the caller
+                self._metrics, self._unread = self._unread(), None
+        return self._metrics
+
+    def leave_out(self, refused_by: tuple[str, ...] = ()) -> None:
+        """Note a step without transforms: it has no metrics and, if it is refused, the reported loss is forgotten."""
+        self.skipped_by = refused_by
+        self.forget_metrics()
+        if refused_by:
+            self.reported.clear()
+
+    def set_counts(self, steps_taken: int, is_behind: bool) -> None:
+        """Go back to these counts."""
+        self.steps_taken, self.schedules.is_behind = steps_taken, is_behind
+
+    def forget_metrics(self) -> None:
+        """Have no metrics until the next step."""
+        self._metrics, self._unread = {}, None
+
+    @torch.no_grad()
+    def step(self, groups: list[Group], states: States, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one step, as `Modular.step`. Afterwards call `tell` if a step has ended."""
+        try:
+            self.skipped_by = ()
+            if self.shared.is_lost:
+                self.shared.refuse()
+            if closure is None and self.fast_way.plan is not None and self._repeat(groups, states, self.reported.loss):
+                return None
+            if closure is None and "closure" in self.nodes.targets:
+                raise ValueError("a transform with target='closure' needs a closure: call step(closure)")
+            settings = self.begin(groups)
+
+            result, walk, loss = None, None, self.reported.loss
+            if closure is not None:
+                with torch.enable_grad():
+                    result = closure()
+                loss = loss if result is None else partial(Loss, result, 1)
+                if self.fast_way.plan is not None and self._repeat(groups, states, loss):
+                    return result
+                # the closure may have changed them, or added groups
+                settings = self.nodes.checked_settings(groups)
+
+            absent = Missing(self.nodes, groups, states) if self.has_meshes and not self.parts else None
+            try:
+                walk = self._walk(groups, states, self.fast_way, settings, loss())
+                if self.parts is not None:
+                    self.parts.refuse_second(walk.table.params)
+                self._take(groups, states, walk)
+            finally:
+                if absent is not None:
+                    absent.put_back(walk)
+            return result
+        finally:
+            if self.reported.count:
+                self.reported.clear()
+
+    def _take(
+        self, groups: list[Group], states: States, walk: Walk | None, go: Callable[[], object] | None = None
+    ) -> None:
+        """Take a step, or skip it. A planned one passes ``go``, and no walk if nobody sees it and it is allowed."""
+        values, parts = self.chain_state.values, self.parts
+        is_taken = walk is None
+        try:
+            if walk is not None:
+                has_updated = parts is not None and len(parts.updated) > 0
+                takes_part = len(walk.table.params) > 0 or self.shared.group is not None or has_updated
+                is_taken = takes_part and (not self.policy.decides or self.policy.allows(walk, values))
+            if is_taken and go is not None:
+                go()
+            elif is_taken and walk is not None:
+                is_taken = run(walk, self.chain, states=states, listener=self.listener, parts=parts)
+            if is_taken:
+                if not torch.compiler.is_compiling():  # which would compile the step anew for each number
+                    self.steps_taken += 1
+                if walk is not None and walk.are_zero:
+                    self.policy.idle.zeros(self.steps_taken)
+                if go is None and walk is not None and not isinstance(walk.executor, Readable):
+                    self.fast_way.learn(walk, (self.maximize, self.keep_grads, parts, self.shared.group))
+                if SCHEDULE_STEP in values:
+                    self.schedules.advance(groups)
+            elif walk is not None:
+                self.policy.idle.not_taken(walk, self.steps_taken)
+        finally:
+            if walk is not None and "error" not in walk.refused_by:
+                self.skipped_by = tuple(walk.refused_by)
+                # a skipped step has the numbers of gates, and none of an earlier step
+                if (go is None or not is_taken) and self.policy.raising.isdisjoint(walk.refused_by):
+                    self._metrics.clear()  # torch.compile loses a dict that is assigned
+                    self._metrics.update(
+                        walk.metrics if parts is None or not is_taken else parts.end(self.nodes, groups)
+                    )
+                    self._unread = None
+            if values:
+                self.chain_state.show(groups)
+            if self.listener is not None:
+                self.ended = walk
+
+    def _repeat(self, groups: list[Group], states: States, loss: Callable[[], Loss]) -> bool:
+        """Take a step by the plan. Return False if it does not fit; then nothing has changed."""
+        if not self.fast or not self._may_be_fast():
+            return False
+        values = self.chain_state.values
+        if values:
+            self.schedules.catch_up(groups)
+        options, policy = (self.maximize, self.keep_grads, self.parts, self.shared.group), self.policy
+        step = self.fast_way.begin(groups, states, options, values, loss, self.listener, self.undo)
+        if step is None:
+            return False
+        if self.listener is not None or policy.has_gates or (policy.decides and step.total is None):
+            self._take(groups, states, step.walk, step.take)
+        else:
+            if policy.decides and step.total is not None:
+                policy.passes(step.total, values)
+            self._take(groups, states, None, partial(step.plan.take, step))
+        self._unread = step.metrics or self._unread
+        key, idle = self._judging.norm_metric, policy.idle  # if ``step.total`` is set, it is not 0
+        if step.total is None and key and (step.plan.needs_total or idle.looks(self.steps_taken)):
+            idle.look(self._known_metrics().get(key), self.steps_taken)
+        return True
+
+    def tell(self) -> None:
+        """Tell the listener that the step has ended, also if it was refused or raised an error."""
+        ended, self.ended = self.ended, None
+        if ended is not None and self.listener is not None:
+            with torch.no_grad():
+                self.listener.end(ended)
+
+    def begin(self, groups: list[Group]) -> dict[str, list[Setting]]:
+        """Take over what was written to the param groups since the last step, and return the settings by transform."""
+        if self.chain_state.values:  # also if there are schedules
+            self.schedules.catch_up(groups)
+        lengths = list(map(len, groups))
+        if lengths != self._lengths and not torch.compiler.is_compiling():  # difflib breaks graphs
+            self._lengths = lengths
+            validation.warn_of_unread_keys(groups, self.nodes, self.chain_state.keys)
+        return self.nodes.checked_settings(groups)
+
+    def _walk(
+        self,
+        groups: list[Group],
+        states: States,
+        fast_way: FastWay,
+        settings: dict[str, list[Setting]],
+        loss: Loss,
+    ) -> Walk:
+        """Start a walk with the parameters that have a gradient. Raise before any change if a parameter is unusable."""
+        table, values = Table.of(groups, states), self.chain_state.values
+        is_fast = self.fast and self._may_be_fast()
+        columns = fast_way.columns(table) if is_fast else None
+        if columns is None:  # else the fast way has checked these tensors already
+            refuse_unusable(groups)
+            validation.check_tensors(self.nodes, table, self._fitting)
+            table.grads = own_gradients(table.params)
+        if values:
+            self.chain_state.move(groups)
+        is_repeated = columns is None and len(set(map(id, table.params))) < len(table.params)
+        end = self.delivery or Subtract(self.keep_grads or "grad" in self.nodes.targets or is_repeated)
+        updates = Updates(table, values, maximize=self.maximize, over_grads=end.over_grads)
+        executor = fast_way.executor(updates, columns) if is_fast and not is_repeated else Readable(updates)
+        judged = Judged(self._judging, table.grads, executor, listens=self.listener is not None)
+        walk = Walk(self.nodes, settings, table, values, executor, judged, end, loss, self.undo)
+        walk.company = None if self.parts is None else Part()
+        if (group := self.shared.group) is not None:
+            Others(group, device_of(table.all_params(), group), has_schedules=self._has_joint_schedules).join(walk)
+        return walk
+
+    def _may_be_fast(self) -> bool:
+        """True if operations may wait and be combined."""
+        # The compiler combines operations itself. Memory that is made in inference mode cannot be used outside of it. A
+        # transform with target="grad" would change gradients that waiting operations still have to read.
+        usable = not (torch.compiler.is_compiling() or torch.is_inference_mode_enabled())
+        return usable and "grad" not in self.nodes.targets
+
+    @torch.no_grad()
+    def take_part(self, groups: list[Group], states: States, settings: dict[str, list[Setting]], first: int) -> None:
+        """Take the step of the parameters in these groups, for `step_in_backward`; `step` ends it."""
+        # parameters that come together are the same in most steps, so the id of the first one names them
+        walk = self._walk(groups, states, self.fast_way.beside(first), settings, self.reported.loss())
+        run(walk, self.chain, states=states, listener=self.listener, parts=self.parts)
+
+    def new_load(self, new: str | Iterable[str], dropped: str | Iterable[str]) -> Load:
+        """A load of one checkpoint, with the arguments of `Modular.load_state_dict`."""
+        return Load(self.nodes, self.schedules, self.chain_state, self.shared.group, new, dropped)
+
+    def __getstate__(self) -> dict[str, Any]:
+        left_out = ("listener", "parts", "ended", "undo", "fast_way", "_lengths", "_unread")
+        state = {key: value for key, value in vars(self).items() if key not in left_out}
+        return state | {"_metrics": self._known_metrics(), "_unread": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.fast_way = FastWay()
+
+
+def _named(groups: Sequence[Group]) -> list[NamedParam]:
+    return [named for group in groups for named in named_params(group)]
