@@ -8,12 +8,13 @@ from contract.training import assert_equal
 
 from torchzero_clip import norm
 from torchzero_clip.functional.blocks import (
-    ROW,
-    ROWS,
+    COPIES,
+    IN_CACHE,
     SHORT,
+    SHORT_BLOCK,
     Moves,
-    cut_into_rows,
-    in_rows,
+    cut_into_blocks,
+    in_blocks,
     joint_norm,
     joint_norm_once,
     norms_of_each_once,
@@ -22,16 +23,28 @@ from torchzero_clip.functional.blocks import (
     sums_of_each,
     whole,
 )
-from torchzero_clip.functional.measure import Slicing, Way, measure
+from torchzero_clip.functional.measure import Resources, Slicing, measure
 from torchzero_clip.functional.scratch import Scratch
+from torchzero_clip.functional.shards import part
 from torchzero_clip.functional.ways import BLOCK
 
-SIZES = [1, ROW - 1, ROW, ROW + 1, BLOCK + 1, 16 * BLOCK, 16 * BLOCK + 1, SHORT, SHORT + 1, 80 * BLOCK]
+SIZES = [
+    1,
+    SHORT_BLOCK - 1,
+    SHORT_BLOCK,
+    SHORT_BLOCK + 1,
+    BLOCK + 1,
+    16 * BLOCK,
+    16 * BLOCK + 1,
+    SHORT,
+    SHORT + 1,
+    80 * BLOCK,
+]
 LISTS = {
     "each side of each border": SIZES,
     "short ones only": SIZES[:4],
     "long ones only": SIZES[-2:],
-    "more rows than memory": [ROW + 1] * ROWS,
+    "more blocks than memory": [SHORT_BLOCK + 1] * (COPIES // SHORT_BLOCK),
     "one element": [1],
 }
 
@@ -69,7 +82,7 @@ def test_each_result_is_that_of_a_loop_in_float64(sizes, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_moving_and_measuring_together_gives_the_bits_of_first_moving_then_measuring(dtype):
-    sizes = [*SIZES, (ROWS + 1) * BLOCK, (ROWS + 1) * BLOCK + 5]
+    sizes = [*SIZES, (IN_CACHE + 1) * BLOCK, (IN_CACHE + 1) * BLOCK + 5]
     tensors, ends = [tensor.clone() for tensor in tensors_of(sizes, dtype)], tensors_of(sizes, dtype, 1)
     weights = [0.1 + 0.05 * i for i in range(len(tensors))]
     moved = [torch.lerp(tensor, end, weight) for tensor, end, weight in zip(tensors, ends, weights, strict=True)]
@@ -78,7 +91,7 @@ def test_moving_and_measuring_together_gives_the_bits_of_first_moving_then_measu
 
 
 def test_the_largest_magnitude_may_be_negative_and_nan_is_not_hidden():
-    tensors = [torch.zeros(3), -torch.ones(SHORT + 1), torch.zeros(ROW + 1)]
+    tensors = [torch.zeros(3), -torch.ones(SHORT + 1), torch.zeros(SHORT_BLOCK + 1)]
     tensors[0][1], tensors[1][-1], tensors[2][-1] = -2.0, -7.0, torch.nan
     maxima = norms_of_slices(tensors, whole(tensors, Scratch()), math.inf)
     assert maxima[:2].tolist() == [2.0, 7.0]
@@ -95,10 +108,10 @@ def test_neighbours_fill_spans():
     assert spans([], 6) == []
 
 
-def test_tensors_fill_whole_rows_of_memory():
-    views, rows = in_rows(torch.arange(20.0), [torch.empty(3), torch.empty(2, 3), torch.empty(0)], 4)
+def test_tensors_fill_whole_blocks_of_memory():
+    views, blocks = in_blocks(torch.arange(20.0), [torch.empty(3), torch.empty(2, 3), torch.empty(0)], 4)
     assert [view.tolist() for view in views] == [[0, 1, 2], [[4, 5, 6], [7, 8, 9]], []]
-    assert rows.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    assert blocks.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
 
 
 def test_slices_of_many_tensors_at_once():
@@ -111,7 +124,7 @@ def test_slices_of_many_tensors_at_once():
         slicing = Slicing.checked(2, dim, isinstance(dim, tuple), 1)
         own = [t for t in tensors if slicing.reduced_dims(t)]
         for _ in range(2):  # the second time as planned
-            fast = measure(own, slicing, way=Way(True, Scratch()))
+            fast = measure(own, slicing, resources=Resources(True, Scratch()))
             assert fast.slices is not None
             readable = measure(own, slicing)
             torch.testing.assert_close(fast.vector, readable.vector, rtol=1e-5, atol=0, equal_nan=True)
@@ -122,9 +135,13 @@ def test_slices_of_many_tensors_at_once():
             own = [t.clone() for t in own]
 
 
+def cut_along(tensors, dims, scratch):
+    return cut_into_blocks(tensors, list(map(part, tensors, dims)), scratch, is_whole=False)
+
+
 def test_only_tensors_with_a_factor_other_than_1_are_touched():
     tensors = [torch.ones(2, 3), torch.ones(3), torch.ones(2, 2)]
-    slices = cut_into_rows(tensors, [(1,), (0,), (0,)], Scratch())
+    slices = cut_along(tensors, [(1,), (0,), (0,)], Scratch())
     assert (slices.counts, slices.owner.tolist()) == ([2, 1, 2], [0, 0, 1, 2, 2])
     versions = [tensor._version for tensor in tensors]
     slices.scale_(tensors, torch.tensor([1.0, 2.0, 1.0, 3.0, 4.0], dtype=torch.float64))
@@ -134,7 +151,7 @@ def test_only_tensors_with_a_factor_other_than_1_are_touched():
 
 def test_a_plan_measures_other_tensors_of_the_same_shapes():
     shapes, dims, scratch = [(2, 3), (3,), (), (3, 2)], [(1,), (0,), (0,), (0,)], Scratch()
-    slices = cut_into_rows([torch.ones(shape) for shape in shapes], dims, scratch)
+    slices = cut_along([torch.ones(shape) for shape in shapes], dims, scratch)
     for seed in range(3):
         torch.manual_seed(seed)
         tensors = [torch.randn(shape) for shape in shapes]
@@ -146,17 +163,17 @@ def test_a_plan_measures_other_tensors_of_the_same_shapes():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("p", [2.0, math.inf])
 def test_whole_tensors_beside_slices(p, dtype):
-    """Whole ones end in zeros, which plans for other tensors write over: the plans share their memory."""
+    """Each is one block, or measured alone; plans for other tensors write over their memory."""
     shapes, dims, scratch = (
-        [(ROW + 1,), (6, 5), (SHORT + 1,), (3,), (4, ROW)],
+        [(SHORT_BLOCK + 1,), (6, 5), (SHORT + 1,), (3,), (4, SHORT_BLOCK)],
         [(0,), (1,), (0,), (0,), (0,)],
         Scratch(),
     )
     tensors = [torch.randn(shape, dtype=dtype) for shape in shapes]
-    cut = cut_into_rows(tensors, dims, scratch)
+    cut = cut_along(tensors, dims, scratch)
     others = [torch.full((3, 2000), 7.0, dtype=dtype), torch.full((SHORT,), 9.0, dtype=dtype)]
-    assert norms_of_slices(others, cut_into_rows(others, [(0,), (0,)], scratch), p)[-1] > 0
+    assert norms_of_slices(others, cut_along(others, [(0,), (0,)], scratch), p)[-1] > 0
     pairs = zip(tensors, dims, strict=True)
     expected = torch.cat([torch.linalg.vector_norm(x.double(), p, own).view(-1) for x, own in pairs])
     torch.testing.assert_close(norms_of_slices(tensors, cut, p), expected, rtol=1e-6, atol=0)
-    assert [part.dims for part in cut.parts(tensors)] == dims
+    assert [own.dims for own in cut.parts(tensors)] == dims

@@ -10,7 +10,7 @@ from oracles.clipping import metric
 from table import PIECES
 
 from torchzero_clip import get_total_norm, norm, rms
-from torchzero_clip.functional.measure import Slicing, Way, measure
+from torchzero_clip.functional.measure import Resources, Slicing, measure
 from torchzero_clip.functional.norms import joint_norm, norms_of_each
 from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.functional.ways import BLOCK
@@ -41,7 +41,7 @@ def test_largest_magnitudes_of_many_tensors_at_once(largest):
     for k, tensor in enumerate(tensors):
         tensor.view(-1)[-1 - k % tensor.numel()] = -largest * 10.0 ** (largest == 1.0)
     slicing = Slicing.checked("linf", None, False, 1)
-    fast, readable = measure(tensors, slicing, way=Way(True, Scratch())), measure(tensors, slicing)
+    fast, readable = measure(tensors, slicing, resources=Resources(True, Scratch())), measure(tensors, slicing)
     torch.testing.assert_close(fast.vector, readable.vector, rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(fast.total, readable.total, rtol=0, atol=0, equal_nan=True)
 
@@ -213,8 +213,8 @@ def test_tensors_have_the_norms_of_each_in_every_way(p):
     assert norms_of_each([]).tolist() == []
 
 
-def test_one_by_one_there_is_no_joint_norm_in_one_pass():
-    """Other tensors have to be measured each; on one rank this takes as long."""
+def test_other_tensors_have_no_joint_norm_in_one_pass():
+    """Each of them has to be measured; on one rank this takes as long."""
     assert joint_norm([torch.ones(4)]) == (torch.tensor(2.0, dtype=torch.float64), None)
-    assert joint_norm([torch.ones(4)], plain=False) is None
+    assert joint_norm([torch.ones(4), torch.ones(4, dtype=torch.float64)]) is None
     assert joint_norm([torch.ones(4, dtype=torch.bfloat16)]) is None

@@ -14,9 +14,9 @@ from torchzero_clip.core.states import zero_numbers
 from torchzero_clip.core.step import Step
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.measure import Measured, Slicing, by_setting
-from torchzero_clip.functional.reading import extent, may_look
 from torchzero_clip.functional.shards import elements_at
 from torchzero_clip.functional.slices import joint_of_norms
+from torchzero_clip.functional.ways import extent, may_look
 from torchzero_clip.types import NewState, Ord, Setting, Target
 
 

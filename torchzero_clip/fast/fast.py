@@ -29,9 +29,9 @@ from torchzero_clip.functional import foreach
 from torchzero_clip.functional.blocks import SHORT, Moves
 from torchzero_clip.functional.measure import Measured, scale_
 from torchzero_clip.functional.norms import JointNorm, joint_norm, norms_of_each
-from torchzero_clip.functional.reading import may_look
 from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.functional.shards import is_partial, locals_of
+from torchzero_clip.functional.ways import may_look
 from torchzero_clip.types import Columns, Runs, Setting, State
 
 
@@ -120,11 +120,11 @@ class Fast(Averaging, Executor):
 
     @override
     def joint_norm(self, grads: list[Tensor], *, beside: bool) -> JointNorm | None:
-        return joint_norm(grads, self._scratch, plain=self._layout is not None or None, beside=beside)
+        return joint_norm(grads, self._scratch, plain=self._layout is not None, beside=beside)
 
     @override
     def norms_of_each(self, grads: list[Tensor]) -> Tensor:
-        return norms_of_each(grads, self._scratch, plain=self._layout is not None or None)
+        return norms_of_each(grads, self._scratch, plain=self._layout is not None)
 
     @override
     def settle(self, rows: Sequence[int]) -> None:
@@ -143,7 +143,7 @@ class Fast(Averaging, Executor):
         if isinstance(op, Scale):
             if not op.does_nothing:
                 waiting = op.measured.with_targets(self.memory.own(rows, op.over_grads))
-                scale_(waiting, op.factors, self._scratch, known=op.extent, name=str(rows[0]))
+                scale_(waiting, op.factors, self._scratch, extremes=op.extent, name=str(rows[0]))
             return
         updates = self.memory.own(rows, False)
         if isinstance(op, Shift):

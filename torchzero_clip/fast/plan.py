@@ -396,7 +396,7 @@ class Plan:
         if self._ended.takes(waiting):
             return waiting.factor
         # a statistic has changed its state, so an ordinary step is too late: multiply here
-        scale_(waiting.measured, waiting.factors, step.workspace.scratch, known=waiting.extent)
+        scale_(waiting.measured, waiting.factors, step.workspace.scratch, extremes=waiting.extent)
         return None
 
 

@@ -1,14 +1,14 @@
 """Norms and sums of many tensors at once, in few operations, with memory for copies of short ones.
 
-They take plain tensors of one dtype, float32 or float64, on CPU. Each is cut into slices, of which a whole tensor is
-one, and each slice into rows. Rows are reduced in the dtype of the tensors, and added up in float64.
+They take plain tensors of one dtype, float32 or float64, on CPU. A slice, of which a whole tensor is one, is reduced in
+blocks: each block in the dtype of the tensors, and the results are added up in float64.
 """
 
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import accumulate, compress
+from itertools import accumulate, chain, compress
 from typing import NamedTuple
 
 import torch
@@ -16,28 +16,27 @@ from torch import Tensor
 
 from torchzero_clip.compat import flatten, unflatten
 from torchzero_clip.functional import foreach, slices
-from torchzero_clip.functional.reading import extent
 from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.functional.shards import Part, pack, part, wholes
-from torchzero_clip.functional.ways import BLOCK, LARGEST, SMALLEST
+from torchzero_clip.functional.ways import BLOCK, LARGEST, SMALLEST, extent
 
 SHORT = 65536  # tensors of at most this many elements are copied to be measured together
 
-ROW = 512  # elements of a row in the memory for copies of short tensors
+SHORT_BLOCK = 512  # elements of a block in the memory for copies of whole tensors
 
-ROWS = 512  # rows in the memory for copies: 1 MiB of float32, which stays in the cache
+COPIES = 2**18  # elements in the memory for copies: 1 MiB of float32, which stays in the cache
+
+IN_CACHE = 512  # so many blocks of a long tensor stay in the cache from one operation to the next
 
 _NORMS = partial(torch.linalg.vector_norm, dim=1)
 
-Dims = tuple[int, ...]  # the dimensions that a slice of one tensor spans
-
 
 class Chunk(NamedTuple):
-    """Some neighbours of a list of tensors, and memory in which each fills whole rows. Chunks share their memory."""
+    """Some tensors of a list, and memory in which each fills whole blocks. Chunks share their memory."""
 
-    own: slice
+    indices: list[int]
     views: list[Tensor]  # memory in the shape of each tensor
-    rows: Tensor  # the same memory as a matrix
+    blocks: Tensor  # the same memory as a matrix with one block in each row
 
 
 class Moves(NamedTuple):
@@ -49,17 +48,17 @@ class Moves(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """How plain tensors are cut into slices, and these into rows. It depends on their layouts alone."""
+    """How plain tensors are cut into slices, and these into blocks. It depends on their layouts alone."""
 
-    dims: list[Dims]  # the dimensions that a slice of each tensor spans
+    is_whole: bool
+    """Each tensor is one slice of several blocks; else each slice is reduced at once, as one block."""
+    dims: list[tuple[int, ...]]  # the dimensions that a slice of each tensor spans
     counts: list[int]  # how many slices each tensor has
     owner: Tensor  # the tensor that each slice belongs to
-    templates: list[Tensor]  # tensors of the shapes of one number per slice; none if all are whole
-    chunks: list[tuple[list[int], Chunk]]  # short tensors, copied to be reduced together
-    refills: bool  # the chunks of whole tensors are filled with zeros, because others have written to their memory
+    templates: list[Tensor]  # tensors of the shapes of one number per slice
+    chunks: list[Chunk]  # short tensors, copied to be reduced together
     others: list[int]  # the tensors that are reduced one by one
-    slice_of: Tensor  # the slice that each row belongs to
-    order: Tensor | None  # the row of each slice, if each is one row
+    slice_of: Tensor  # the slice that each block belongs to
 
     def parts(self, tensors: Sequence[Tensor]) -> list[Part]:
         """The tensors, cut."""
@@ -74,35 +73,29 @@ class Cut(NamedTuple):
         foreach.multiply_plain_(list(compress(tensors, changed)), list(compress(numbers, changed)))
 
 
-def cut_into_rows(tensors: Sequence[Tensor], dims: Sequence[Dims] | None, scratch: Scratch) -> Cut:
-    """Plan how to measure slices of tensors, which span ``dims`` of each (None: all), and none of which is empty."""
-    parts, like = (wholes(tensors) if dims is None else list(map(part, tensors, dims))), tensors[0]
-    counts, sizes = [p.slice_count for p in parts], list(map(Tensor.numel, tensors))
-    alike: dict[tuple[int, bool], list[int]] = {}
+def cut_into_blocks(tensors: Sequence[Tensor], parts: list[Part], scratch: Scratch, *, is_whole: bool) -> Cut:
+    """Plan how to measure the slices of tensors, given as ``parts``; none may be empty."""
+    like, counts, sizes = tensors[0], [p.slice_count for p in parts], list(map(Tensor.numel, tensors))
+    alike: dict[int, list[int]] = {}
     others: list[int] = []
-    for i, (size, count, p) in enumerate(zip(sizes, counts, parts, strict=True)):
-        length = ROW if count == 1 else size // count
-        is_short = size <= SHORT and length <= BLOCK and _are_rows(p)
-        (alike.setdefault((length, count == 1), []) if is_short else others).append(i)
-    chunks: list[tuple[list[int], Chunk]] = []
-    for (length, is_one), together in alike.items():
-        own, memory = [tensors[i] for i in together], "blocks" if dims is None else "slices"
-        found = in_chunks(memory, own, length, ROWS * ROW // length, like, scratch)
-        chunks += [(together[chunk.own], chunk) for chunk in found]
-        for chunk in found if is_one else ():  # the last row of a whole tensor ends in zeros
-            chunk.rows.zero_()
-    refills = dims is not None or len(chunks) > 1
-    measured = [i for own, _ in chunks for i in own] + others
-    rows = [-(-sizes[i] // (ROW if sizes[i] <= SHORT else BLOCK)) if counts[i] == 1 else 1 for i in measured]
-    repeats = torch.tensor(rows, device="cpu").repeat_interleave(
-        torch.tensor([counts[i] for i in measured], device="cpu")
-    )
+    for i, (size, p) in enumerate(zip(sizes, parts, strict=True)):
+        block = SHORT_BLOCK if is_whole else p.size
+        (alike.setdefault(block, []) if size <= SHORT and block <= BLOCK and _are_rows(p) else others).append(i)
+    memory = "blocks" if is_whole else "slices"
+    chunks = [
+        chunk
+        for block, indices in alike.items()
+        for chunk in in_chunks(memory, tensors, indices, block, COPIES // block, like, scratch)
+    ]
+    for chunk in chunks:
+        chunk.blocks.zero_()
+    blocks = [-(-size // (SHORT_BLOCK if size <= SHORT else BLOCK)) if is_whole else 1 for size in sizes]
     places = torch.arange(sum(counts), device="cpu").split(counts)
-    slice_of = torch.cat([places[i] for i in measured]).repeat_interleave(repeats)
-    order = slice_of.argsort() if slice_of.numel() == sum(counts) else None
+    measured = [*chain.from_iterable(chunk.indices for chunk in chunks), *others]
+    slice_of = torch.cat([places[i].repeat_interleave(blocks[i]) for i in measured])
     owner = torch.repeat_interleave(torch.tensor(counts, device="cpu"))
-    templates = [] if dims is None else [like.new_zeros(()).expand(p.slice_shape) for p in parts]
-    return Cut([p.dims for p in parts], counts, owner, templates, chunks, refills, others, slice_of, order)
+    templates = [like.new_zeros(()).expand(p.slice_shape) for p in parts]
+    return Cut(is_whole, [p.dims for p in parts], counts, owner, templates, chunks, others, slice_of)
 
 
 def _are_rows(cut: Part) -> bool:
@@ -112,7 +105,7 @@ def _are_rows(cut: Part) -> bool:
 
 def whole(tensors: Sequence[Tensor], scratch: Scratch) -> Cut:
     """The plan for tensors that are one slice each."""
-    return scratch.plan("blocks", tensors, lambda: cut_into_rows(tensors, None, scratch))
+    return scratch.plan("blocks", tensors, lambda: cut_into_blocks(tensors, wholes(tensors), scratch, is_whole=True))
 
 
 def norms_of_slices(tensors: Sequence[Tensor], cut: Cut, p: float = 2.0) -> Tensor:
@@ -143,23 +136,23 @@ def sums_of_each(tensors: Sequence[Tensor], scratch: Scratch) -> Tensor:
 
 
 def _reduced(tensors: Sequence[Tensor], cut: Cut, p: float | None, moves: Moves | None = None) -> Tensor:
-    """The p-norm of each row, or its sum if p is None: a float64 vector."""
-    reduce, found = _REDUCE[p], list[Tensor]()
-    for own, chunk in cut.chunks:
+    """The p-norm of each block, or its sum if p is None: a float64 vector."""
+    reduce, results = _REDUCE[p], list[Tensor]()
+    for chunk in cut.chunks:
         if moves is not None:
-            for i in own:
+            for i in chunk.indices:
                 torch.lerp(moves.starts[i], moves.ends[i], moves.weights[i], out=tensors[i])
-        if cut.refills and cut.counts[own[0]] == 1:
-            chunk.rows.zero_()
-        foreach.copy_plain_(chunk.views, tensors if len(own) == len(tensors) else [tensors[i] for i in own])
-        found.append(reduce(chunk.rows))
+        if cut.is_whole and len(cut.chunks) > 1:
+            chunk.blocks.zero_()  # another chunk has written to the ends of blocks
+        are_all = len(chunk.views) == len(tensors)
+        foreach.copy_plain_(chunk.views, tensors if are_all else [tensors[i] for i in chunk.indices])
+        results.append(reduce(chunk.blocks))
     for i in cut.others:
-        if cut.counts[i] == 1:
-            rows = _rows_of(tensors[i]) if moves is None else _moved(tensors[i], moves, i)
-            found += map(reduce, rows)
+        if cut.is_whole:
+            results += map(reduce, _blocks_of(tensors[i]) if moves is None else _moved(tensors[i], moves, i))
         elif p is not None:
-            found.append(_norms_alone(part(tensors[i], cut.dims[i]), p))
-    return (found[0] if len(found) == 1 else torch.cat(found)).double()
+            results.append(_norms_alone(part(tensors[i], cut.dims[i]), p))
+    return (results[0] if len(results) == 1 else torch.cat(results)).double()
 
 
 def _norms_alone(cut: Part, p: float) -> Tensor:
@@ -170,73 +163,69 @@ def _norms_alone(cut: Part, p: float) -> Tensor:
 
 
 def _joined(values: Tensor, cut: Cut, p: float | None) -> Tensor:
-    """The norm or the sum of each slice from those of its rows, which may be overwritten."""
-    if cut.order is not None:
-        return values.index_select(0, cut.order)
+    """The norm or the sum of each slice from those of its blocks, which may be overwritten."""
     joined = values.new_zeros(cut.owner.numel())
+    if p == math.inf:
+        return joined.scatter_reduce_(0, cut.slice_of, values, "amax")
     if p is None:
         return joined.index_add_(0, cut.slice_of, values)
-    if math.isinf(p):
-        return joined.scatter_reduce_(0, cut.slice_of, values, "amax")
-    return joined.index_add_(0, cut.slice_of, values.square_()).sqrt_()
+    return joined.index_add_(0, cut.slice_of, values.square_()).sqrt_()  # exact for one block
 
 
 def mended(norms: Tensor, tensors: Sequence[Tensor], cut: Cut | None = None) -> Tensor:
-    """The L2 norms, where those of tensors with one that is extreme or not finite are taken again."""
+    """The L2 norms of slices (None: of each tensor), where those of tensors with an extreme one are taken again."""
     smallest, largest = extent(norms)
     if smallest > SMALLEST and largest < LARGEST:  # not for NaN
         return norms
+    parts = wholes(tensors) if cut is None else cut.parts(tensors)
+    owner = torch.arange(len(tensors), device="cpu") if cut is None else cut.owner
     odd = ((norms > SMALLEST) & (norms < LARGEST)).logical_not_()
-    again = odd if cut is None else odd.new_zeros(len(tensors)).index_fill_(0, cut.owner[odd], True)
-    chosen = again.nonzero().flatten().tolist()
-    own = [tensors[i] for i in chosen]
-    parts = wholes(own) if cut is None else list(map(part, own, [cut.dims[i] for i in chosen]))
-    norms[again if cut is None else again[cut.owner]] = pack(slices.norms_of_slices(parts, 2.0))
+    again = odd.new_zeros(len(tensors)).index_fill_(0, owner[odd], True)
+    norms[again[owner]] = pack(slices.norms_of_slices(list(compress(parts, again.tolist())), 2.0))
     return norms
 
 
 def norms_of_each_once(tensors: Sequence[Tensor]) -> list[float]:
     """The L2 norm of each tensor, for a single call. Those outside of `SMALLEST` to `LARGEST` may be wrong."""
     short = [tensor for tensor in tensors if tensor.numel() <= BLOCK]
-    known = iter(torch.stack(foreach.norms_of_each(short, 2.0, short[0].dtype)).tolist() if short else [])
+    norms = iter(torch.stack(foreach.norms_of_each(short, 2.0, short[0].dtype)).tolist() if short else [])
     # an operation on tensors takes longer than 64 numbers do here
-    return [next(known) if tensor.numel() <= BLOCK else _norm_once(tensor) for tensor in tensors]
+    return [next(norms) if tensor.numel() <= BLOCK else _norm_once(tensor) for tensor in tensors]
 
 
 def _norm_once(tensor: Tensor) -> float:
-    return math.hypot(*(norm for rows in _rows_of(tensor) for norm in _NORMS(rows).tolist()))
+    return math.hypot(*(norm for blocks in _blocks_of(tensor) for norm in _NORMS(blocks).tolist()))
 
 
 def joint_norm_once(tensors: Sequence[Tensor]) -> Tensor:
     """The L2 norm of all tensors together, for a single call. It may be wrong outside of `SMALLEST` to `LARGEST`."""
-    sizes, short, found = list(map(Tensor.numel, tensors)), tensors, list[Tensor]()
+    sizes, short, norms = list(map(Tensor.numel, tensors)), tensors, list[Tensor]()
     if max(sizes) > SHORT:
         short = [tensor for tensor, size in zip(tensors, sizes, strict=True) if size <= SHORT]
         long = [tensor for tensor, size in zip(tensors, sizes, strict=True) if size > SHORT]
-        found += [_NORMS(rows) for tensor in long for rows in _rows_of(tensor)]
+        norms += [_NORMS(blocks) for tensor in long for blocks in _blocks_of(tensor)]
         sizes = [size for size in sizes if size <= SHORT]
-    for own in spans(sizes, ROWS * ROW):
-        # the zeros fill the last row, because a row of another length would take more operations
-        filling = tensors[0].new_zeros(-sum(sizes[own]) % BLOCK)
-        found.append(_NORMS(flatten([*short[own], filling]).view(-1, BLOCK)))
-    norms = found[0] if len(found) == 1 else torch.cat(found)
-    return torch.linalg.vector_norm(norms.double())
+    for span in spans(sizes, COPIES):
+        # the zeros fill the last block, because a block of another length would take more operations
+        filling = tensors[0].new_zeros(-sum(sizes[span]) % BLOCK)
+        norms.append(_NORMS(flatten([*short[span], filling]).view(-1, BLOCK)))
+    return torch.linalg.vector_norm((norms[0] if len(norms) == 1 else torch.cat(norms)).double())
 
 
 def spans(sizes: Sequence[int], most: int) -> list[slice]:
     """Neighbours whose sizes add up to at most so much."""
     ends, begin = list(accumulate(sizes, initial=0)), 0
-    found: list[slice] = []
+    ranges: list[slice] = []
     while begin < len(sizes):
         end = max(bisect_right(ends, ends[begin] + most) - 1, begin + 1)
-        found.append(slice(begin, end))
+        ranges.append(slice(begin, end))
         begin = end
-    return found
+    return ranges
 
 
-def _largest(rows: Tensor) -> Tensor:
-    """The largest magnitude in each row, from two passes over what is then in the cache."""
-    parts = rows.split(ROWS)
+def _largest(blocks: Tensor) -> Tensor:
+    """The largest magnitude in each block, from two passes over what is then in the cache."""
+    parts = blocks.split(IN_CACHE)
     return torch.cat([torch.maximum(part.amax(1), part.amin(1).neg_()) for part in parts])
 
 
@@ -244,30 +233,32 @@ _REDUCE = {2.0: _NORMS, math.inf: _largest, None: partial(torch.sum, dim=1)}
 
 
 def _moved(tensor: Tensor, moves: Moves, i: int) -> Iterator[Tensor]:
-    """The rows of a long tensor in parts that are still in the cache after they have moved."""
-    for rows, starts, ends in zip(*map(_rows_of, (tensor, moves.starts[i], moves.ends[i])), strict=True):
-        for own, start, end in zip(rows.split(ROWS), starts.split(ROWS), ends.split(ROWS), strict=True):
-            yield torch.lerp(start, end, moves.weights[i], out=own)
+    """The blocks of a long tensor, some at a time, which are still in the cache after they have moved."""
+    for matrices in zip(*map(_blocks_of, (tensor, moves.starts[i], moves.ends[i])), strict=True):
+        for blocks, starts, ends in zip(*(matrix.split(IN_CACHE) for matrix in matrices), strict=True):
+            yield torch.lerp(starts, ends, moves.weights[i], out=blocks)
 
 
-def in_chunks(name: str, tensors: list[Tensor], row: int, most: int, like: Tensor, scratch: Scratch) -> list[Chunk]:
-    """Chunks of at most ``most`` rows of ``row`` elements, whose memory is as ``like``."""
-    counts = [-(-tensor.numel() // row) for tensor in tensors]
+def in_chunks(
+    name: str, tensors: Sequence[Tensor], indices: list[int], block: int, most: int, like: Tensor, scratch: Scratch
+) -> list[Chunk]:
+    """Chunks of those tensors, of at most ``most`` blocks of ``block`` elements, whose memory is as ``like``."""
+    counts = [-(-tensors[i].numel() // block) for i in indices]
     cuts = spans(counts, most)
-    memory = scratch.memory(name, max((sum(counts[own]) for own in cuts), default=0) * row, like)
-    return [Chunk(own, *in_rows(memory, tensors[own], row)) for own in cuts]
+    memory = scratch.memory(name, max((sum(counts[cut]) for cut in cuts), default=0) * block, like)
+    return [Chunk(indices[cut], *in_blocks(memory, [tensors[i] for i in indices[cut]], block)) for cut in cuts]
 
 
-def in_rows(memory: Tensor, tensors: Sequence[Tensor], row: int) -> tuple[list[Tensor], Tensor]:
-    """Parts of a vector in the shape of each tensor, which fill rows of ``row`` elements; and all rows as a matrix."""
-    counts = [-(-tensor.numel() // row) for tensor in tensors]
-    used = memory.narrow(0, 0, sum(counts) * row)
-    pairs = zip(used.split([count * row for count in counts]), tensors, strict=True)
-    return [part.narrow(0, 0, tensor.numel()).view(tensor.shape) for part, tensor in pairs], used.view(-1, row)
+def in_blocks(memory: Tensor, tensors: Sequence[Tensor], block: int) -> tuple[list[Tensor], Tensor]:
+    """Parts of a vector in the shape of each tensor, which fill whole blocks; and all blocks as a matrix."""
+    counts = [-(-tensor.numel() // block) for tensor in tensors]
+    used = memory.narrow(0, 0, sum(counts) * block)
+    pairs = zip(used.split([count * block for count in counts]), tensors, strict=True)
+    return [part.narrow(0, 0, tensor.numel()).view(tensor.shape) for part, tensor in pairs], used.view(-1, block)
 
 
-def _rows_of(tensor: Tensor) -> list[Tensor]:
-    """The elements of one tensor in rows of one block each, and the remaining ones in a shorter row."""
+def _blocks_of(tensor: Tensor) -> list[Tensor]:
+    """The elements of one tensor as a matrix with one block in each row, and the remaining ones in a shorter row."""
     flat = foreach.flat(tensor)
     count = flat.numel()
     even = count - count % BLOCK

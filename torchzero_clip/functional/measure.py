@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
 from torchzero_clip.checks import boolean, count, dims
-from torchzero_clip.functional import blocks, foreach, rows
+from torchzero_clip.functional import blocks, foreach, short_tensors
 from torchzero_clip.functional.metric import Metric, parse_ord
 from torchzero_clip.functional.moments import (
     joint_moments,
@@ -22,7 +22,6 @@ from torchzero_clip.functional.moments import (
 )
 from torchzero_clip.functional.norms import JointNorm, joint_norm, joint_norm_of_meshes, norms_of_each
 from torchzero_clip.functional.processes import device_of, gathered
-from torchzero_clip.functional.reading import beyond_float32, extent, may_look
 from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.functional.shards import (
     Part,
@@ -36,7 +35,7 @@ from torchzero_clip.functional.shards import (
     wholes,
 )
 from torchzero_clip.functional.slices import joint_of_norms, merged, norms_of_slices
-from torchzero_clip.functional.ways import way_of
+from torchzero_clip.functional.ways import beyond_float32, extent, may_look, way_of
 from torchzero_clip.types import Dim, Ord
 
 S = TypeVar("S")
@@ -167,9 +166,9 @@ class Measured:
             return torch.cat([total * count, torch.full_like(total, count)])
         return total
 
-    def of_processes(self, rows: Tensor) -> "Measured":
-        """The same with the joint metric of several processes, each with a row of `numbers`."""
-        root = joint_root(self.metric, rows)
+    def of_processes(self, numbers: Tensor) -> "Measured":
+        """The same with the joint metric of several processes, from a matrix with the `numbers` of one in each row."""
+        root = joint_root(self.metric, numbers)
         vector = root.expand(len(self.vector)) if self.joint else self.vector
         return replace(self, total=root**self.metric.degree, vector=vector)
 
@@ -178,9 +177,9 @@ class Measured:
         parts = self.parts
         shapes = [p.slice_shape for p in parts]
         chunks = vector.split(list(map(math.prod, shapes)))
-        rows = zip(chunks, shapes, parts, strict=True)
+        columns = zip(chunks, shapes, parts, strict=True)
         # the vector is on the device of the first tensor, and tensors may be on several
-        return [chunk.view(shape).to(p.tensor.device) for chunk, shape, p in rows]
+        return [chunk.view(shape).to(p.tensor.device) for chunk, shape, p in columns]
 
     def of_slices(self, vector: Tensor) -> Tensor:
         """A vector with a number per slice from one with a number per measured tensor."""
@@ -205,8 +204,8 @@ class Measured:
                 to one call of ``rule``.
             rule: From a vector of norms and a setting to a vector of the same length.
         """
-        own = settings if len(self.indices) == len(settings) else [settings[i] for i in self.indices]
-        shared = by_setting(own)
+        all_measured = len(self.indices) == len(settings)
+        shared = by_setting(settings if all_measured else [settings[i] for i in self.indices])
         if len(shared) == 1:
             # all slices share one norm: one operation on one number instead of one on each slice
             if not (self.joint and len(self.vector) > 0):
@@ -214,8 +213,8 @@ class Measured:
             return rule(self.vector.narrow(0, 0, 1), shared[0][0]).expand(len(self.vector))
         counts = self.counts
         chunks = self.vector.split([sum(counts[part]) for _, part in shared])
-        found = [rule(chunk, setting) for chunk, (setting, _) in zip(chunks, shared, strict=True)]
-        return torch.cat(found or [self.vector])
+        results = [rule(chunk, setting) for chunk, (setting, _) in zip(chunks, shared, strict=True)]
+        return torch.cat(results or [self.vector])
 
 
 def by_setting(settings: Sequence[S]) -> list[tuple[S, slice]]:
@@ -245,14 +244,14 @@ def cut(tensors: Sequence[Tensor], slicing: Slicing, dims_of: DimsOf | None = No
 def _checked_dims(tensor: Tensor, dims: Sequence[int]) -> tuple[int, ...]:
     """Dimensions in order, none of them negative."""
     ndim = max(tensor.ndim, 1)
-    found = sorted({d + ndim if d < 0 else d for d in dims})
-    if any(not 0 <= d < ndim for d in found):
+    ordered = sorted({d + ndim if d < 0 else d for d in dims})
+    if any(not 0 <= d < ndim for d in ordered):
         raise ValueError(f"slice_dims returned {tuple(dims)} for a tensor of shape {tuple(tensor.shape)}")
-    return tuple(found)
+    return tuple(ordered)
 
 
-class Way(NamedTuple):
-    """How tensors are measured. It changes results by rounding at most."""
+class Resources(NamedTuple):
+    """What measuring may use, and what it has to find. It changes norms by rounding at most."""
 
     plain: bool = False
     """All local parts are plain and none is a pending sum, so that norms of whole tensors take few operations."""
@@ -262,20 +261,24 @@ class Way(NamedTuple):
     """The name of what is measured, the same in each step, under which ``scratch`` has the plan for slices."""
     beside: bool = False
     """The norm of each tensor is wanted beside the joint norm where that takes less than two passes."""
-    known: JointNorm | None = None
+    norms: JointNorm | None = None
     """The joint L2 norm and the norm of each tensor, if the tensors are plain and were measured before."""
 
 
-READABLE = Way()
+NONE = Resources()
 
 
 def measure(
-    tensors: Sequence[Tensor], slicing: Slicing, dims_of: DimsOf | None = None, way: Way = READABLE, each: bool = False
+    tensors: Sequence[Tensor],
+    slicing: Slicing,
+    dims_of: DimsOf | None = None,
+    resources: Resources = NONE,
+    each: bool = False,
 ) -> Measured:
     """Measure every slice; ``dims_of`` returns the dimensions of one, if they are not those of ``slicing``."""
     # each: `Measured.tensor_norms` are computed also where slices are joined
-    if way.plain and len(tensors) > 0:
-        measured = _measure_plain(tensors, slicing, dims_of, way, each)
+    if resources.plain and len(tensors) > 0:
+        measured = _measure_plain(tensors, slicing, dims_of, resources, each)
         if measured is not None:
             return measured
     metric, joint = slicing.metric, slicing.dim == "global"
@@ -284,22 +287,22 @@ def measure(
     # decided by dimensions, not by what this process holds, because all ranks have to agree
     one_slice_each = len(parts) == len(tensors) and all(len(p.dims) == p.tensor.ndim for p in parts)
     if metric.is_power:
-        vector, total, norms = _powers(tensors, slicing, indices, parts, each, way)
+        vector, total, norms = _powers(tensors, slicing, indices, parts, beside=resources.beside, each=each)
         tensor_norms = norms if one_slice_each and metric.p > 0 else None
         return Measured(metric, indices, vector, total, targets, joint, tensor_norms, parts)
-    known = moments_of_slices(parts, metric) if joint or len(parts) == len(tensors) else None
-    moments = joint_moments(parts if joint or known is not None else wholes(tensors), metric, known)
-    root = root_of_moments(metric, moments.unsqueeze(0))
-    vector = root.expand(len(parts)) if joint else pack(metrics_of_slices(parts, metric, known))
-    cut_parts = None if way.plain and one_slice_each and not joint else parts
-    return Measured(metric, indices, vector, root**metric.degree, targets, joint, _parts=cut_parts, moments=moments)
+    moments = moments_of_slices(parts, metric) if joint or len(parts) == len(tensors) else None
+    numbers = joint_moments(parts if joint or moments is not None else wholes(tensors), metric, moments)
+    root = root_of_moments(metric, numbers.unsqueeze(0))
+    vector = root.expand(len(parts)) if joint else pack(metrics_of_slices(parts, metric, moments))
+    cut_parts = None if resources.plain and one_slice_each and not joint else parts
+    return Measured(metric, indices, vector, root**metric.degree, targets, joint, _parts=cut_parts, moments=numbers)
 
 
 def measure_over_processes(
     tensors: Sequence[Tensor], slicing: Slicing, group: ProcessGroup | None, judged: Sequence[Tensor] | None = None
 ) -> Measured:
     """Measure every slice, and find the joint metric of all processes of a group."""
-    measured = measure(tensors, slicing, way=Way(foreach.are_plain(tensors)))
+    measured = measure(tensors, slicing, resources=Resources(foreach.are_plain(tensors)))
     # if tensors are judged, a metric of inf or NaN on one process makes it so on all processes of the group and of
     # their meshes: plain tensors beside distributed ones may differ between ranks
     device = measured.total.device
@@ -307,10 +310,10 @@ def measure_over_processes(
     # inf and NaN win a maximum, so that all processes find the same factor
     worst = total.new_zeros(0) if judged is None else largest_on_all_ranks(total, judged).to(device)
     if group is not None:
-        own = measured.numbers(sum(map(Tensor.numel, tensors)))
-        rows = gathered(torch.cat([own, worst]).to(device_of(tensors, group)), group).to(device)
-        measured = measured.of_processes(rows.narrow(1, 0, len(own)))
-        worst = rows.narrow(1, len(own), len(worst)).amax(dim=0)
+        numbers = measured.numbers(sum(map(Tensor.numel, tensors)))
+        of_all = gathered(torch.cat([numbers, worst]).to(device_of(tensors, group)), group).to(device)
+        measured = measured.of_processes(of_all.narrow(1, 0, len(numbers)))
+        worst = of_all.narrow(1, len(numbers), len(worst)).amax(dim=0)
     if judged is None:
         return measured
     worst = worst.squeeze(0)
@@ -318,92 +321,88 @@ def measure_over_processes(
 
 
 def _powers(
-    tensors: Sequence[Tensor], slicing: Slicing, indices: list[int], parts: list[Part], each: bool, way: Way
+    tensors: Sequence[Tensor], slicing: Slicing, indices: list[int], parts: list[Part], *, beside: bool, each: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The metric of each slice of ``parts``, which are the tensors at ``indices``; that of all; and the p-norms."""
     metric, joint, count = slicing.metric, slicing.dim == "global", sum(map(Tensor.numel, tensors))
     if joint and not each and any(p.groups for p in parts):  # the norms of each need a collective of their own
-        total, norms = joint_norm_of_meshes(parts, metric.p, beside=way.beside)
+        total, norms = joint_norm_of_meshes(parts, metric.p, beside=beside)
         total = metric.of_norm(total, count)
         return total.expand(len(parts)), total, norms
     values = norms_of_slices(parts, metric.p)
-    norms = pack(values)
+    vector = norms = pack(values)
+    total = joint_of_norms(norms, metric.p) if joint else _joined(tensors, indices, parts, values, metric.p)
+    total = metric.of_norm(total, count)
     if joint:
-        total = metric.of_norm(joint_of_norms(norms, metric.p), count)
-        return total.expand(len(parts)), total, norms
-    total = metric.of_norm(_joined(tensors, indices, parts, values, metric.p), count)
-    if metric.kind == "norm":
-        return norms, total, norms
-    return pack([metric.of_norm(value, p.size) for value, p in zip(values, parts, strict=True)]), total, norms
+        vector = total.expand(len(parts))
+    elif metric.kind == "mad":
+        vector = pack([metric.of_norm(value, p.size) for value, p in zip(values, parts, strict=True)])
+    return vector, total, norms
 
 
 def _joined(
     tensors: Sequence[Tensor], indices: list[int], parts: list[Part], norms: Sequence[Tensor], p: float
 ) -> Tensor:
     """The p-norm of all tensors together from the norms of the slices of some; the others are measured here."""
-    values, chosen = list(norms), set(indices)
+    values, measured = list(norms), set(indices)
     spread = [i for i, part in enumerate(parts) if part.spread]
     if spread:
         # this process has only some slices of such a tensor
-        seen = [Part(pack([norms[i]]), (0,), parts[i].size, parts[i].spread) for i in spread]
-        for i, value in zip(spread, sums_of_slices(seen) if p == 0 else norms_of_slices(seen, p), strict=True):
+        local = [Part(pack([norms[i]]), (0,), parts[i].size, parts[i].spread) for i in spread]
+        for i, value in zip(spread, sums_of_slices(local) if p == 0 else norms_of_slices(local, p), strict=True):
             values[i] = value
     # tensors that are left alone are part of the joint norm that users see
-    rest = wholes([tensor for i, tensor in enumerate(tensors) if i not in chosen])
-    return joint_of_norms(pack([*values, *norms_of_slices([own for own in rest if own.size], p)]), p)
+    others = wholes([tensor for i, tensor in enumerate(tensors) if i not in measured])
+    return joint_of_norms(pack([*values, *norms_of_slices([part for part in others if part.size], p)]), p)
 
 
 def _measure_plain(
-    tensors: Sequence[Tensor], slicing: Slicing, dims_of: DimsOf | None, way: Way, each: bool
+    tensors: Sequence[Tensor], slicing: Slicing, dims_of: DimsOf | None, resources: Resources, each: bool
 ) -> Measured | None:
     """L2 or largest norms of tensors whose local parts are plain; None if they have to be measured one by one."""
-    metric, joint = slicing.metric, slicing.dim == "global"
+    metric, joint, scratch = slicing.metric, slicing.dim == "global", resources.scratch
     if metric not in (L2, LINF):
         return None
     if not (joint or (dims_of is None and slicing.is_whole)):
-        return _measure_cut(tensors, slicing, dims_of or slicing.reduced_dims, way)
+        return _measure_cut(tensors, slicing, dims_of or slicing.reduced_dims, resources)
     # a tensor without elements, or of too few, has no slice: then each tensor is looked at
     if min(map(Tensor.numel, tensors)) < (1 if joint else max(slicing.min_size, 1)):
         return None
     targets, indices = locals_of(tensors), list(range(len(tensors)))
     are_local = all(map(operator.is_, targets, tensors))
-    norms = way.known[1] if way.known is not None and metric == L2 else None
+    both = resources.norms if metric == L2 else None
     if joint and not each:
         if not are_local:  # the joint norm takes one collective of one number, those of each one of many
             return None
-        both = None if metric != L2 else way.known or joint_norm(targets, way.scratch, plain=True, beside=way.beside)
+        if metric == L2 and both is None:
+            both = joint_norm(targets, scratch, plain=True, beside=resources.beside)
         if both is not None:
             total, norms = both
             return Measured(L2, indices, total.expand(len(targets)), total, targets, True, norms)
+    norms = None if both is None else both[1]
     if norms is None:  # also if the joint norm above is extreme or not finite
-        norms = norms_of_each(targets, way.scratch, metric.p, plain=True)
+        norms = norms_of_each(targets, scratch, metric.p, plain=True)
     if not are_local:  # one collective for all tensors of a mesh
         norms = pack(merged(wholes(tensors), list(norms.unbind()), metric.p))
-    total = _joint_of_plain(norms, tensors[0].dtype, metric.p)
+    fits = metric == L2 and tensors[0].dtype != torch.float64  # the squares of other dtypes are in the range of float64
+    total = torch.linalg.vector_norm(norms) if fits else joint_of_norms(norms, metric.p)
     return Measured(metric, indices, total.expand(len(norms)) if joint else norms, total, targets, joint, norms)
 
 
-def _joint_of_plain(norms: Tensor, dtype: torch.dtype, p: float) -> Tensor:
-    """The joint norm from those of plain tensors: the squares of all dtypes but float64 are in the range of float64."""
-    return torch.linalg.vector_norm(norms) if p == 2 and dtype != torch.float64 else joint_of_norms(norms, p)
-
-
-def _measure_cut(tensors: Sequence[Tensor], slicing: Slicing, dims_of: DimsOf, way: Way) -> Measured | None:
+def _measure_cut(tensors: Sequence[Tensor], slicing: Slicing, dims_of: DimsOf, resources: Resources) -> Measured | None:
     """The L2 norms of slices, measured together; None unless tensors are measured in blocks, and each has slices."""
-    scratch = way.scratch
-    if scratch is None or slicing.metric != L2 or not foreach.are_plain(tensors):
-        return None
-    if way_of(tensors, 2.0, plain=True) != "blocks":
+    scratch = resources.scratch
+    if scratch is None or slicing.metric != L2 or not foreach.are_plain(tensors) or way_of(tensors, 2.0) != "blocks":
         return None
 
     def planned() -> blocks.Cut | None:
         _, parts = cut(tensors, slicing, dims_of)
         are_all = len(parts) == len(tensors)
-        return blocks.cut_into_rows(tensors, [own.dims for own in parts], scratch) if are_all else None
+        return blocks.cut_into_blocks(tensors, parts, scratch, is_whole=False) if are_all else None
 
     dims = [tuple(dims_of(tensor)) for tensor in tensors]
     # compared in each step, because an author's slice_dims may return others at any time
-    slices = scratch.plan(f"slices {way.name}", tensors, planned, (slicing.min_size, *dims))
+    slices = scratch.plan(f"slices {resources.name}", tensors, planned, (slicing.min_size, *dims))
     if slices is None:
         return None
     norms, tensor_norms = blocks.norms_of_slices(tensors, slices), None
@@ -412,7 +411,7 @@ def _measure_cut(tensors: Sequence[Tensor], slicing: Slicing, dims_of: DimsOf, w
     if tensors[0].dtype != torch.float64:  # their squares are in the range of float64
         squares = norms.new_zeros(len(tensors)).index_add_(0, slices.owner, norms.square())
         tensor_norms = squares.sqrt_()
-    total, indices = _joint_of_plain(norms, tensors[0].dtype, 2.0), list(range(len(tensors)))
+    total, indices = joint_of_norms(norms, 2.0), list(range(len(tensors)))
     return Measured(L2, indices, norms, total, targets, tensor_norms=tensor_norms, slices=slices)
 
 
@@ -425,18 +424,18 @@ def measured_like(measured: Measured, tensors: Sequence[Tensor]) -> Tensor:
     return pack(metrics_of_slices([part(summed(tensor), dims) for tensor, dims in pairs], measured.metric))
 
 
-def joint_root(metric: Metric, rows: Tensor) -> Tensor:
-    """The root of the metric of the tensors of several processes, 0-d, from a row of `Measured.numbers` for each."""
+def joint_root(metric: Metric, numbers: Tensor) -> Tensor:
+    """The root of the metric of the tensors of several processes, 0-d, from `Measured.numbers` of one in each row."""
     if metric.kind == "norm":
-        norms = rows.select(1, 0)
+        norms = numbers.select(1, 0)
         if metric.p >= 0:
             return joint_of_norms(norms, metric.p)
         some = norms != NOTHING
         return torch.where(some.any(), joint_of_norms(torch.where(some, norms, math.inf), metric.p), 0.0)
     if metric.kind == "mad":
-        total, count = rows.sum(dim=0).unbind()
+        total, count = numbers.sum(dim=0).unbind()
         return total / count.clamp(min=1)
-    return root_of_moments(metric, rows)
+    return root_of_moments(metric, numbers)
 
 
 def no_numbers(metric: Metric, device: torch.device) -> Tensor:
@@ -450,25 +449,25 @@ def scale_(
     factors: Tensor,
     scratch: Scratch | None = None,
     *,
-    known: tuple[float, float] | None = None,
+    extremes: tuple[float, float] | None = None,
     name: str = "",
 ) -> None:
-    """Multiply every slice by its factor, in place; with memory this takes few launches, see `rows.multiply_short_`.
+    """Multiply every slice by its factor, in place; with memory this takes few launches, see `short_tensors`.
 
-    ``known`` has the smallest and the largest factor, if these were read before.
+    ``extremes`` are the smallest and the largest factor, if these were read before.
     """
-    if known is None and may_look(factors):
-        known = extent(factors)
-    if not measured.targets or known == (1.0, 1.0):
+    if extremes is None and may_look(factors):
+        extremes = extent(factors)
+    if not measured.targets or extremes == (1.0, 1.0):
         return
-    is_beyond = beyond_float32(factors, known)
+    is_beyond = beyond_float32(factors, extremes)
     if measured.is_whole and not (factors.is_cpu and is_beyond):
         if scratch is None or factors.is_cpu or foreach.is_one_number(factors):
-            is_mixed = known is not None and 1.0 in known
+            is_mixed = extremes is not None and 1.0 in extremes
             changed = [i for i, factor in enumerate(factors.tolist()) if factor != 1] if is_mixed else None
             foreach.multiply_each_(measured.targets, factors, scratch, changed)
         else:
-            rows.multiply_each_(measured.targets, factors, scratch, name=name)
+            short_tensors.multiply_each_(measured.targets, factors, scratch, name=name)
         return
     if measured.slices is not None and not is_beyond:
         measured.slices.scale_(measured.targets, factors)
@@ -502,14 +501,14 @@ def effect_numbers(measured: Measured, factors: Tensor) -> Tensor:
     columns: Sequence[Tensor] = [off, (torch.hardshrink(off, ROUNDING) != 0).double(), torch.ones_like(factors)]
     if measured.spread:  # other ranks hold the rest of the slices
         parts, counts = measured.parts, measured.counts
-        own = [Part(v, (0,), p.size, p.spread) for c in columns for p, v in zip(parts, c.split(counts), strict=True)]
-        columns = pack(sums_of_slices(own)).split(len(parts))
+        local = [Part(v, (0,), p.size, p.spread) for c in columns for p, v in zip(parts, c.split(counts), strict=True)]
+        columns = pack(sums_of_slices(local)).split(len(parts))
     return torch.stack([column.sum() for column in columns])
 
 
-def effect_of(total: Tensor, rows: Tensor) -> dict[str, Tensor]:
-    """The metrics of a scaling of several processes, from a row of `effect_numbers` for each."""
-    lost, changed, count = rows.sum(dim=0).unbind()
+def effect_of(total: Tensor, numbers: Tensor) -> dict[str, Tensor]:
+    """The metrics of a scaling of several processes, from the `effect_numbers` of one in each row."""
+    lost, changed, count = numbers.sum(dim=0).unbind()
     count = count.clamp(min=1)
     return {"norm": total, "factor": 1 - lost / count, "clipped": changed / count}
 

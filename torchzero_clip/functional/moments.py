@@ -17,8 +17,8 @@ from torchzero_clip.functional.metric import Metric
 from torchzero_clip.functional.processes import device_of, gathered
 from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.functional.shards import Part, all_reduce, pack, wholes
-from torchzero_clip.functional.slices import joint_of_norms, norms_of_slices, wide
-from torchzero_clip.functional.ways import way_of
+from torchzero_clip.functional.slices import joint_of_norms, norms_of_slices
+from torchzero_clip.functional.ways import sum_dtype, way_of
 
 
 class Moments(NamedTuple):
@@ -35,35 +35,35 @@ def moments_of_slices(parts: Sequence[Part], metric: Metric) -> Moments | None:
     narrow = all(not (p.tensor.is_complex() or p.tensor.dtype == torch.float64) for p in parts)
     if not parts or metric.kind not in ("std", "var") or not (here and narrow):
         return None
-    found = [torch.var_mean(p.tensor.double(), p.dims, correction=min(p.size - 1, 1), keepdim=True) for p in parts]
-    return Moments([variance for variance, _ in found], [mean for _, mean in found])
+    pairs = [torch.var_mean(p.tensor.double(), p.dims, correction=min(p.size - 1, 1), keepdim=True) for p in parts]
+    return Moments([variance for variance, _ in pairs], [mean for _, mean in pairs])
 
 
-def metrics_of_slices(parts: Sequence[Part], metric: Metric, known: Moments | None = None) -> list[Tensor]:
+def metrics_of_slices(parts: Sequence[Part], metric: Metric, moments: Moments | None = None) -> list[Tensor]:
     """The root of the metric of every slice: one tensor per part, of the part's ``slice_shape``."""
     if metric.is_power:
         return [metric.of_norm(value, p.size) for value, p in zip(norms_of_slices(parts, metric.p), parts, strict=True)]
-    known = known or moments_of_slices(parts, metric)
-    if known is not None:
-        return foreach.square_roots(known.variances)
+    moments = moments or moments_of_slices(parts, metric)
+    if moments is not None:
+        return foreach.square_roots(moments.variances)
     sums = sums_of_slices(parts)
     if metric.kind == "sum":
         return [value.abs() for value in sums]
     means = [value / p.size for value, p in zip(sums, parts, strict=True)]
     spreads = norms_of_slices(_deviations(parts, means), 2.0)
-    rows = zip(spreads, means, parts, strict=True)
-    return [_deviation(spread, mean, p.size) for spread, mean, p in rows]
+    columns = zip(spreads, means, parts, strict=True)
+    return [_deviation(spread, mean, p.size) for spread, mean, p in columns]
 
 
-def joint_moments(parts: Sequence[Part], metric: Metric, known: Moments | None = None) -> Tensor:
+def joint_moments(parts: Sequence[Part], metric: Metric, moments: Moments | None = None) -> Tensor:
     """The float64 numbers from which `root_of_moments` finds the metric, no power, of whole tensors as one vector.
 
     For 'sum' they are the real and the imaginary part of the sum. For 'std' and 'var' they are the number of elements,
     the real and the imaginary part of the mean, and the norm of the deviations from it.
     """
-    known = known or moments_of_slices(parts, metric)
-    if known is not None:
-        count, mean, spread = _joined_moments(parts, known)
+    moments = moments or moments_of_slices(parts, metric)
+    if moments is not None:
+        count, mean, spread = _joined_moments(parts, moments)
     else:
         count, total = sum(p.size for p in parts), joint_sum(parts)
         if metric.kind == "sum":
@@ -75,7 +75,7 @@ def joint_moments(parts: Sequence[Part], metric: Metric, known: Moments | None =
 
 
 def root_of_moments(metric: Metric, rows: Tensor) -> Tensor:
-    """The root of a metric, 0-d, from rows of `joint_moments`, each of other tensors."""
+    """The root of a metric, 0-d, from a matrix with `joint_moments` of other tensors in each row."""
     if metric.kind == "sum":
         return torch.hypot(*rows.sum(dim=0).unbind())
     count, *mean, spread = rows.unbind(dim=1)
@@ -83,7 +83,7 @@ def root_of_moments(metric: Metric, rows: Tensor) -> Tensor:
         # the spread of all is that of each and the distance of its mean from the joint mean
         total = count.sum().view(1)
         joint = [(count * x).sum().view(1) / total.clamp(min=1) for x in mean]
-        apart = count.sqrt() * torch.hypot(*(own - x for own, x in zip(mean, joint, strict=True)))
+        apart = count.sqrt() * torch.hypot(*(x - y for x, y in zip(mean, joint, strict=True)))
         count, mean, spread = total, joint, joint_of_norms(torch.cat([spread, apart]), 2.0).view(1)
     return _deviation(spread, torch.hypot(*mean), count).squeeze(0)
 
@@ -95,7 +95,7 @@ def _as_reals(value: Tensor) -> Tensor:
 
 def sums_of_slices(parts: Sequence[Part]) -> list[Tensor]:
     """The signed sum of every slice, float64 or complex128."""
-    sums = [part.tensor.sum(part.dims, keepdim=True, dtype=wide(part.tensor)) for part in parts]
+    sums = [part.tensor.sum(part.dims, keepdim=True, dtype=sum_dtype(part.tensor)) for part in parts]
     return all_reduce(parts, sums, ReduceOp.SUM)
 
 
@@ -122,7 +122,7 @@ def joint_mean(parts: Sequence[Part], group: ProcessGroup | None = None) -> Tens
 def sums_of_each(tensors: Sequence[Tensor], scratch: Scratch) -> Tensor:
     """The sum of each of some plain real tensors of one dtype on one device: a float64 vector."""
     # as by sums_of_slices up to the rounding of sums of up to 1024 elements to the dtype
-    if way_of(tensors, 2.0, plain=True) != "blocks":
+    if way_of(tensors, 2.0) != "blocks":
         return pack(sums_of_slices(wholes(tensors)))
     sums = blocks.sums_of_each(tensors, scratch)
     odd = sums.isfinite().logical_not_()
@@ -132,19 +132,19 @@ def sums_of_each(tensors: Sequence[Tensor], scratch: Scratch) -> Tensor:
     return sums
 
 
-def _joined_moments(parts: Sequence[Part], known: Moments) -> tuple[int, Tensor, Tensor]:
+def _joined_moments(parts: Sequence[Part], moments: Moments) -> tuple[int, Tensor, Tensor]:
     """The count, the mean, and the norm of the deviations of all slices together, from the moments of each."""
     sizes = [p.size for p in parts]
     count = sum(p.size * p.slice_count for p in parts)
-    mean = pack(foreach.times(known.means, sizes)).sum() / count
-    between = (pack(known.means) - mean).square_().split([p.slice_count for p in parts])
-    squares = [*foreach.times(known.variances, [size - 1 for size in sizes]), *foreach.times(between, sizes)]
+    mean = pack(foreach.times(moments.means, sizes)).sum() / count
+    between = (pack(moments.means) - mean).square_().split([p.slice_count for p in parts])
+    squares = [*foreach.times(moments.variances, [size - 1 for size in sizes]), *foreach.times(between, sizes)]
     return count, mean, pack(squares).sum().sqrt()
 
 
 def _deviations(parts: Sequence[Part], means: Sequence[Tensor]) -> list[Part]:
     pairs = zip(parts, means, strict=True)
-    return [part._replace(tensor=part.tensor.to(wide(part.tensor)) - mean) for part, mean in pairs]
+    return [part._replace(tensor=part.tensor.to(sum_dtype(part.tensor)) - mean) for part, mean in pairs]
 
 
 def _deviation(spread: Tensor, mean: Tensor, count: Tensor | int) -> Tensor:

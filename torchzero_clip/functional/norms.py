@@ -18,7 +18,7 @@ A whole tensor is a slice that spans all dimensions. `ways.way_of` chooses betwe
   short tensors are copied together. With scratch memory a step reuses its plan; a single call needs none.
 * *lists* (`foreach.norms_of_each`): other devices, where one call measures all tensors and nothing may be read.
 
-`ways.accumulation_dtype` is the dtype in which powers are added up.
+`ways.power_dtype` is the dtype in which powers are added up.
 """
 
 import math
@@ -36,9 +36,10 @@ from torchzero_clip.functional import blocks, foreach
 from torchzero_clip.functional.metric import parse_ord
 from torchzero_clip.functional.moments import metrics_of_slices, sums_of_slices
 from torchzero_clip.functional.scratch import Scratch
-from torchzero_clip.functional.shards import Part, pack, part, summed, wholes
+from torchzero_clip.functional.shards import Part, pack, summed, wholes
+from torchzero_clip.functional.shards import part as part_of
 from torchzero_clip.functional.slices import joint_of_norms, norms_of_slices
-from torchzero_clip.functional.ways import LARGEST, SMALLEST, way_of
+from torchzero_clip.functional.ways import LARGEST, SMALLEST, power_dtype, way_of
 from torchzero_clip.types import Ord
 
 JointNorm: TypeAlias = tuple[Tensor, Tensor | None]  # of all tensors together, and beside it that of each if wanted
@@ -79,12 +80,12 @@ def norm(tensor: Tensor, ord: Ord = 2, dim: int | Sequence[int] | None = None, k
     if not named or not named <= set(range(ndim)):
         raise ValueError(f"dim must name dimensions of a tensor of shape {tuple(tensor.shape)}, got {dim!r}")
     # a pending sum is carried out first, because a norm is not linear
-    own = part(summed(tensor), sorted(named))
-    (norms,) = metrics_of_slices([own], metric)
-    if not own.size:  # the norm of no elements
+    part = part_of(summed(tensor), sorted(named))
+    (norms,) = metrics_of_slices([part], metric)
+    if not part.size:  # the norm of no elements
         norms = torch.zeros_like(norms)
     if not keepdim or not tensor.ndim:  # a scalar was measured as a vector
-        norms = norms.squeeze(own.dims)
+        norms = norms.squeeze(part.dims)
     return norms
 
 
@@ -108,37 +109,37 @@ def rms(tensor: Tensor) -> Tensor:
 def joint_norm_of_meshes(parts: Sequence[Part], p: float, *, beside: bool = False) -> JointNorm:
     """The p-norm of whole tensors together, and ``beside`` it that of each, by one collective for each mesh."""
     # norms of local parts first, so that a collective has one number for all tensors of a mesh
-    local = norms_of_slices([own._replace(groups=()) for own in parts], p)
+    local = norms_of_slices([part._replace(groups=()) for part in parts], p)
     indices_of: dict[tuple[ProcessGroup, ...], list[int]] = {}
-    for i, own in enumerate(parts):
-        indices_of.setdefault(own.groups, []).append(i)
-    rows = [Part(pack([local[i] for i in own]), (0,), len(own), groups) for groups, own in indices_of.items()]
+    for i, part in enumerate(parts):
+        indices_of.setdefault(part.groups, []).append(i)
+    meshes = [Part(pack([local[i] for i in indices]), (0,), len(indices), key) for key, indices in indices_of.items()]
     if p == 0:
-        return joint_of_norms(pack(sums_of_slices(rows)), p), None
-    count = len(rows)
-    if beside:  # in the same collectives, which changes no bit of the joint norm
-        rows += [Part(pack([norm]), (0,), 1, own.groups) for norm, own in zip(local, parts, strict=True)]
-    found = norms_of_slices(rows, p)
-    return joint_of_norms(pack(found[:count]), p), pack(found[count:]) if beside else None
+        return joint_of_norms(pack(sums_of_slices(meshes)), p), None
+    # in the same collectives, which changes no bit of the joint norm
+    pairs = zip(local, parts, strict=True) if beside else ()
+    norms = norms_of_slices([*meshes, *(Part(pack([norm]), (0,), 1, part.groups) for norm, part in pairs)], p)
+    return joint_of_norms(pack(norms[: len(meshes)]), p), pack(norms[len(meshes) :]) if beside else None
 
 
 def joint_norm(
     tensors: Sequence[Tensor],
     scratch: Scratch | None = None,
     *,
-    plain: bool | None = None,
+    plain: bool = False,
     beside: bool = False,
     moves: blocks.Moves | None = None,
 ) -> JointNorm | None:
     """The L2 norm of all dense tensors together, 0-d, float64; and ``beside`` it that of each.
 
-    None if each tensor has to be measured, because the total is extreme or not finite, or if that is as fast. Plain
-    tensors need scratch memory for the norms of each, and for ``moves``, by which they move before they are measured.
+    None if each tensor has to be measured, because the total is extreme or not finite, or if that is as fast. Without
+    scratch memory plain tensors have no norms ``beside``, and no ``moves``, by which they move before. ``plain``: it is
+    known that they are.
     """
-    plain = foreach.are_plain(tensors) if plain is None else plain
-    if way_of(tensors, 2.0, plain=plain) != "blocks":
-        is_sharded = not plain and any_distributed(tensors)
-        return joint_norm_of_meshes(wholes(tensors), 2.0, beside=beside) if is_sharded else None
+    if not (plain or foreach.are_plain(tensors)):
+        return joint_norm_of_meshes(wholes(tensors), 2.0, beside=beside) if any_distributed(tensors) else None
+    if way_of(tensors, 2.0) != "blocks":
+        return None
     if scratch is not None:
         return blocks.joint_norm(tensors, scratch, beside=beside, moves=moves)
     total = blocks.joint_norm_once(tensors)
@@ -146,15 +147,12 @@ def joint_norm(
 
 
 def norms_of_each(
-    tensors: Sequence[Tensor], scratch: Scratch | None = None, p: float = 2.0, *, plain: bool | None = None
+    tensors: Sequence[Tensor], scratch: Scratch | None = None, p: float = 2.0, *, plain: bool = False
 ) -> Tensor:
-    """The L2 norm, or the largest magnitude for p=inf, of each dense tensor: a float64 vector, equal on all ranks.
-
-    The tensors are measured together if they are ``plain``: None to find that out.
-    """
-    way = way_of(tensors, p, plain=foreach.are_plain(tensors) if plain is None else plain)
+    """The L2 norm, or the largest magnitude for p=inf, of each dense tensor: a float64 vector, equal on all ranks."""
+    way = way_of(tensors, p) if plain or foreach.are_plain(tensors) else "slices"
     if way == "lists":
-        return torch.stack(foreach.norms_of_each(tensors, p, torch.float64))
+        return torch.stack(foreach.norms_of_each(tensors, p, power_dtype(tensors[0])))
     if way == "blocks" and scratch is not None:
         return blocks.norms_of_slices(tensors, blocks.whole(tensors, scratch), p)
     if way == "blocks" and p == 2:

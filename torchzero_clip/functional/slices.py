@@ -8,15 +8,16 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from torchzero_clip.functional import foreach
-from torchzero_clip.functional.reading import may_look
 from torchzero_clip.functional.shards import Part, all_reduce, pack
-from torchzero_clip.functional.ways import BLOCK, accumulation_dtype
+from torchzero_clip.functional.ways import BLOCK, may_look, power_dtype, sum_dtype
 
 
 def norms_of_slices(parts: Sequence[Part], p: float) -> list[Tensor]:
     """The p-norm of every slice, float64: one tensor per part. Complex numbers count by their magnitude."""
     if any(part.tensor.is_complex() for part in parts):
-        parts = [p._replace(tensor=p.tensor.to(wide(p.tensor)).abs()) if p.tensor.is_complex() else p for p in parts]
+        parts = [
+            p._replace(tensor=p.tensor.to(sum_dtype(p.tensor)).abs()) if p.tensor.is_complex() else p for p in parts
+        ]
     norms = _local_norms(parts, p)
     if any(part.groups for part in parts):
         norms = merged(parts, norms, p)
@@ -66,8 +67,8 @@ def _redone(parts: Sequence[Part], norms: list[Tensor], indices: Sequence[int], 
     extreme = math.copysign(math.inf, p)
     scales = [_usable_scale(n) for n in merged(risky, [local_norm(part, extreme) for part in risky], extreme)]
     # one after the other, so that only one rescaled copy exists at a time
-    found = [local_norm(x._replace(tensor=x.tensor / scale), p) for x, scale in zip(risky, scales, strict=True)]
-    again = merged(risky, found, p)
+    rescaled = [local_norm(x._replace(tensor=x.tensor / scale), p) for x, scale in zip(risky, scales, strict=True)]
+    again = merged(risky, rescaled, p)
     result = list(norms)
     for i, scale, value in zip(indices, scales, again, strict=True):
         result[i] = scale * value
@@ -88,8 +89,8 @@ def _local_norms(parts: Sequence[Part], p: float) -> list[Tensor]:
             norms[i] = local_norm(part, p)
     for indices in alike.values():
         tensors = [parts[i].tensor for i in indices]
-        found = foreach.norms_of_each(tensors, p, accumulation_dtype(tensors[0]))
-        for i, x, value in zip(indices, tensors, found, strict=True):
+        values = foreach.norms_of_each(tensors, p, power_dtype(tensors[0]))
+        for i, x, value in zip(indices, tensors, values, strict=True):
             norms[i] = value.double().view((1,) * x.ndim)
     return [value for value in norms if value is not None]
 
@@ -106,7 +107,7 @@ def local_norm(part: Part, p: float) -> Tensor:
         return torch.maximum(x.amax(dims, keepdim=True), x.amin(dims, keepdim=True).neg()).double().abs()
     if p == -math.inf:
         return x.abs().amin(dims, keepdim=True).double()
-    dtype = accumulation_dtype(x)
+    dtype = power_dtype(x)
     if dtype == torch.float64:
         return torch.linalg.vector_norm(x, p, dims, keepdim=True, dtype=dtype)
     if len(dims) == x.ndim and x.numel() > BLOCK and foreach.is_dense(x):
@@ -128,11 +129,6 @@ def _norm_along(x: Tensor, p: float, d: int) -> Tensor:
     if even < length:
         levels.append(_norm_along(x.narrow(d, even, length - even), p, d))
     return torch.linalg.vector_norm(torch.cat(levels, d), p, d, keepdim=True)
-
-
-def wide(x: Tensor) -> torch.dtype:
-    """The dtype of sums of the elements of ``x``."""
-    return torch.complex128 if x.is_complex() else torch.float64
 
 
 def _usable_scale(largest: Tensor) -> Tensor:

@@ -11,8 +11,8 @@ from torchzero_clip.core.step import Step
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.norms import norm, norms_of_each
-from torchzero_clip.functional.reading import beyond_float32, may_look
 from torchzero_clip.functional.shards import pack
+from torchzero_clip.functional.ways import beyond_float32, may_look
 from torchzero_clip.optimizers.weight_decay import WeightDecay
 from torchzero_clip.types import NewState, Setting
 

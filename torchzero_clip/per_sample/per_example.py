@@ -11,9 +11,9 @@ from torch.utils import _pytree as pytree
 from torchzero_clip.checks import boolean, non_negative
 from torchzero_clip.compat import without_autocast
 from torchzero_clip.functional.foreach import wide_dtype
-from torchzero_clip.functional.reading import beyond_float32
 from torchzero_clip.functional.shards import Part
 from torchzero_clip.functional.slices import norms_of_slices
+from torchzero_clip.functional.ways import beyond_float32
 
 Tree = TypeVar("Tree")
 """A tensor, or a list, tuple or dict of trees."""
