@@ -169,7 +169,7 @@ def _joined(values: Tensor, cut: Cut, p: float | None) -> Tensor:
         return joined.scatter_reduce_(0, cut.slice_of, values, "amax")
     if p is None:
         return joined.index_add_(0, cut.slice_of, values)
-    return joined.index_add_(0, cut.slice_of, values.square_()).sqrt_()  # exact for one block
+    return joined.index_add_(0, cut.slice_of, values.square_()).sqrt_()  # for one block exact: sqrt(x * x) is x
 
 
 def mended(norms: Tensor, tensors: Sequence[Tensor], cut: Cut | None = None) -> Tensor:
