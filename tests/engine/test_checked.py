@@ -322,6 +322,24 @@ MISTAKES = {
     "a float as a metric of a gate": (
         gate(lambda norm, step: norm > 1e9, lambda step: put(step.metrics, "x", 1.0)), "has 1.0 (float) as metric 'x'"
     ),
+    # what a class promises
+    "a pure joint transform that reads gradients": (
+        joint(lambda updates, step: [g.clone() for g in step.grads], pure=True),
+        "reads step.grads, and its class says pure = True: write pure = False there",
+    ),
+    "a pure scaling that reads gradients": (
+        scaling(lambda measured, updates, step: measured.vector * len(step.grads), pure=True), "reads step.grads, and"
+    ),
+    "a pure scaling that returns its state": (
+        scaling(lambda measured, updates, step: step.global_state["y"].expand(2),
+                init_global_state=of_chain(y=zero), pure=True),
+        "returned or showed a view of its state, and its class says pure = True: return clones",
+    ),
+    "a pure scaling that shows its state": (
+        scaling(lambda measured, updates, step: after(put(step.metrics, "y", step.global_state["y"]), measured.vector),
+                init_global_state=of_chain(y=zero), pure=True),
+        "returned or showed a view of its state",
+    ),
     # what is written to
     "a gate that counts in refuses": (
         gate(lambda norm, step: after(put(step.global_state, "n", zero + 1), norm > 1e9),

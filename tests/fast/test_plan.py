@@ -103,7 +103,16 @@ class Own(ClipNorm):
 
 
 class OwnRule(SGD):
-    """Says nothing of plans."""
+    """Says nothing of plans, and its kernel may be another one in each step."""
+
+    def kernel(self, rest, step):
+        return super().kernel(rest, step)
+
+
+class PureRule(OwnRule):
+    """Promises that its kernel is the same one for the same settings."""
+
+    pure = True
 
 
 class Half(ClipNorm):
@@ -163,7 +172,7 @@ def test_checks_of_other_authors_run_once_in_every_planned_step(planned):
 @pytest.mark.parametrize(
     "chain",
     [
-        pytest.param([ClipNorm(1.0), OwnRule()], id="a subclass of a rule"),
+        pytest.param([ClipNorm(1.0), OwnRule()], id="a rule that is not pure"),
         pytest.param([ClipNorm(1.0), ClipNorm(2.0), AdamW()], id="two clips"),
         pytest.param([AdamW(), ClipNorm(1.0)], id="a clip after the rule"),
         pytest.param([ClipNorm(1.0).only(lambda p: p.ndim > 1), AdamW()], id="a scope"),
@@ -178,8 +187,52 @@ def test_what_is_never_planned(chain, planned):
     assert planned == []
 
 
+def test_a_rule_of_another_author_that_is_pure_is_planned(planned):
+    params = parameters()
+    train(Modular(params, ClipNorm(1.0), PureRule(0.1)), params, gradients(params, 8))
+    assert planned[-1]
+
+
+class ByNumber(Scaling):
+    """Says a factor for a joint norm, which is ``wrong`` times that of `factors`."""
+
+    pure = True
+
+    def __init__(self, wrong=1.0):
+        self.wrong = wrong
+        super().__init__({"limit": 0.5}, dim="global")
+
+    def factors(self, measured, updates, step):
+        return measured.by_norm(lambda norms: (0.5 / norms).clamp(max=1.0))
+
+    def factor(self, norm, setting):
+        return self.wrong * min(1.0, setting["limit"] / norm)
+
+
+def test_the_factor_of_another_author_is_called_with_numbers(planned):
+    runs = []
+    for fast in (True, False):
+        params = parameters()
+        optimizer = Modular(params, ByNumber(), SGD(0.1), fast=fast)
+        train(optimizer, params, gradients(params, 12))
+        runs.append(values(params))
+    assert planned[-1]
+    for own, expected in zip(*runs, strict=True):
+        torch.testing.assert_close(own, expected, rtol=1e-6, atol=1e-8)
+
+
+def test_a_factor_that_is_not_that_of_factors_is_refused_before_a_change():
+    params = parameters()
+    optimizer = Modular(params, ByNumber(0.5), SGD(0.1))
+    train(optimizer, params, gradients(params, 3))
+    before = values(params)
+    with pytest.raises(RuntimeError, match=r"ByNumber.*factor returned .* and its factors .*delete factor"):
+        train(optimizer, params, gradients(params, 1))
+    assert all(map(torch.equal, values(params), before))
+
+
 def test_without_the_guard_of_torch_there_is_no_plan(planned, monkeypatch):
-    monkeypatch.setattr("torchzero_clip.fast.plan.native_guard", lambda tensors: None)
+    monkeypatch.setattr("torchzero_clip.fast.compared.native_guard", lambda tensors: None)
     params = parameters()
     train(Modular(params, ClipNorm(1.0), AdamW()), params, gradients(params, 8))
     assert planned == []

@@ -423,7 +423,7 @@ def test_each_transform_is_tried_once_for_each_optimizer_and_dtype(monkeypatch):
         optimizer = Modular(params, ClipNorm(1), Usual(1.0), Halves(), ClipValue(2.0), Usual(2.0), AdamW())
         train(optimizer, params, [[torch.ones(3, dtype=dtype)]] * 3)
     wide = [torch.float32, torch.float32, torch.float64]
-    assert tried == [(kind, dtype) for dtype in wide for kind in (Usual, Halves, Usual)]
+    assert tried == [(kind, dtype) for dtype in wide for kind in (Usual, Halves, ClipValue, Usual)]
     tried.clear()
     params = [nn.Parameter(torch.zeros(3))]
     optimizer = Modular(params, Halves(), SGD(0.1))

@@ -61,6 +61,7 @@ class AdaGC(NormStatistics):
     never changes again. The first matrix of LoRA is such a tensor.
     """
 
+    pure = True
     checks = {"ratio": positive, "beta": unit_interval, "max_norm": positive}
 
     def __init__(

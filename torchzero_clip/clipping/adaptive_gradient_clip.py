@@ -56,7 +56,7 @@ class AdaptiveGradientClip(Scaling):
     """
 
     checks = {"clip_factor": positive, "eps": positive}
-    each_alone = True
+    each_alone = pure = True
     keeps_statistics = True  # a gradient that is not finite leaves the whole tensor unchanged, not only its unit
 
     def __init__(

@@ -60,6 +60,7 @@ class AutoClip(NormStatistics):
     networks](https://arxiv.org/abs/2007.14469), 2020, without the window.
     """
 
+    pure = True
     checks = {"percentile": percent}
 
     def __init__(

@@ -93,7 +93,7 @@ class ClipNormByEMA(NormStatistics):
     NORMALIZE: ClassVar[bool] = False  # True to scale smaller updates up to the limit too
     common = ("eps", "max_ema_growth")
     checks = {"beta": unit_interval, "eps": non_negative, "max_ema_growth": optional(positive)}
-    each_alone = True
+    each_alone = pure = True
 
     def __init__(
         self,
@@ -240,7 +240,7 @@ class ClipValueByEMA(Elementwise, Composite):
     """
 
     checks = {"beta": unit_interval}
-    each_alone = True
+    each_alone = pure = True
     keys = ("ema",)
     keeps_finite = True
 

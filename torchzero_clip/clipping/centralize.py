@@ -61,7 +61,7 @@ class Centralize(Shifting):
     networks](https://arxiv.org/abs/2004.01461), 2020.
     """
 
-    each_alone = True
+    each_alone = pure = True
 
     def __init__(
         self,

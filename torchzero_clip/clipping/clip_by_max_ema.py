@@ -64,7 +64,7 @@ class ClipByMaxEMA(Elementwise):
     """
 
     checks = {"beta": decay_rate}
-    each_alone = True
+    each_alone = pure = True
     keeps_statistics = True
     reads_tensors = True
     keeps_finite = True

@@ -49,7 +49,7 @@ class ClipRMS(Scaling):
     """
 
     checks = {"max_rms": positive}
-    each_alone = True
+    each_alone = pure = True
     limit_setting = "max_rms"
 
     def __init__(self, max_rms: float | Schedule = 1.0, *, target: Target = "update", name: str | None = None) -> None:

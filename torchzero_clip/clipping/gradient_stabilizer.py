@@ -62,7 +62,7 @@ class GradientStabilizer(NormStatistics):
     """
 
     checks = {"beta1": decay_rate, "beta2": decay_rate, "eps": non_negative}
-    each_alone = True
+    each_alone = pure = True
 
     def __init__(
         self,

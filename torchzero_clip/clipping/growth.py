@@ -76,7 +76,7 @@ class ClipValueGrowth(Elementwise):
     """
 
     checks = CHECKS
-    each_alone = True
+    each_alone = pure = True
     keys = ("prev",)
     keeps_finite = True
 
@@ -221,7 +221,7 @@ class ClipNormGrowth(NormStatistics):
     """
 
     checks = CHECKS
-    each_alone = True
+    each_alone = pure = True
 
     def __init__(
         self,

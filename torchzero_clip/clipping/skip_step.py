@@ -79,6 +79,7 @@ class SkipStep(Gate):
     where training restarts from a checkpoint before a loss spike and skips the batches around it.
     """
 
+    pure = True
     checks = {
         "max_norm": optional(non_negative),
         "max_ratio": optional(at_least_one),

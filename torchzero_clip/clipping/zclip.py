@@ -67,6 +67,7 @@ class ZClip(NormStatistics):
     2025. In the reference, no step is clipped after one NaN.
     """
 
+    pure = True
     checks = {
         "beta": unit_interval,
         "z_thresh": positive,

@@ -52,9 +52,8 @@ class Composite(Transform):
                 inside = transform.transforms if isinstance(transform, Composite) else ()
                 global_keys = tuple(transform.init_global_state())
                 stored = taken if isinstance(transform, FinalRule) else None
-                is_ours = type(transform).__module__.startswith("torchzero_clip.")
-                facts = frozenset(inside), transform.has_state(), is_ours, stored
-                found.append(Node(path, transform, outer, keys, global_keys, *facts))
+                children = frozenset(inside)
+                found.append(Node(path, transform, outer, keys, global_keys, children, transform.has_state(), stored))
                 if isinstance(transform, Composite):
                     add(transform, f"{path}/", (*outer, transform), may_be_bare and isinstance(transform, Chain))
 
@@ -84,7 +83,7 @@ class Chain(NeverApplied, Composite):
         Chain(ClipValue(0.1), ClipNorm(1.0), Chain(ClipNorm(2.0)))
     """
 
-    each_alone = True
+    each_alone = pure = True
 
     def __init__(self, *transforms: Transforms, target: Target = "update", name: str | None = None) -> None:
         named: dict[str, Transform] = {}  # the second ``clip_norm`` is ``clip_norm_2``

@@ -12,7 +12,7 @@ from typing_extensions import override
 from torchzero_clip.core.elements import Elements, Flags
 from torchzero_clip.core.states import zero_numbers
 from torchzero_clip.core.step import Step
-from torchzero_clip.core.transform import TensorwiseTransform, Transform, overridden_last
+from torchzero_clip.core.transform import TensorwiseTransform, Transform, latest
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.foreach import reals, wide_dtype
 from torchzero_clip.functional.measure import counted
@@ -79,7 +79,10 @@ class Elementwise(TensorwiseTransform):
     """The keys of the state that is shaped like the parameter."""
 
     keeps_finite: ClassVar[bool] = False
-    """True if finite elements stay finite, as in a clip. Statistics after it then need not check each element."""
+    """True if finite elements stay finite, as in a clip. Statistics after it then need not check each element.
+
+    A subclass that overrides a method has to set it again.
+    """
 
     reads_tensors: ClassVar[bool] = False
     """True if `flags` reads the updates, so that operations before this one cannot be postponed."""
@@ -90,6 +93,11 @@ class Elementwise(TensorwiseTransform):
     has_change: ClassVar[bool] = False
     """True if `change` computes what the transform does. False if a subclass overrides only `formula` or `start`."""
 
+    is_elementwise: ClassVar[bool] = True
+    """False if a subclass overrides ``apply_tensors`` or ``apply_tensor``, and so may do more than `change`."""
+
+    _applies_tensor: ClassVar[bool] = False  # a subclass overrides `apply_tensor`
+
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         if isinstance(cls.keys, str):
@@ -97,9 +105,11 @@ class Elementwise(TensorwiseTransform):
         if len({"started", *cls.keys}) <= len(cls.keys):
             raise TypeError(f"keys of {cls.__name__} are {cls.keys}: they must differ, also from 'started'")
         is_written = cls.formula is not Elementwise.formula
-        cls.has_formula = is_written and overridden_last(cls, *_WAYS) != "change"
-        is_latest = overridden_last(cls, *_WAYS[::-1]) == "change"
-        cls.has_change = is_latest and cls.change is not Elementwise.change
+        cls.has_formula = is_written and latest(cls, *_WAYS) != "change"
+        cls.has_change = cls.change is not Elementwise.change and latest(cls, *_WAYS[::-1]) == "change"
+        cls.keeps_finite = cls.keeps_finite and latest(cls, "keeps_finite", *_WAYS) == "keeps_finite"
+        cls.is_elementwise = latest(cls, *_WAYS, "apply_tensors", "apply_tensor") in _WAYS
+        cls._applies_tensor = latest(cls, *_WAYS, "apply_tensor") == "apply_tensor"
         # the state of a formula is a statistic, unless a class sets ``keeps_statistics`` itself
         says = next(base for base in cls.__mro__ if "keeps_statistics" in vars(base))
         if says is Transform and is_written and cls.keys:
@@ -217,7 +227,7 @@ class Elementwise(TensorwiseTransform):
 
     @override
     def check_parameter(self, name: str, param: Tensor) -> None:
-        if self.is_elementwise() and not (self.has_formula or self.has_change):
+        if self.is_elementwise and not (self.has_formula or self.has_change):
             raise TypeError(
                 f"{self!r} changes no elements: its class has neither formula(self, x, state, setting) nor change"
             )
@@ -241,19 +251,11 @@ class Elementwise(TensorwiseTransform):
         says = (kind.init_state, kind.possible_state) != (Elementwise.init_state, Elementwise.possible_state)
         return says or self.keeps_statistics or len(self.keys) > 0
 
-    def stays_finite(self) -> bool:
-        """True with ``keeps_finite``. False in a subclass that overrides a method and does not declare it again."""
-        return self.keeps_finite and overridden_last(type(self), "keeps_finite", *_WAYS) == "keeps_finite"
-
     def may_wait(self, step: Step) -> bool:
         """True if the dtype can hold all settings, so that a postponed call cannot raise."""
         largest = torch.finfo(step.params[0].dtype).max
         values = [value for setting, _ in step.by_setting() for value in setting.values() if value is not None]
         return all(abs(x) <= largest for value in values for x in (value if isinstance(value, tuple) else (value,)))
-
-    def is_elementwise(self) -> bool:
-        """False if a subclass overrides ``apply_tensors`` or ``apply_tensor``, and so may do more than `change`."""
-        return overridden_last(type(self), *_WAYS, "apply_tensors", "apply_tensor") in _WAYS
 
     def acts_with(self, setting: Setting) -> bool:
         """False for settings with which updates pass unchanged."""
@@ -282,7 +284,7 @@ class Elementwise(TensorwiseTransform):
 
     @override
     def apply_tensors(self, updates: list[Tensor], step: Step) -> Sequence[Tensor]:
-        if overridden_last(type(self), *_WAYS, "apply_tensor") == "apply_tensor":
+        if self._applies_tensor:
             return super().apply_tensors(updates, step)
         self._change_each_(updates, step)
         return updates

@@ -45,7 +45,7 @@ class LR(Transform):
     """
 
     checks = {"lr": scalar}
-    each_alone = True
+    each_alone = pure = True
 
     def __init__(self, lr: float | Tensor | Schedule, *, target: Target = "update", name: str | None = None) -> None:
         super().__init__({"lr": lr}, target=target, name=name)

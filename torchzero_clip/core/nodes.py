@@ -27,7 +27,6 @@ class Node:
     global_keys: tuple[str, ...]  # the keys of its state of the whole chain
     children: frozenset[str]  # the names of its own children, if it is a composite
     has_state: bool  # its parameters may have state
-    is_ours: bool  # its class is of this package, so it needs no checks: tests make them
     stored: Set[str] | None  # the keys of the whole chain, if it reads the others in param groups too
 
     @property

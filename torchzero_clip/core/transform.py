@@ -23,6 +23,19 @@ CALLED = {
 }
 """Methods that the optimizer calls with positional arguments."""
 
+_SEE_ALL_TENSORS = ("apply_tensors", "factors", "limit", "flags", "rows_of", "shifts", "take_step", "kernel")
+_PROMISES = {
+    "each_alone": _SEE_ALL_TENSORS,
+    "pure": (*_SEE_ALL_TENSORS, *sorted(CALLED), "factor", "variant", "checks", "check", "check_groups"),
+}
+"""What a class promises, and the methods whose overriding ends the promise."""
+
+
+def latest(kind: type, *names: str) -> str:
+    """The first of ``names`` that the most derived class defines, among the classes that define one of them."""
+    # a class is asked once, when it is made: what it inherits may not fit what it overrides
+    return next(name for base in kind.__mro__ for name in names if name in vars(base))
+
 
 class Transform(Explained, ABC):
     """Maps the updates of all parameters to new updates.
@@ -87,10 +100,22 @@ class Transform(Explained, ABC):
     method has to set it again. With ``dim="global"`` it has no effect.
     """
 
+    pure: bool = False
+    """True if the methods are functions of their arguments and of attributes that stay as they are.
+
+    They then change nothing but updates and state, do not read ``step.grads``, and return no views of state. A check
+    only raises, and `UpdateRule.kernel` returns the same function for the same settings. The optimizer saves copies and
+    may plan its steps. A subclass that overrides a method has to set it again. The first step of a parameter tries out
+    what can be seen.
+    """
+
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         for name in CALLED & vars(cls).keys():
             check_override(cls, name)
+        for promise, methods in _PROMISES.items():
+            if latest(cls, promise, *methods) != promise:
+                setattr(cls, promise, False)
 
     @explained
     def __init__(self, defaults: Setting, *, target: Target = "update", name: str | None = None) -> None:
@@ -366,19 +391,14 @@ def snake_case(name: str) -> str:
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
 
 
-def overridden_last(kind: type, *names: str) -> str:
-    """The first of ``names`` that the most derived class defines, among the classes that define one of them."""
-    return next(name for base in kind.__mro__ for name in names if name in vars(base))
-
-
-_SEE_ALL_TENSORS = ("apply_tensors", "factors", "limit", "flags", "rows_of", "shifts", "take_step", "kernel")
-
-
 def treats_each_alone(transform: Transform) -> bool:
-    """True if a transform says that it treats each tensor alone, and no subclass overrides how it acts on tensors."""
-    said_by = overridden_last(type(transform), "each_alone", *_SEE_ALL_TENSORS)
-    joins = getattr(transform, "dim", None) == "global"
-    return transform.each_alone and said_by == "each_alone" and not joins
+    """True if a transform says that it treats each tensor alone, and its tensors do not have one joint norm."""
+    return transform.each_alone and getattr(transform, "dim", None) != "global"
+
+
+def is_pure(transform: Transform) -> bool:
+    """True if a class says that it is pure, and nobody has replaced a method of this transform."""
+    return transform.pure and CALLED.isdisjoint(vars(transform))
 
 
 def override_groups(param_groups: Iterable[Mapping[str, Any]]) -> Iterator[tuple[list[Tensor], Group]]:

@@ -2,6 +2,7 @@
 
 import operator
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,8 +62,7 @@ class Undo:
 
     def members(self, dicts: Sequence[MutableMapping[Any, Any]]) -> None:
         """Note which values dicts have, not the content of their tensors."""
-        kept = list(map(dict, dicts))
-        self.then(lambda: _replace(dicts, kept))
+        self._ways_back.append(partial(_replace, dicts, list(map(dict, dicts))))
 
     def prefixed(self, stored: State, prefix: str) -> None:
         """Note the state of one transform and one parameter."""

@@ -9,7 +9,8 @@ from torch import Tensor
 from torchzero_clip.engine.walk import Walk
 from torchzero_clip.fast.fast import Fast
 from torchzero_clip.fast.layout import Workspace
-from torchzero_clip.fast.plan import Options, Plan, Planned
+from torchzero_clip.fast.plan import Options, Plan
+from torchzero_clip.fast.repeated import Planned
 from torchzero_clip.types import Group, State
 
 
@@ -48,12 +49,14 @@ class FastWay:
         Return None, before any change, if there is no plan or it does not fit. Raise if a setting is out of range.
         """
         plan, self.plan = self.plan, None  # an error drops the plan
-        found = plan.gathered(groups, kept, self._workspace.vectors) if plan and options == plan.options else None
-        if plan is None or found is None or not plan.is_settled(groups):
+        if plan is None or options != plan.options:
             return None
-        self.plan, self._workspace.layout = plan, plan.layout
+        gathered = plan.tensors.gathered(groups, kept, self._workspace.vectors)
+        if gathered is None or not plan.settings.are_kept(groups):
+            return None
+        self.plan, self._workspace.layout = plan, plan.course.layout
         self._uses += 1
-        return Planned(plan, groups, *found, self._workspace, *given)
+        return Planned(plan.course, plan.settings.of_groups, groups, gathered, self._workspace, *given)
 
     def learn(self, walk: Walk, options: Options) -> None:
         """Make a plan of a step, if a kernel took it for all parameters and the steps before looked the same."""

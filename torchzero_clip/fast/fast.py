@@ -16,7 +16,6 @@ from torchzero_clip.core.kinds import Fused, Kernel, Shifting, UpdateRule
 from torchzero_clip.core.nodes import Node
 from torchzero_clip.core.states import States
 from torchzero_clip.core.step import Step
-from torchzero_clip.core.transform import overridden_last
 from torchzero_clip.engine.executor import DeliveredScale, Executor, Host, Measurer
 from torchzero_clip.engine.updates import Updates
 from torchzero_clip.fast.kernels import Delivered, Ended, run_kernel
@@ -174,7 +173,7 @@ class Fast(Averaging, Executor):
     def take(self, host: Host, node: Node, rows: list[int]) -> bool:
         """Let a shift or an elementwise transform wait, where updates have the layout."""
         transform = node.transform
-        if isinstance(transform, Elementwise) and not node.is_ours:  # tests try out ours
+        if isinstance(transform, Elementwise):
             self._try_out(transform, host.settings[node.path], host.table.params, rows)
         if self._layout is None or not self._layout.runs_in_pieces or not self.memory.untouched:
             return False
@@ -204,7 +203,7 @@ class Fast(Averaging, Executor):
                     self._tried.add(key)
 
     def _pointwise(self, host: Host, node: Node, transform: Elementwise, rows: list[int]) -> bool:
-        if node.children or not transform.is_elementwise():
+        if node.children or not transform.is_elementwise:
             return False
         step = host.step_for(node, rows)
         if transform.rows_of(step) is not None or not transform.may_wait(step):
@@ -232,8 +231,7 @@ class Fast(Averaging, Executor):
     @override
     def finish(self, host: Host, node: Node, rows: list[int], rest: Sequence[Node]) -> set[int]:
         rule = node.transform
-        # an inherited kernel would bypass a subclass that overrides only `apply_tensors`
-        if not isinstance(rule, UpdateRule) or overridden_last(type(rule), "kernel", "apply_tensors") != "kernel":
+        if not isinstance(rule, UpdateRule) or not rule.has_kernel:
             return set()
         done: set[int] = set()
         for later, part in self._grouped(host, node, rule, rows, rest):

@@ -93,7 +93,7 @@ class Pointwise:
     @property
     def keeps_finite(self) -> bool:
         """True if finite updates stay finite."""
-        return self.transform.stays_finite()
+        return self.transform.keeps_finite
 
     def begin(self, scratch: Scratch) -> None:
         """Find out which parameters take part. Called before `elements`."""

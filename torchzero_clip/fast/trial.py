@@ -27,7 +27,7 @@ def try_out(transform: Elementwise, setting: Setting, dtype: torch.dtype) -> Non
     ``result`` would train on uninitialized memory. The tensor is on CPU, so the trial does not wait for a device.
     """
     first = torch.linspace(-2.9, 3.3, 12, dtype=dtype, device="cpu")
-    if isinstance(first, FakeTensor) or not transform.is_elementwise():
+    if isinstance(first, FakeTensor) or not transform.is_elementwise:
         return
     if not set(transform.keys) <= transform.init_state(first, setting).keys():
         return  # the step itself explains what is missing

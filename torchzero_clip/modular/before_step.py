@@ -171,7 +171,8 @@ class BeforeStep:
             if self._is_wrapped or may_call_base(optimizer):
                 self._depth += 1
                 return None
-            self._end(is_taken=False)  # the step before raised an error and was called without the wrapper
+            if self._is_open:
+                self._end(is_taken=False)  # the step before raised an error and was called without the wrapper
         is_of_torch = type(optimizer).__module__.startswith("torch.optim")
         if not self._is_wrapped and self.runner.policy.may_skip and not is_of_torch:
             raise RuntimeError(
@@ -314,31 +315,32 @@ class BeforeStep:
     def after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """End the step, unless it is that of a base class."""
         self._depth -= 1
-        if self._depth <= 0:
+        if self._depth <= 0 and self._is_open:
             self._end(is_taken=True)
 
     def begin(self) -> None:
         """The wrapper has been called, and catches a `RefusedStep`."""
-        self._end(is_taken=False)  # the step before, if it raised an error and was called without the wrapper
+        if self._is_open:
+            self._end(is_taken=False)  # the step before raised an error and was called without the wrapper
         self._is_wrapped = True
 
     def finish(self) -> None:
         """The wrapper ends."""
         self._is_wrapped = False
-        self._end(is_taken=False)
+        if self._is_open:
+            self._end(is_taken=False)
 
     def _end(self, *, is_taken: bool) -> None:
-        """End the step, unless it has ended. If the optimizer has raised, undo what the transforms did to state."""
-        if not self._is_open:
-            return
+        """End the step. If the optimizer has raised, undo what the transforms did to state."""
+        optimizer = self._optimizer
         self._depth = 0
         if self._has_scaled:
-            self._restore_scale(self._optimizer)
+            self._restore_scale(optimizer)
         self._restore(is_taken=is_taken)
         if self.runner.reported.count:
             self.runner.reported.clear()
         if self in _HANDLES:  # else a closure or a hook has called `remove`
-            self._entries.placed.place(self._optimizer)
+            self._entries.placed.place(optimizer)
         self._is_open = False
         for param, grad in self._hidden:
             if param.grad is None:  # else there is a new one, if the step raised

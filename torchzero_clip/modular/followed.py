@@ -27,8 +27,8 @@ def runner_before(delivery: Deliver, transforms: Sequence[Transforms], **options
     for transform in as_written(transforms):
         _refuse(transform, transform)
     runner = Runner(Chain(*flatten(transforms)), delivery=delivery, **options)
-    # an author's transform may read the gradients after they were changed
-    delivery.over_grads = all(node.is_ours and node.transform.target == "update" for node in runner.nodes)
+    # other transforms may read the gradients after they were changed
+    delivery.over_grads = all(node.transform.pure and node.transform.target == "update" for node in runner.nodes)
     return runner
 
 

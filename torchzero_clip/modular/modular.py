@@ -12,6 +12,7 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
 from torchzero_clip.checkpoints.saving import complete
+from torchzero_clip.checks import boolean
 from torchzero_clip.core.chain import Chain, Transforms, as_written
 from torchzero_clip.core.learning_rate import with_learning_rate
 from torchzero_clip.core.transform import Transform
@@ -28,6 +29,20 @@ from torchzero_clip.private_losses import refuse_loss
 from torchzero_clip.types import Setting
 
 T = TypeVar("T")
+
+
+class _Option:
+    """An argument of `Modular` that may be changed between steps, and belongs to the runner."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, optimizer: "Modular | None", owner: type) -> Any:
+        return self if optimizer is None else getattr(optimizer.runner, self._name)
+
+    def __set__(self, optimizer: "Modular", value: bool) -> None:
+        boolean(self._name, value)
+        setattr(optimizer.runner, self._name, value)
 
 
 class Modular(Explained, ClassMaker, Optimizer):
@@ -93,6 +108,7 @@ class Modular(Explained, ClassMaker, Optimizer):
         2.0
     """
 
+    maximize, keep_grads, fast = _Option(), _Option(), _Option()
     _origin: Origin | None = None  # the module that ``params`` was. Copies and pickles have none
 
     def __init__(

@@ -272,14 +272,14 @@ class Runner:
         if step is None:
             return False
         if self.listener is not None or policy.has_gates or (policy.decides and step.total is None):
-            self._take(groups, states, step.walk, step.take)
+            self._take(groups, states, step.walk, step.take_watched)
         else:
             if policy.decides and step.total is not None:
                 policy.passes(step.total, values)
-            self._take(groups, states, None, partial(step.plan.take, step))
+            self._take(groups, states, None, step.take)
         self._unread = step.metrics or self._unread
         key, idle = self._judging.norm_metric, policy.idle  # if ``step.total`` is set, it is not 0
-        if step.total is None and key and (step.plan.needs_total or idle.looks(self.steps_taken)):
+        if step.total is None and key and (step.needs_total or idle.looks(self.steps_taken)):
             idle.look(self._known_metrics().get(key), self.steps_taken)
         return True
 

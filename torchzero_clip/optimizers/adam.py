@@ -71,7 +71,7 @@ class Adam(UpdateRule):
     """
 
     checks = {"betas": check_betas, "eps": non_negative}
-    each_alone = True
+    each_alone = pure = True
     default_lr = 1e-3
 
     def __init__(

@@ -62,7 +62,7 @@ class Hyperball(Retraction):
     optimization](https://arxiv.org/abs/2606.16899), 2026.
     """
 
-    each_alone = True
+    each_alone = pure = True
 
     def __init__(self, *, name: str | None = None) -> None:
         super().__init__({}, name=name)

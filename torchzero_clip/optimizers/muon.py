@@ -64,7 +64,7 @@ class Muon(UpdateRule):
     """
 
     checks = {"momentum": non_negative}
-    each_alone = True
+    each_alone = pure = True
     default_lr = 1e-3
 
     def __init__(

@@ -49,7 +49,7 @@ class RMSprop(UpdateRule):
     """
 
     checks = {"alpha": non_negative, "eps": non_negative, "momentum": non_negative}
-    each_alone = True
+    each_alone = pure = True
     default_lr = 1e-2
 
     def __init__(

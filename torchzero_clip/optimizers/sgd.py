@@ -57,7 +57,7 @@ class SGD(UpdateRule):
     """
 
     checks = {"momentum": non_negative, "dampening": number}
-    each_alone = True
+    each_alone = pure = True
     default_lr = 1e-3
 
     def __init__(

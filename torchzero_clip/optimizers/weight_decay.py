@@ -46,7 +46,7 @@ class WeightDecay(Transform):
     """
 
     checks = {"weight_decay": non_negative}
-    each_alone = True
+    each_alone = pure = True
 
     def __init__(self, weight_decay: float | Schedule, *, target: Target = "update", name: str | None = None) -> None:
         super().__init__({"weight_decay": weight_decay}, target=target, name=name)

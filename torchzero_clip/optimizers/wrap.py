@@ -55,7 +55,7 @@ class Wrap(FinalRule):
         tensor([-0.1000, -0.1000])
     """
 
-    each_alone = False
+    each_alone = True
 
     def __init__(self, optimizer_class: type[Optimizer], *, name: str | None = None, **kwargs: Any) -> None:
         if isinstance(optimizer_class, Optimizer):
@@ -67,7 +67,8 @@ class Wrap(FinalRule):
         usual = {key: argument.default for key, argument in inspect.signature(optimizer_class).parameters.items()}
         schedules = {key: value for key, value in kwargs.items() if _is_schedule(value, usual.get(key))}
         self.optimizer_class = optimizer_class
-        self.each_alone = optimizer_class.__module__.startswith("torch.optim.")  # what other optimizers do is not known
+        if not optimizer_class.__module__.startswith("torch.optim."):  # what other optimizers do is not known
+            self.each_alone = False
         self.kwargs = {
             key: as_builtin(at(value, 0, key) if key in schedules else value) for key, value in kwargs.items()
         }

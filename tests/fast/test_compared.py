@@ -19,7 +19,7 @@ from torchzero_clip import (
     SkipStep,
     step_in_backward,
 )
-from torchzero_clip.fast import kernels, plan
+from torchzero_clip.fast import kernels, plan, repeated
 
 
 def joint(limit=0.5):
@@ -246,12 +246,12 @@ def test_step_counts_go_back_if_a_planned_step_fails(chain, monkeypatch):
     def fails(*args):
         raise MemoryError("no memory")
 
-    monkeypatch.setattr(plan, "run_kernel", fails)
+    monkeypatch.setattr(repeated, "run_kernel", fails)
     assert run.step(4) == "MemoryError: no memory"
     assert state(run)["adam/step"].item() == before
     assert recorder.record().reasons == ["", "error"]
     assert run.optimizer.metrics() == kept
-    monkeypatch.setattr(plan, "run_kernel", kernels.run_kernel)
+    monkeypatch.setattr(repeated, "run_kernel", kernels.run_kernel)
     assert run.step(5) is None
 
 
