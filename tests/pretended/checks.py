@@ -15,6 +15,7 @@ from clipping.test_adaptive_vectors import tensor as adaptive_tensor
 from contract.entries import ENTRIES, Entry
 from contract.test_vectors import CASES, TARGETS, arguments, tensor
 from contract.training import gradients, parameters
+from pretended import no_float64
 from pretended.costs import costs_are_bounded
 from pretended.device import CPU, CUDA, DEVICE, Graph, install, numbers, on_cuda, pretended
 from pretended.several_devices import numbers_are_those_of_the_cpu
@@ -210,6 +211,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     "loading": checkpoints_load_without_waiting_for_each_parameter,
     "captures are refused": captures_are_refused_where_a_step_waits,
     "several devices": lambda: numbers_are_those_of_the_cpu(agree),
+    **{name: lambda name=name: no_float64.run(name, agree) for name in no_float64.CHECKS},
     "costs": costs_are_bounded,
 }
 
@@ -217,7 +219,8 @@ CHECKS: dict[str, Callable[[], None]] = {
 GROUPS: dict[str, list[str]] = {}
 """The checks of each process. There are few, because each takes seconds to start."""
 for _name in CHECKS:
-    GROUPS.setdefault(_name if _name in ("costs", "several devices") else "numbers", []).append(_name)
+    _group = "no float64" if _name in no_float64.CHECKS else "numbers"
+    GROUPS.setdefault(_name if _name in ("costs", "several devices") else _group, []).append(_name)
 
 
 def failure(check: str) -> str:

@@ -27,7 +27,7 @@ from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchzero_clip import compat
-from torchzero_clip.functional import foreach
+from torchzero_clip.functional import dtypes, foreach
 
 CUDA, CPU = torch.device("cuda:0"), torch.device("cpu")
 
@@ -142,12 +142,22 @@ def numbers(tensor: Tensor) -> Tensor:
 class Device:
     """Computes on the CPU what the device is asked for, and counts it."""
 
+    _lacks_float64 = False
+
+    @property
+    def lacks_float64(self) -> bool:
+        """Whether a tensor of float64 on the device raises an error, as on GPUs of Apple."""
+        return self._lacks_float64
+
+    @lacks_float64.setter
+    def lacks_float64(self, value: bool) -> None:
+        self._lacks_float64 = value
+        dtypes._has_float64.clear()  # the package asks each kind of device once
+
     def __init__(self) -> None:
         self.counts = Counts()
         self.weighs = False
         """Whether bytes are counted."""
-        self.lacks_float64 = False
-        """Whether a tensor of float64 on the device raises an error, as on GPUs of Apple."""
         self.tape: list[tuple] | None = None
         """The operations that a `Graph` records."""
 

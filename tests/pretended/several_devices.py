@@ -31,7 +31,7 @@ from torchzero_clip import (
 )
 
 PLACES = {CPU: torch.Tensor.clone, CUDA: on_cuda}
-ORDERS = {"cpu alone": [CPU], "cpu first": [CPU, CUDA], "cuda first": [CUDA, CPU]}
+ORDERS = {"cpu alone": [CPU], "cuda alone": [CUDA], "cpu first": [CPU, CUDA], "cuda first": [CUDA, CPU]}
 STEPS = 6
 Start = Callable[[list[nn.Parameter]], Any]  # returns an optimizer, or a function that changes gradients
 
@@ -133,6 +133,6 @@ def numbers_are_those_of_the_cpu(agree: Callable[..., None]) -> None:
     starts |= {f"before {name}": before(host, joint) for name, host in HOSTS.items()}
     starts |= {f"skip before {n}": before(h, ZClip, nonfinite="skip") for n, h in HOSTS.items()}
     for name, start in starts.items():
-        alone, *mixed = (trained(start, order) for order in ORDERS)
-        for found in mixed:
-            agree(found, alone, name, torch.float32)
+        alone = trained(start, "cpu alone")
+        for order in ("cpu first", "cuda first"):
+            agree(trained(start, order), alone, (name, order), torch.float32)

@@ -9,6 +9,7 @@ from typing_extensions import override
 from torchzero_clip.core.kinds import Shifting
 from torchzero_clip.core.step import Step
 from torchzero_clip.functional.clip import centralize_
+from torchzero_clip.functional.dtypes import widest
 from torchzero_clip.functional.measure import Slicing
 from torchzero_clip.functional.moments import sums_of_each
 from torchzero_clip.functional.scratch import Scratch
@@ -88,7 +89,7 @@ class Centralize(Shifting):
         """The number of elements of each update, whether it has a mean to subtract, and whether all have one."""
         sizes, device = list(map(Tensor.numel, updates)), updates[0].device
         acts = [u.ndim > 0 and size >= max(self.min_size, 1) for u, size in zip(updates, sizes, strict=True)]
-        return torch.tensor(sizes, dtype=torch.float64, device=device), torch.tensor(acts, device=device), all(acts)
+        return torch.tensor(sizes, dtype=widest(device), device=device), torch.tensor(acts, device=device), all(acts)
 
     @override
     def apply_tensors(self, updates: list[Tensor], step: Step) -> Sequence[Tensor]:

@@ -12,6 +12,7 @@ from torchzero_clip.core.elements import Elements, Flags
 from torchzero_clip.core.elementwise import Elementwise
 from torchzero_clip.core.states import zero_numbers
 from torchzero_clip.core.step import Step
+from torchzero_clip.functional.dtypes import bias_correction
 from torchzero_clip.functional.measure import LINF, Slicing
 from torchzero_clip.types import NewState, Schedule, Setting, Target
 
@@ -112,4 +113,4 @@ class ClipByMaxEMA(Elementwise):
 
 
 def _limit(setting: Setting, average: Tensor, count: Tensor) -> Tensor:
-    return average / (1 - setting["beta"] ** count)
+    return average / bias_correction(setting["beta"], count)

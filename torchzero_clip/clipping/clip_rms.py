@@ -57,11 +57,9 @@ class ClipRMS(Scaling):
 
     @override
     def factors(self, measured: Measured, updates: list[Tensor], step: Step) -> Tensor:
-        device = measured.vector.device
-
         def made() -> Tensor:
             counts = [updates[i].numel() * (2 if updates[i].is_complex() else 1) for i in measured.indices]
-            return torch.tensor(counts, dtype=torch.float64, device="cpu").sqrt().to(device)
+            return torch.tensor(counts, dtype=torch.float64, device="cpu").sqrt().to(measured.vector)
 
         scratch = step.tools.scratch_for(updates)  # its memory lets later steps copy nothing to the device
         roots = made() if scratch is None else scratch.plan(f"roots {id(self)}", updates, made)

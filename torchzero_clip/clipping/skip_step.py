@@ -9,12 +9,12 @@ from torch import Tensor
 from typing_extensions import override
 
 from torchzero_clip.checks import at_least_one, non_negative, optional, positive, steps, unit_interval
-from torchzero_clip.clipping.statistics import filled, written
+from torchzero_clip.clipping.statistics import filled, one_more, written
 from torchzero_clip.core.kinds import Gate
 from torchzero_clip.core.states import zero_numbers
 from torchzero_clip.core.step import Step
 from torchzero_clip.functional import foreach
-from torchzero_clip.functional.ways import SQUARABLE
+from torchzero_clip.functional.dtypes import squarable
 from torchzero_clip.types import NewState, Schedule, Setting, State, Target
 
 VALUES = ("norms", "losses")
@@ -211,7 +211,9 @@ class SkipStep(Gate):
             if sigma is None:
                 break
             count = state[f"{key}_stored"].clamp(max=len(state[key]))
-            stored = filled(state[key], count).clamp(-SQUARABLE, SQUARABLE)
+            stored = filled(state[key], count)
+            most = squarable(stored)
+            stored = stored.clamp(-most, most)
             mean = stored.nanmean()
             deviation = ((stored - mean).square().nansum() / (count - 1).clamp(min=1)).sqrt()
             enough = count >= max(2, len(state[key]) // 2 - 1)
@@ -220,7 +222,7 @@ class SkipStep(Gate):
 
     def _store(self, state: State, key: str, count: str, value: Tensor, where: Tensor) -> None:
         foreach.copy_([state[key]], [written(state[key], state[count], value, where)])
-        foreach.copy_([state[count]], [state[count] + where])
+        foreach.copy_([state[count]], [one_more(state[key], state[count], where)])
 
 
 def _limit(norm: Tensor, step: Step) -> Tensor:

@@ -13,6 +13,7 @@ from torchzero_clip.core.kinds import Scaling
 from torchzero_clip.core.states import zero_numbers
 from torchzero_clip.core.step import Step
 from torchzero_clip.functional import foreach
+from torchzero_clip.functional.dtypes import widened
 from torchzero_clip.functional.measure import Measured, Slicing, by_setting
 from torchzero_clip.functional.shards import elements_at
 from torchzero_clip.functional.slices import joint_of_norms
@@ -103,7 +104,7 @@ class Tracked:
     def __getitem__(self, key: str) -> Tensor:
         """The stored numbers under one key, not to be used after `keep`."""
         if self.joint:
-            return self.step.global_state[key].double().view(1)
+            return widened(self.step.global_state[key]).view(1)
         return self.step.live_numbers(key, self._rows)
 
     def keep(self, **values: Tensor) -> None:
@@ -144,8 +145,8 @@ class Tracked:
         return ratios ** (1 / self.degree) if self.degree > 1 else ratios
 
     def metric(self, norms: Tensor) -> Tensor:
-        """The metric of norms: for 'var' their squares, clamped to the range of float64; else the norms themselves."""
-        return (norms**self.degree).clamp(max=torch.finfo(torch.float64).max) if self.degree > 1 else norms
+        """The metric of norms: for 'var' their squares, clamped to the range of the dtype; else the norms."""
+        return (norms**self.degree).clamp(max=torch.finfo(norms.dtype).max) if self.degree > 1 else norms
 
     def by_setting(self, rule: Callable[[Setting, Tensor], Tensor] | Callable[..., Tensor], *vectors: Tensor) -> Tensor:
         """Apply ``rule`` to each setting and the elements of the vectors that share it, and concatenate."""
@@ -174,6 +175,15 @@ def written(ring: Tensor, count: Tensor, value: Tensor, where: Tensor) -> Tensor
     """The last values, with one more in place of the oldest one if ``where`` is true; ``count`` were written before."""
     places = torch.arange(len(ring), device=ring.device)
     return torch.where((places == count % len(ring)) & where, value, ring)
+
+
+def one_more(ring: Tensor, count: Tensor, where: Tensor) -> Tensor:
+    """How many values were written, after one more where ``where`` is true.
+
+    Float32 counts to 2**24 only. In it, the count goes back by the size of the ring, which keeps the place of the next.
+    """
+    count = count + where
+    return count if count.dtype == torch.float64 else torch.where(count >= 2 * len(ring), count - len(ring), count)
 
 
 def filled(ring: Tensor, count: Tensor) -> Tensor:

@@ -9,7 +9,8 @@ from typing_extensions import override
 from torchzero_clip.checks import non_negative, one_of, optional, positive, steps, unit_interval
 from torchzero_clip.clipping.statistics import NormStatistics, Tracked
 from torchzero_clip.core.states import zero_numbers
-from torchzero_clip.functional.ways import SQUARABLE, may_look
+from torchzero_clip.functional.dtypes import squarable
+from torchzero_clip.functional.ways import may_look
 from torchzero_clip.types import NewState, Schedule, Target
 
 ClipOption = Literal["adaptive_scaling", "mean"]
@@ -119,7 +120,7 @@ class ZClip(NormStatistics):
 
     def _first(self, tracked: Tracked, warms_up: Tensor) -> list[Tensor]:
         """Mean, variance, limit and z-score during the warm-up."""
-        ring = tracked.remember(warms_up).clamp(max=SQUARABLE)
+        ring = tracked.remember(warms_up).clamp(max=squarable(tracked.norms))
         mean = ring.nanmean().view(1)
         variance = (ring - mean).square().nanmean().view(1)
         return [mean, variance, torch.full_like(mean, torch.inf), torch.zeros_like(mean)]
@@ -133,6 +134,6 @@ class ZClip(NormStatistics):
         if self.clip_option == "adaptive_scaling":
             cut = (mean + deviation * (z.reciprocal() * setting["z_thresh"] ** 2)) * setting["clip_factor"]
         limit = torch.where(z > setting["z_thresh"], cut, torch.inf)
-        seen = torch.where(limit < torch.inf, limit, norm).clamp(max=SQUARABLE)
+        seen = torch.where(limit < torch.inf, limit, norm).clamp(max=squarable(norm))
         moved = beta * mean + (1 - beta) * seen
         return [moved, beta * variance + (1 - beta) * (seen - moved).square(), limit, z]

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from torchzero_clip.checks import count
+from torchzero_clip.functional.dtypes import moved
 from torchzero_clip.types import Group, State
 
 SCHEDULE_STEP = "schedule_step"  # how many steps were taken, in optimizers with schedules
@@ -62,7 +63,7 @@ class ChainState:
             return
         for key, value in self.values.items():
             if isinstance(value, Tensor):
-                self.values[key] = value.to(param.device)
+                self.values[key] = moved(value, param.device)
 
 
 def saved_chain_state(saved_groups: Sequence[Group], keys: Iterable[str]) -> dict[str, Any]:

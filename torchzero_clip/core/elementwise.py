@@ -14,6 +14,7 @@ from torchzero_clip.core.states import zero_numbers
 from torchzero_clip.core.step import Step
 from torchzero_clip.core.transform import TensorwiseTransform, Transform, latest
 from torchzero_clip.functional import foreach
+from torchzero_clip.functional.dtypes import widest
 from torchzero_clip.functional.foreach import reals, wide_dtype
 from torchzero_clip.functional.measure import counted
 from torchzero_clip.functional.ways import may_look
@@ -273,7 +274,7 @@ class Elementwise(TensorwiseTransform):
             return Flags()
         started = step.live_numbers("started", rows) > 0
         usable = step.usable(started, indices=rows)
-        step.keep("started", (usable | started).double(), rows)
+        step.keep("started", (usable | started).to(widest(usable.device)), rows)
         return Flags(usable, started)
 
     def rows_of(self, step: Step) -> list[int] | None:
@@ -328,7 +329,7 @@ class Elementwise(TensorwiseTransform):
         self, tensor: Tensor, param: Tensor, grad: Tensor, loss: Tensor | float | None, state: State, setting: Setting
     ) -> Tensor:
         """Change every element of one update in place. Its gradient is assumed to be finite."""
-        norms = torch.ones(1, dtype=torch.float64, device=tensor.device)
+        norms = torch.ones(1, dtype=widest(tensor.device), device=tensor.device)
         self._change_each_([tensor], Step([param], [grad], loss, [state], [setting], gradient_norms=norms))
         return tensor
 

@@ -9,6 +9,7 @@ from typing_extensions import override
 
 from torchzero_clip.core.undo import Undo
 from torchzero_clip.functional import foreach
+from torchzero_clip.functional.dtypes import widest
 from torchzero_clip.functional.shards import pack
 from torchzero_clip.types import State
 
@@ -149,5 +150,6 @@ class States(Sequence[State]):
 
 
 def zero_numbers(*keys: str, device: torch.device | None = None) -> dict[str, Tensor]:
-    """A 0-d float64 zero for each key. Float64 holds norms exactly, whatever the dtype of the gradients."""
-    return {key: torch.zeros((), dtype=torch.float64, device=device) for key in keys}
+    """A 0-d zero for each key, in the widest dtype of the device: float64 holds norms exactly."""
+    dtype = torch.float64 if device is None else widest(device)
+    return {key: torch.zeros((), dtype=dtype, device=device) for key in keys}

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from torchzero_clip.functional import foreach
+from torchzero_clip.functional.dtypes import widened
 from torchzero_clip.functional.measure import Measured, Resources, Slicing, measure
 from torchzero_clip.functional.norms import JointNorm
 from torchzero_clip.functional.processes import device_of, gathered
@@ -45,7 +46,7 @@ class Tools:
 
     def gathered(self, *numbers: Tensor) -> list[Tensor]:
         """A vector for each 0-d number, with the numbers of all processes of the ``process_group``: float64."""
-        return list(self.rows(torch.stack([number.double() for number in numbers])).unbind(dim=1))
+        return list(self.rows(torch.stack(list(map(widened, numbers)))).unbind(dim=1))
 
     def rows(self, numbers: Tensor) -> Tensor:
         """The float64 vectors of all processes of the ``process_group``, as rows, from the vector of this process."""

@@ -13,6 +13,7 @@ from torchzero_clip.core.step import Step
 from torchzero_clip.core.tools import Tools
 from torchzero_clip.engine.executor import Host
 from torchzero_clip.engine.judged import Judged
+from torchzero_clip.functional.dtypes import widened
 from torchzero_clip.functional.measure import Measured, effect_numbers
 from torchzero_clip.types import State
 
@@ -83,7 +84,7 @@ class Company(ABC):
     def store(self, node: Node, step: Step, chain_state: State) -> None:
         """Collect the numbers of an elementwise transform, and decide which state of the whole chain is stored."""
         for changed, count in step.shares.values():
-            self.numbers[node.path] = torch.stack([changed.double(), torch.full_like(changed, count).double()])
+            self.numbers[node.path] = torch.stack([widened(changed), widened(torch.full_like(changed, count))])
         if self.absence is not None:
             self.absence.settle(node, step, chain_state)
 

@@ -86,7 +86,7 @@ class Judged:
         norms = self.measure()
         total = joint_of_norms(norms, 2.0) if len(norms) != 1 else norms.squeeze(0)
         of_scopes = [total if len(own) == len(self.grads) else joint_of_norms(self.of(own), 2.0) for own in scopes]
-        return [total, norms.isfinite().all().logical_not().double(), *of_scopes]
+        return [total, norms.isfinite().all().logical_not().to(total.dtype), *of_scopes]
 
     def total(self) -> Tensor | None:
         """The joint norm of the gradients as `measured` finds it; None if each of them has to be measured for it."""

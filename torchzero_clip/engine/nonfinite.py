@@ -97,7 +97,7 @@ class StepPolicy:
         judged = [(node, norm, refusal(node, norm, _step_of_gate(walk, node))) for node, norm in pairs]
         refused = [refusal.to(total.device) for _, _, refusal in judged]
         # gates decide by numbers that are equal on all processes, so the decisions are equal too
-        numbers = torch.stack([x.double() for x in (total, lost, *refused, *taking_part)])
+        numbers = torch.stack([x.to(total.dtype) for x in (total, lost, *refused, *taking_part)])
         # one read for all gates and for the norm, because each read waits for the device
         joint, nonfinite, *answers = numbers.tolist()
         refusals, flags = answers[: len(gates)], answers[len(gates) :]

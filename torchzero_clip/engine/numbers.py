@@ -9,6 +9,7 @@ from torch import Tensor
 from torchzero_clip.core.elementwise import Elementwise
 from torchzero_clip.core.kinds import Scaling
 from torchzero_clip.core.nodes import Node, Nodes
+from torchzero_clip.functional.dtypes import widest
 from torchzero_clip.functional.measure import WIDTHS, effect_of, joint_root, no_numbers
 
 EFFECT, SHARE = 3, 2
@@ -20,7 +21,7 @@ def vector_of(numbers: Mapping[str, Tensor], nodes: Nodes, device: torch.device)
     """The numbers of all transforms with joint metrics. Its length depends only on the transforms."""
     found = [(numbers.get(node.path), transform) for node, transform in measuring(nodes)]
     rows = [_nothing(transform, device) if own is None else own.to(device) for own, transform in found]
-    return torch.cat(rows) if rows else torch.zeros(0, dtype=torch.float64, device=device)
+    return torch.cat(rows) if rows else torch.zeros(0, dtype=widest(device), device=device)
 
 
 def joint_metrics(nodes: Nodes, rows: Tensor) -> dict[str, Tensor]:
@@ -46,7 +47,7 @@ def _width(transform: _Measuring) -> int:
 def _nothing(transform: _Measuring, device: torch.device) -> Tensor:
     """The numbers of a transform that has not run."""
     own = no_numbers(transform.slicing.metric, device) if isinstance(transform, Scaling) else None
-    zeros = torch.zeros(SHARE if own is None else EFFECT, dtype=torch.float64, device=device)
+    zeros = torch.zeros(SHARE if own is None else EFFECT, dtype=widest(device), device=device)
     return zeros if own is None else torch.cat([zeros, own])
 
 

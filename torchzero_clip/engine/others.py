@@ -18,6 +18,7 @@ from torchzero_clip.engine.readable import Readable
 from torchzero_clip.engine.table import Table
 from torchzero_clip.engine.updates import Updates
 from torchzero_clip.engine.walk import Walk
+from torchzero_clip.functional.dtypes import widest
 from torchzero_clip.functional.measure import Measured
 from torchzero_clip.functional.processes import gathered
 from torchzero_clip.functional.slices import joint_of_norms
@@ -84,9 +85,9 @@ class Others(Company):
         # of each transform: 1 if it has run, 0.5 if all its tensors are without elements
         ran = [float(has_gradients)]
         ran += [1.0 if path in self.numbers else 0.5 if path in self._empty else 0.0 for path in paths]
-        flags = torch.ones(len(ran), dtype=torch.float64, device=self._device)
+        flags = torch.ones(len(ran), dtype=widest(self._device), device=self._device)
         if min(ran) < 1:  # only then, because copying numbers to the device waits
-            flags = torch.tensor(ran, dtype=torch.float64, device=self._device)
+            flags = torch.tensor(ran, dtype=widest(self._device), device=self._device)
         rows = gathered(torch.cat([flags, vector_of(self.numbers, nodes, self._device)]), self._group)
         if min(ran) < 1:
             ran = rows.narrow(1, 0, len(ran)).amax(dim=0).tolist()
@@ -110,7 +111,7 @@ def _stand_in(walk: Walk, group: ProcessGroup, device: torch.device) -> Walk:
     table = Table(walk.table.groups, [zero], [zero.clone()], [{}], [0], acting=walk.nodes.joint)
     executor = Readable(Updates(table, walk.chain_state, maximize=False))
     judged = Judged(walk.judged.judging, table.grads, executor)
-    judged.norms = torch.zeros(1, dtype=torch.float64, device=device)
+    judged.norms = torch.zeros(1, dtype=widest(device), device=device)
     company = Others(group, device)
     company.absence = Absence(group, device)
     return replace(walk, table=table, executor=executor, judged=judged, company=company)

@@ -13,6 +13,7 @@ from torchzero_clip.compat import FakeTensor
 from torchzero_clip.core.states import States
 from torchzero_clip.core.undo import Undo
 from torchzero_clip.functional import foreach
+from torchzero_clip.functional.dtypes import widened
 from torchzero_clip.types import State
 
 
@@ -116,7 +117,7 @@ class VectorStates(States):
     @override
     def numbers(self, key: str, indices: Sequence[int] | None = None) -> Tensor:
         vector = self._vector(key, indices)
-        return super().numbers(key, indices) if vector is None else vector.double()
+        return super().numbers(key, indices) if vector is None else widened(vector)
 
     @override
     def keep(self, key: str, values: Tensor, indices: Sequence[int] | None = None) -> None:

@@ -9,6 +9,7 @@ from torch.distributed import ProcessGroup
 
 from torchzero_clip.checks import as_number, non_negative, scalar
 from torchzero_clip.functional import foreach
+from torchzero_clip.functional.dtypes import widened
 from torchzero_clip.functional.measure import Slicing, cut
 from torchzero_clip.functional.metric import Metric
 from torchzero_clip.functional.moments import joint_mean, sums_of_slices
@@ -31,7 +32,7 @@ def read_limit(name: str, value: float | Tensor) -> float | Tensor:
 
 def clip_by_(tensors: Sequence[Tensor], limit: float | Tensor, norm: Tensor) -> None:
     """Scale all tensors by the factor that brings ``norm``, a 0-d tensor, to at most ``limit``, in place."""
-    factor = clip_factors(Metric("norm"), norm.double(), limit)
+    factor = clip_factors(Metric("norm"), widened(norm), limit)
     if not all_ones(factor):
         foreach.scale_(tensors, [factor] * len(tensors), exact=beyond_float32(factor))
 

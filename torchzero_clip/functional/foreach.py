@@ -16,6 +16,7 @@ from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
 from torchzero_clip.compat import FakeTensor, any_distributed
+from torchzero_clip.functional.dtypes import widest
 from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.functional.shards import distributed_like, local, locals_of
 from torchzero_clip.types import Columns, Setting
@@ -181,12 +182,12 @@ def norms_of_each(tensors: Sequence[Tensor], p: float, dtype: torch.dtype) -> li
 
 def scale_(tensors: Sequence[Tensor], factors: Sequence[Tensor], *, exact: bool = False) -> None:
     """Multiply each tensor by its factor (of one element, or one per slice), in place."""
-    # exact: in float64, for factors that float32 cannot hold
+    # exact: in float64 where the device has it, for factors that float32 cannot hold
     dtypes = {tensor.dtype for tensor in tensors}
     # torch.compile cannot trace `to_real`
-    wide = {d: torch.float64 if exact else wide_dtype(d.to_real() if d.is_complex else d) for d in dtypes}
+    wide = {d: wide_dtype(d.to_real() if d.is_complex else d) for d in dtypes}
     for tensor, factor in zip(locals_of(tensors), factors, strict=True):
-        dtype = wide[tensor.dtype]
+        dtype = widest(tensor.device) if exact else wide[tensor.dtype]
         if tensor.is_complex():  # a complex inf times a real number is NaN, because it has the product inf * 0
             tensor, factor = torch.view_as_real(tensor), factor.unsqueeze(-1) if factor.ndim else factor
         tensor.mul_(_beside(tensor, factor, dtype))

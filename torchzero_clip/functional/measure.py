@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup, ReduceOp
 
 from torchzero_clip.checks import boolean, count, dims
 from torchzero_clip.functional import blocks, foreach, short_tensors
+from torchzero_clip.functional.dtypes import widest
 from torchzero_clip.functional.metric import Metric, parse_ord
 from torchzero_clip.functional.moments import (
     joint_moments,
@@ -384,7 +385,8 @@ def _measure_plain(
         norms = norms_of_each(targets, scratch, metric.p, plain=True)
     if not are_local:  # one collective for all tensors of a mesh
         norms = pack(merged(wholes(tensors), list(norms.unbind()), metric.p))
-    fits = metric == L2 and tensors[0].dtype != torch.float64  # the squares of other dtypes are in the range of float64
+    # the squares of other dtypes are in the range of float64
+    fits = metric == L2 and tensors[0].dtype != torch.float64 and norms.dtype == torch.float64
     total = torch.linalg.vector_norm(norms) if fits else joint_of_norms(norms, metric.p)
     return Measured(metric, indices, total.expand(len(norms)) if joint else norms, total, targets, joint, norms)
 
@@ -441,7 +443,7 @@ def joint_root(metric: Metric, numbers: Tensor) -> Tensor:
 def no_numbers(metric: Metric, device: torch.device) -> Tensor:
     """The `Measured.numbers` of a process without tensors."""
     none = NOTHING if metric.kind == "norm" and metric.p < 0 else 0.0
-    return torch.full((WIDTHS[metric.kind],), none, dtype=torch.float64, device=device)
+    return torch.full((WIDTHS[metric.kind],), none, dtype=widest(device), device=device)
 
 
 def scale_(
@@ -491,14 +493,14 @@ def effect(measured: Measured, factors: Tensor) -> dict[str, Tensor]:
     factors = factors.narrow(0, 0, 1) if foreach.is_one_number(factors) else factors
     off = 1 - factors
     changed = torch.hardshrink(off, ROUNDING) != 0  # also True for NaN
-    return {"norm": total, "factor": 1 - off.mean(), "clipped": changed.mean(dtype=torch.float64)}
+    return {"norm": total, "factor": 1 - off.mean(), "clipped": changed.mean(dtype=widest(changed.device))}
 
 
 def effect_numbers(measured: Measured, factors: Tensor) -> Tensor:
     """The numbers of this process from which `effect_of` finds the effect of several: a vector of three."""
     # the sum is taken of 1 - factor, so that ranks without slices report a factor of 1
     off = 1 - factors
-    columns: Sequence[Tensor] = [off, (torch.hardshrink(off, ROUNDING) != 0).double(), torch.ones_like(factors)]
+    columns: Sequence[Tensor] = [off, (torch.hardshrink(off, ROUNDING) != 0).to(off.dtype), torch.ones_like(factors)]
     if measured.spread:  # other ranks hold the rest of the slices
         parts, counts = measured.parts, measured.counts
         local = [Part(v, (0,), p.size, p.spread) for c in columns for p, v in zip(parts, c.split(counts), strict=True)]

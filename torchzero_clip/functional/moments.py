@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
 from torchzero_clip.functional import blocks, foreach
+from torchzero_clip.functional.dtypes import is_narrow, widened
 from torchzero_clip.functional.metric import Metric
 from torchzero_clip.functional.processes import device_of, gathered
 from torchzero_clip.functional.scratch import Scratch
@@ -32,10 +33,12 @@ def moments_of_slices(parts: Sequence[Part], metric: Metric) -> Moments | None:
     """The moments of slices; None if ``metric`` does not need them, or if they cannot be taken directly in float64."""
     here = all(p.tensor.numel() and not (p.groups or p.spread) for p in parts)
     # the squares of float64 may overflow; those of float32, at most 1e77, do not
-    narrow = all(not (p.tensor.is_complex() or p.tensor.dtype == torch.float64) for p in parts)
-    if not parts or metric.kind not in ("std", "var") or not (here and narrow):
+    have_room = all(
+        not (p.tensor.is_complex() or p.tensor.dtype == torch.float64 or is_narrow(p.tensor)) for p in parts
+    )
+    if not parts or metric.kind not in ("std", "var") or not (here and have_room):
         return None
-    pairs = [torch.var_mean(p.tensor.double(), p.dims, correction=min(p.size - 1, 1), keepdim=True) for p in parts]
+    pairs = [torch.var_mean(widened(p.tensor), p.dims, correction=min(p.size - 1, 1), keepdim=True) for p in parts]
     return Moments([variance for variance, _ in pairs], [mean for _, mean in pairs])
 
 
@@ -56,7 +59,7 @@ def metrics_of_slices(parts: Sequence[Part], metric: Metric, moments: Moments | 
 
 
 def joint_moments(parts: Sequence[Part], metric: Metric, moments: Moments | None = None) -> Tensor:
-    """The float64 numbers from which `root_of_moments` finds the metric, no power, of whole tensors as one vector.
+    """The numbers from which `root_of_moments` finds the metric, no power, of whole tensors as one vector.
 
     For 'sum' they are the real and the imaginary part of the sum. For 'std' and 'var' they are the number of elements,
     the real and the imaginary part of the mean, and the norm of the deviations from it.

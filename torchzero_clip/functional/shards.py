@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
 from torchzero_clip.compat import any_distributed, dtensors, is_distributed
+from torchzero_clip.functional.dtypes import widened, widest
 
 
 class Part(NamedTuple):
@@ -128,16 +129,16 @@ def part(tensor: Tensor, dims: Sequence[int]) -> Part:
 
 
 def pack(values: Sequence[Tensor]) -> Tensor:
-    """All values in one float64 vector, on the device of the first."""
+    """All values in one vector of the `widest` dtype, on the device of the first."""
     if not values:
         return torch.zeros(0, dtype=torch.float64, device="cpu")
     device, dtype = values[0].device, values[0].dtype
     if all(value.device == device and value.dtype == dtype for value in values):
-        return torch.cat([value.reshape(-1) for value in values]).double()  # one cast instead of one for each value
+        return widened(torch.cat([value.reshape(-1) for value in values]))  # one cast instead of one for each value
     is_meta = [value.is_meta for value in values]
     if True in is_meta and False in is_meta:
         raise RuntimeError("some gradients are on the meta device, where they have no values, and others are not")
-    return torch.cat([value.reshape(-1).to(device, torch.float64) for value in values])
+    return torch.cat([value.reshape(-1).to(device, widest(device)) for value in values])
 
 
 def elements_at(vector: Tensor, indices: Sequence[int]) -> Tensor:
@@ -179,7 +180,7 @@ def without_gradient(params: Sequence[Tensor], *, zeros_count: bool) -> list[Ten
     for param in distributed:
         mesh = param.device_mesh
         groups = tuple(mesh.get_group(k) for k in range(mesh.ndim))
-        flag = torch.full((1,), float(param.grad is not None), dtype=torch.float64, device=param.device)
+        flag = torch.full((1,), float(param.grad is not None), dtype=widest(param.device), device=param.device)
         parts.append(Part(flag, (0,), 1, groups))
         flags.append(flag)
     counts = all_reduce(parts, flags, ReduceOp.SUM)

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from torchzero_clip.functional import foreach
+from torchzero_clip.functional.dtypes import is_narrow, widened, widest
 from torchzero_clip.functional.shards import Part, all_reduce, pack
 from torchzero_clip.functional.ways import BLOCK, may_look, power_dtype, sum_dtype
 
@@ -18,10 +19,14 @@ def norms_of_slices(parts: Sequence[Part], p: float) -> list[Tensor]:
         parts = [
             p._replace(tensor=p.tensor.to(sum_dtype(p.tensor)).abs()) if p.tensor.is_complex() else p for p in parts
         ]
+    is_power = p != 0 and math.isfinite(p)
+    narrow = [i for i, part in enumerate(parts) if is_narrow(part.tensor)] if is_power else []
+    if narrow:  # a plain norm might be inf or 0, and to look would wait
+        return _some_rescaled(parts, narrow, p)
     norms = _local_norms(parts, p)
     if any(part.groups for part in parts):
         norms = merged(parts, norms, p)
-    if p == 0 or math.isinf(p) or not parts:
+    if not is_power or not parts:
         return norms
     if not may_look(*(part.tensor for part in parts)):
         # |x|**6 of float32's largest number is 1e231 and fits float64; a higher power, or float64 itself, may not
@@ -37,6 +42,15 @@ def norms_of_slices(parts: Sequence[Part], p: float) -> list[Tensor]:
     return _redone(parts, norms, [i for i, flags in enumerate(suspicious) if flags.any()], p)
 
 
+def _some_rescaled(parts: Sequence[Part], narrow: Sequence[int], p: float) -> list[Tensor]:
+    """The norms of slices, those of ``narrow`` on rescaled values."""
+    others = [i for i in range(len(parts)) if i not in set(narrow)]
+    norms = norms_of_slices([parts[i] for i in others], p) if others else []
+    of_narrow = _rescaled([parts[i] for i in narrow], p)
+    by_index = dict(zip([*others, *narrow], [*norms, *of_narrow], strict=True))
+    return [by_index[i] for i in range(len(parts))]
+
+
 def joint_of_norms(norms: Tensor, p: float) -> Tensor:
     """The joint p-norm from a vector of p-norms: a 0-d tensor, 0 for none."""
     if p == 0 or not norms.numel():
@@ -45,7 +59,9 @@ def joint_of_norms(norms: Tensor, p: float) -> Tensor:
         return norms.amax() if p > 0 else norms.amin()
     scale = _usable_scale(norms.amax() if p > 0 else norms.amin())  # this norm decides the result
     # divided by it, no power overflows, and none that matters underflows
-    return scale * torch.linalg.vector_norm(norms / scale, p)
+    shares = norms / scale
+    is_wide = norms.dtype == torch.float64
+    return _times(scale, torch.linalg.vector_norm(shares, p) if is_wide else _norm_along(shares, p, 0).squeeze(0))
 
 
 def merged(parts: Sequence[Part], norms: list[Tensor], p: float) -> list[Tensor]:
@@ -62,17 +78,20 @@ def merged(parts: Sequence[Part], norms: list[Tensor], p: float) -> list[Tensor]
 
 
 def _redone(parts: Sequence[Part], norms: list[Tensor], indices: Sequence[int], p: float) -> list[Tensor]:
-    """Take some norms again, in float64, of slices divided by their largest magnitude (the smallest if p < 0)."""
-    risky = [parts[i] for i in indices]
-    extreme = math.copysign(math.inf, p)
-    scales = [_usable_scale(n) for n in merged(risky, [local_norm(part, extreme) for part in risky], extreme)]
-    # one after the other, so that only one rescaled copy exists at a time
-    rescaled = [local_norm(x._replace(tensor=x.tensor / scale), p) for x, scale in zip(risky, scales, strict=True)]
-    again = merged(risky, rescaled, p)
+    """Take some norms again, on rescaled values."""
     result = list(norms)
-    for i, scale, value in zip(indices, scales, again, strict=True):
-        result[i] = scale * value
+    for i, norm in zip(indices, _rescaled([parts[i] for i in indices], p), strict=True):
+        result[i] = norm
     return result
+
+
+def _rescaled(parts: Sequence[Part], p: float) -> list[Tensor]:
+    """Norms of slices divided by their largest magnitude (the smallest if p < 0), times it."""
+    extreme = math.copysign(math.inf, p)
+    scales = [_usable_scale(n) for n in merged(parts, [local_norm(part, extreme) for part in parts], extreme)]
+    # one after the other, so that only one rescaled copy exists at a time
+    rescaled = [local_norm(x._replace(tensor=x.tensor / scale), p) for x, scale in zip(parts, scales, strict=True)]
+    return [_times(scale, norm) for scale, norm in zip(scales, merged(parts, rescaled, p), strict=True)]
 
 
 def _local_norms(parts: Sequence[Part], p: float) -> list[Tensor]:
@@ -91,7 +110,7 @@ def _local_norms(parts: Sequence[Part], p: float) -> list[Tensor]:
         tensors = [parts[i].tensor for i in indices]
         values = foreach.norms_of_each(tensors, p, power_dtype(tensors[0]))
         for i, x, value in zip(indices, tensors, values, strict=True):
-            norms[i] = value.double().view((1,) * x.ndim)
+            norms[i] = widened(value).view((1,) * x.ndim)
     return [value for value in norms if value is not None]
 
 
@@ -99,14 +118,14 @@ def local_norm(part: Part, p: float) -> Tensor:
     """The norm of every local slice of one part, of the part's ``slice_shape``. Powers may overflow or underflow."""
     x, dims = part.tensor, part.dims
     if not x.numel():
-        return x.new_full(part.slice_shape, 0.0 if p >= 0 else math.inf, dtype=torch.float64)
-    if p == 0:
-        return (x != 0).sum(dims, keepdim=True, dtype=torch.float64)
+        return x.new_full(part.slice_shape, 0.0 if p >= 0 else math.inf, dtype=widest(x.device))
+    if p == 0:  # float32 counts to 2**24 only
+        return widened((x != 0).sum(dims, keepdim=True, dtype=torch.int64 if is_narrow(x) else torch.float64))
     # amax and amin take 17 ms for 16M elements, and vector_norm 73
     if p == math.inf:
-        return torch.maximum(x.amax(dims, keepdim=True), x.amin(dims, keepdim=True).neg()).double().abs()
+        return widened(torch.maximum(x.amax(dims, keepdim=True), x.amin(dims, keepdim=True).neg())).abs()
     if p == -math.inf:
-        return x.abs().amin(dims, keepdim=True).double()
+        return widened(x.abs().amin(dims, keepdim=True))
     dtype = power_dtype(x)
     if dtype == torch.float64:
         return torch.linalg.vector_norm(x, p, dims, keepdim=True, dtype=dtype)
@@ -119,16 +138,24 @@ def local_norm(part: Part, p: float) -> Tensor:
 
 
 def _norm_along(x: Tensor, p: float, d: int) -> Tensor:
-    """The float64 norm along one dimension, in two levels where it is long."""
+    """The norm along one dimension, in two levels where it is long; in as many as it takes without float64."""
     length = x.shape[d]
     if x.dtype == torch.float64 or length <= BLOCK:
-        return torch.linalg.vector_norm(x, p, d, keepdim=True, dtype=foreach.wide_dtype(x.dtype)).double()
+        return widened(torch.linalg.vector_norm(x, p, d, keepdim=True, dtype=foreach.wide_dtype(x.dtype)))
     even = length - length % BLOCK
     parts = x.narrow(d, 0, even).unflatten(d, (-1, BLOCK))
-    levels = [torch.linalg.vector_norm(parts, p, d + 1, dtype=torch.float32).double()]
+    levels = [widened(torch.linalg.vector_norm(parts, p, d + 1, dtype=torch.float32))]
     if even < length:
         levels.append(_norm_along(x.narrow(d, even, length - even), p, d))
-    return torch.linalg.vector_norm(torch.cat(levels, d), p, d, keepdim=True)
+    return _norm_along(torch.cat(levels, d), p, d)
+
+
+def _times(scale: Tensor, norm: Tensor) -> Tensor:
+    """A norm of values that were divided by a scale, times it: finite for finite values."""
+    product = scale * norm
+    if product.dtype == torch.float64:
+        return product
+    return torch.where(norm.isfinite(), product.clamp(max=foreach.MAX32), product)
 
 
 def _usable_scale(largest: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from torchzero_clip.functional.dtypes import is_narrow, widest
 from torchzero_clip.functional.foreach import MAX32, TINY32, WIDE, wide_dtype
 
 BLOCK = 1024
@@ -19,8 +20,6 @@ of 16M elements is off by 6e-4."""
 SMALLEST, LARGEST = 1e-12, 1e30
 """Outside of these, squares in float32 may underflow or overflow: such norms are taken again, in the way of slices."""
 
-SQUARABLE = 1e150  # the square of a larger norm, or a sum of such squares, may be infinite
-
 _IS_CPU = attrgetter("is_cpu")
 
 
@@ -29,18 +28,18 @@ def way_of(tensors: Sequence[Tensor], p: float) -> Literal["blocks", "lists", "s
     dtype = tensors[0].dtype
     if may_look(tensors[0]):
         return "blocks" if dtype in WIDE else "slices"
-    # the squares of float64 may leave its range
-    return "slices" if dtype == torch.float64 and p == 2 else "lists"
+    # squares may leave the range of the widest dtype
+    return "slices" if p == 2 and (dtype == torch.float64 or is_narrow(tensors[0])) else "lists"
 
 
 def power_dtype(x: Tensor) -> torch.dtype:
     """The dtype in which powers are added up: float64, but on CPU in eager mode it takes ten times as long."""
-    return wide_dtype(x.dtype) if may_look(x) else torch.float64
+    return wide_dtype(x.dtype) if may_look(x) else widest(x.device)
 
 
 def sum_dtype(x: Tensor) -> torch.dtype:
     """The dtype of sums of elements."""
-    return torch.complex128 if x.is_complex() else torch.float64
+    return widest(x.device).to_complex() if x.is_complex() else widest(x.device)
 
 
 def may_look(*tensors: Tensor) -> bool:

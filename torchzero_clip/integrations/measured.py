@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchzero_clip.functional.dtypes import widened, widest
 from torchzero_clip.modular.before_step import BeforeStep, chain_of
 from torchzero_clip.modular.host import unwrap
 from torchzero_clip.modular.modular import Modular
@@ -54,5 +55,5 @@ def numbers(optimizer: Any) -> dict[str, float]:
     """
     found = metrics(optimizer)
     device = next((value.device for value in found.values() if not value.is_cpu), torch.device("cpu"))
-    values = [value.double().to(device) for value in found.values()]
+    values = [widened(value).to(device, widest(device)) for value in found.values()]
     return finite_ones(dict(zip(found, torch.stack(values).tolist() if values else [], strict=True)))

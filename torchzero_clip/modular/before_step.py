@@ -24,6 +24,7 @@ from torchzero_clip.engine.nonfinite import Nonfinite, is_worth_a_warning, warn_
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.bad import BadGradients
 from torchzero_clip.functional.clip import inverse
+from torchzero_clip.functional.dtypes import widened
 from torchzero_clip.hints import explained
 from torchzero_clip.modular.entries import Entries
 from torchzero_clip.modular.followed import Followed, runner_before
@@ -284,7 +285,7 @@ class BeforeStep:
         if scale is not None:
             grads = [param.grad for param in _params(optimizer)]
             with torch.no_grad():
-                foreach.multiply_([grad for grad in grads if grad is not None], scale.double().reciprocal())
+                foreach.multiply_([grad for grad in grads if grad is not None], widened(scale).reciprocal())
             self._set_scale(optimizer, None)
         return True
 

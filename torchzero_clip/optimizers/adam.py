@@ -14,6 +14,7 @@ from torchzero_clip.core.learning_rate import LR
 from torchzero_clip.core.step import Step
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.functional import foreach
+from torchzero_clip.functional.dtypes import bias_correction
 from torchzero_clip.functional.shards import pack
 from torchzero_clip.optimizers.weight_decay import WeightDecay
 from torchzero_clip.types import NewState, Schedule, Setting, Target
@@ -141,5 +142,5 @@ class Adam(UpdateRule):
 
 
 def _bias_corrections(steps: Sequence[Tensor], beta: float, power: float) -> list[Tensor]:
-    """``(1 - beta**step) ** power`` for every step count, in float64: float32 would lose five digits of 1 - 0.999."""
-    return list(((1 - beta ** pack(steps)) ** power).unbind())
+    """``(1 - beta**step) ** power`` for every step count."""
+    return list((bias_correction(beta, pack(steps)) ** power).unbind())

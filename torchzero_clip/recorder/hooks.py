@@ -94,7 +94,7 @@ class Hooks(Attached):
         norms = norms_of_each(grads, self._scratch) if grads else None
         scale = getattr(optimizer, "grad_scale", None)
         if norms is not None and isinstance(scale, Tensor):
-            norms = norms / scale.to(norms.device, torch.float64)
+            norms = norms / scale.to(norms)
         if loss is None:
             loss = self.reported.loss().value
         self.reported.clear()

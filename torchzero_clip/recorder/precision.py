@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torchzero_clip.functional.shards import local
+from torchzero_clip.functional.shards import local, pack
 from torchzero_clip.recorder.numbers import joined_norms
 
 SAMPLE = 2**14
@@ -18,7 +18,7 @@ PRODUCTS = {"highest": 0.0, "high": 2.0**-10, "medium": LOW}  # of float32 matri
 
 
 def precision_of(grads: Sequence[Tensor]) -> Tensor:
-    """The precision in which gradients were computed, relative to their joint norm: 0-d float64, without waiting.
+    """The precision in which gradients were computed, relative to their joint norm: 0-d, without waiting.
 
     The dtype of a gradient does not tell, because autocast and sharding cast gradients of bfloat16 to float32. Their
     digits do: the significands of bfloat16 have 128 values, so two unequal gradients often share one. This remains so
@@ -26,19 +26,19 @@ def precision_of(grads: Sequence[Tensor]) -> Tensor:
     were computed in float32, about one pair shares a significand by chance.
     """
     values = [torch.view_as_real(g) if g.is_complex() else g for g in map(_dense, grads)]
-    parts = [_sample(g, max(SAMPLE // len(values), 1)).double() for g in values[:SAMPLE]]
-    found = torch.cat([parts[0].new_zeros(1), *(part.to(parts[0].device) for part in parts)]).abs()
+    parts = [_sample(g, max(SAMPLE // len(values), 1)) for g in values[:SAMPLE]]
+    found = pack([parts[0].new_zeros(1), *parts]).abs()
     ordered = torch.where(found.isfinite(), found, 0.0).sort().values
     # equal gradients have equal digits, and gradients that are rounding only have few digits
     sizes = ordered.narrow(0, 1, len(ordered) - 1)
     known = (ordered.diff() > 0) & (sizes > TAIL * ordered.select(0, -1))
-    others = torch.arange(2, len(ordered) + 1, dtype=torch.float64, device=sizes.device)
+    others = torch.arange(2, len(ordered) + 1, dtype=sizes.dtype, device=sizes.device)
     digits = torch.where(known, torch.frexp(sizes).mantissa, others).sort().values
-    pairs, count = (digits.diff() == 0).sum(), known.sum().double()
+    pairs, count = (digits.diff() == 0).sum(), known.sum().to(sizes.dtype)
     least = max(DTYPES.get(g.dtype, LOW) for g in values)
     if least == FLOAT32:
         least = max(least, PRODUCTS[torch.get_float32_matmul_precision()])
-    return torch.where(pairs > 4 + count.square() / 2**20, max(LOW, least), least).double()
+    return torch.where(pairs > 4 + count.square() / 2**20, max(LOW, least), least).to(sizes.dtype)
 
 
 def _sample(values: Tensor, most: int) -> Tensor:

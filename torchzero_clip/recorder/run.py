@@ -20,6 +20,7 @@ from torchzero_clip.core.kinds import Scaling, UpdateRule
 from torchzero_clip.core.nodes import Node
 from torchzero_clip.engine.listener import Listener, Seen
 from torchzero_clip.functional import foreach
+from torchzero_clip.functional.dtypes import widened, widest
 from torchzero_clip.functional.measure import L2
 from torchzero_clip.functional.norms import norms_of_each
 from torchzero_clip.recorder.layout import By, Layout, Name
@@ -316,7 +317,7 @@ def _as_tensors(numbers: Mapping[str, object], device: torch.device) -> dict[str
     found: dict[str, Tensor] = {}
     for name, number in numbers.items():
         if isinstance(number, Tensor) and number.numel() == 1:
-            found[name] = number.detach().reshape(()).double() if number.ndim or name == "loss" else number
+            found[name] = widened(number.detach().reshape(())) if number.ndim or name == "loss" else number
         elif isinstance(number, int | float):
-            found[name] = torch.full((), float(number), dtype=torch.float64, device=device)
+            found[name] = torch.full((), float(number), dtype=widest(device), device=device)
     return found

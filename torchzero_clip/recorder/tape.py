@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from torchzero_clip.functional import foreach
+from torchzero_clip.functional.dtypes import widest
 from torchzero_clip.recorder.data import Ratios
 from torchzero_clip.recorder.layout import By, Layout
 from torchzero_clip.recorder.numbers import joined_norms
@@ -45,10 +46,10 @@ class Tape:
         self.notes: deque[Note] = deque(maxlen=self._size)
         self.ratios: deque[tuple[int, Tensor, Tensor]] = deque(maxlen=self._size)
         with torch.inference_mode(False):  # memory that is made in inference mode cannot be written to outside of it
-            self._rows = torch.full((self._size, len(layout.names)), torch.nan, dtype=torch.float64, device=device)
+            self._rows = torch.full((self._size, len(layout.names)), torch.nan, dtype=widest(device), device=device)
             self._used = torch.tensor([name in used for name in layout.names], dtype=torch.bool, device=device)
-        self._absent = torch.full((len(layout.names),), ABSENT, dtype=torch.float64, device=device)
-        self._unknown = torch.full((), torch.nan, dtype=torch.float64, device=device)
+        self._absent = torch.full((len(layout.names),), ABSENT, dtype=widest(device), device=device)
+        self._unknown = torch.full((), torch.nan, dtype=widest(device), device=device)
         self._places: Sequence[int] = ()
         self._index = torch.empty(0, dtype=torch.long, device=device)
 
@@ -62,7 +63,10 @@ class Tape:
             self._hidden.clear()
         self._add_columns(numbers)
         waits = self.device.type == "cpu"
-        found = [numbers.get(key, self._unknown).to(self.device, non_blocking=not waits) for key in self.keys]
+        found = [
+            numbers.get(key, self._unknown).to(self.device, self._rows.dtype, non_blocking=not waits)
+            for key in self.keys
+        ]
         self._write(note, torch.cat([norms, torch.stack(found)]) if found else norms)
 
     def _write(self, note: Note, row: Tensor) -> None:
@@ -127,8 +131,8 @@ class Tape:
         used = self._used | (self._norms(self._rows[earlier]) > 0).any(dim=0)
         since = self.notes[-kept].step if kept else 0
         ratios = [ratio for ratio in self.ratios if kept and ratio[0] >= since]
-        parts = [self._rows[order], used.double()[None], *(torch.stack(pair) for _, *pair in ratios)]
-        copied = torch.cat([part.flatten() for part in parts]).cpu().split([part.numel() for part in parts])
+        parts = [self._rows[order], used.to(self._rows.dtype)[None], *(torch.stack(pair) for _, *pair in ratios)]
+        copied = torch.cat([part.flatten() for part in parts]).cpu().double().split([part.numel() for part in parts])
         rows, used, *pairs = (part.view(own.shape) for part, own in zip(copied, parts, strict=True))
         norms, numbers = rows.split([len(self.layout.names), len(self.keys)], dim=1)
         return norms, numbers, [(step, pair) for (step, *_), pair in zip(ratios, pairs, strict=True)], used
