@@ -13,8 +13,8 @@ from torchzero_clip.core.transform import Transform
 from torchzero_clip.engine.checked import slice_dims
 from torchzero_clip.engine.executor import Measurer
 from torchzero_clip.functional.measure import L2, DimsOf, Measured, Slicing, measure
-from torchzero_clip.functional.norms import combine
 from torchzero_clip.functional.shards import elements_at, memories
+from torchzero_clip.functional.slices import joint_of_norms
 
 
 class Judging:
@@ -64,7 +64,7 @@ class Judged:
             jointly = jointly and self.judging.asks_jointly
             joint = self.measurer.joint_norm(self.grads, beside=self.listens) if jointly else None
             if joint is None:
-                self.norms = norms = self.measurer.norm_of_each(self.grads)
+                self.norms = norms = self.measurer.norms_of_each(self.grads)
             else:
                 total, norms = joint
                 self.norms = total.view(1)
@@ -79,13 +79,13 @@ class Judged:
     def of_each(self) -> Tensor:
         """The norm of the gradient of each row, also if statistics need only the joint norm."""
         norms = self.measure()
-        return norms if len(norms) == len(self.grads) else self.measurer.norm_of_each(self.grads)
+        return norms if len(norms) == len(self.grads) else self.measurer.norms_of_each(self.grads)
 
     def joined(self, scopes: Sequence[list[int]]) -> list[Tensor]:
         """The joint norm of all gradients, 1 if one of them is not finite else 0, and the joint norm of each scope."""
         norms = self.measure()
-        total = combine(norms, 2.0) if len(norms) != 1 else norms.squeeze(0)
-        of_scopes = [total if len(own) == len(self.grads) else combine(self.of(own), 2.0) for own in scopes]
+        total = joint_of_norms(norms, 2.0) if len(norms) != 1 else norms.squeeze(0)
+        of_scopes = [total if len(own) == len(self.grads) else joint_of_norms(self.of(own), 2.0) for own in scopes]
         return [total, norms.isfinite().all().logical_not().double(), *of_scopes]
 
     def total(self) -> Tensor | None:
@@ -125,8 +125,8 @@ class Judged:
             return Measured(L2, list(range(count)), total.expand(count), total, memories(updates), joint=True)
         beside = self.listens and self.before is None
         each, slicing = node.path in self.judging.needs_each, node.transform.slicing  # pyright: ignore
-        way = self.measurer.way(updates, name=node.path, beside=beside)
-        measured = measure(updates, slicing, self.judging.dims_of.get(node.path), way, each)
+        resources = self.measurer.resources(updates)._replace(name=node.path, beside=beside, each=each)
+        measured = measure(updates, slicing, self.judging.dims_of.get(node.path), resources)
         if self.judging.is_asked and self.norms is None:
             # these are gradients: see `before_change`
             is_joint = not each and len(measured.vector) > 0
@@ -139,7 +139,7 @@ class Judged:
     def _note(self, norms: Tensor | None = None) -> None:
         """Store the L2 norms of the gradients for a listener; None to measure them."""
         if self.listens and self.before is None:
-            self.before = self.measurer.norm_of_each(self.grads) if norms is None else norms
+            self.before = self.measurer.norms_of_each(self.grads) if norms is None else norms
 
 
 def _clips_all_gradients(transform: Transform) -> bool:

@@ -98,7 +98,7 @@ class SGD(UpdateRule):
             return None
         # in torch 2.13, the kernel leaves half precision as it is on CPU, and has no version for fake tensors
         first = step.params[0]
-        is_computed = foreach.is_real_and_wide(first.dtype) or (first.is_floating_point() and not first.is_cpu)
+        is_computed = first.dtype in foreach.WIDE or (first.is_floating_point() and not first.is_cpu)
         if not is_computed or isinstance(first, FakeTensor):
             return None
         kernel, loop = (partial(foreach.sgd_, fused=fused, nesterov=self.nesterov) for fused in (True, False))

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torchzero_clip.compat import may_call_base, never_compiled
 from torchzero_clip.engine.listener import Attached
 from torchzero_clip.engine.reported_loss import ReportedLoss
-from torchzero_clip.functional.norms import each_norm
+from torchzero_clip.functional.norms import norms_of_each
 from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.modular.before_step import handle_of
 from torchzero_clip.modular.host import end_surely, unwrap_method
@@ -91,7 +91,7 @@ class Hooks(Attached):
         found = self._run.measurable.among([param.grad for param in params])
         kept = params if len(found) == len(params) else [p for p in params if self._run.measurable.among([p.grad])]
         grads = [g.coalesce().values() if g.layout == torch.sparse_coo else g.detach() for g in found]
-        norms = each_norm(grads, self._scratch) if grads else None
+        norms = norms_of_each(grads, self._scratch) if grads else None
         scale = getattr(optimizer, "grad_scale", None)
         if norms is not None and isinstance(scale, Tensor):
             norms = norms / scale.to(norms.device, torch.float64)

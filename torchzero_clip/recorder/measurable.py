@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from torchzero_clip.compat import is_distributed
 from torchzero_clip.functional import foreach
-from torchzero_clip.functional.norms import each_norm
+from torchzero_clip.functional.norms import norms_of_each
 from torchzero_clip.recorder.precision import precision_of
 
 ORDINARY = {Tensor, nn.Parameter, nn.Buffer}
@@ -57,7 +57,7 @@ def _tried(tensor: Tensor) -> Exception | None:
     """The error of measuring a tensor and its update; None if there is none."""
     try:
         copies = foreach.clone([tensor.detach()])
-        each_norm(copies)
+        norms_of_each(copies)
         precision_of(copies)
         foreach.subtract_(copies, [tensor.detach()])
     except Exception as error:  # each class has its own

@@ -21,7 +21,7 @@ from torchzero_clip.core.nodes import Node
 from torchzero_clip.engine.listener import Listener, Seen
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.measure import L2
-from torchzero_clip.functional.norms import each_norm
+from torchzero_clip.functional.norms import norms_of_each
 from torchzero_clip.recorder.layout import By, Layout, Name
 from torchzero_clip.recorder.measurable import Measurable
 from torchzero_clip.recorder.output import Output
@@ -122,9 +122,9 @@ class Run(Listener):
         if before is not None and norms is not None and not note.refused_by:
             kept, copies = before
             places = _places(groups, kept) if len(kept) != len(tape.layout.names) else None
-            sizes = each_norm(copies)
+            sizes = norms_of_each(copies)
             foreach.subtract_(copies, kept)
-            tape.write_ratios(note.step, sizes, each_norm(copies), places)
+            tape.write_ratios(note.step, sizes, norms_of_each(copies), places)
         if self.measurable.has_news:
             warn_user(self.measurable.said(list(zip(tape.layout.names, _all_params(groups), strict=True))))
         self._judge_loss(numbers["loss"] is not None)
