@@ -36,8 +36,8 @@ class Measurable:
         weights = [(name, self._error_of(param)) for name, param in named]
         grads = [(name, self._error_of(param.grad)) for name, param in named if param.grad is not None]
         parts: list[str] = []
-        for what, found in (("gradients", grads), ("weights and updates", weights)):
-            names = [repr(name) for name, error in found if error is not None]
+        for what, errors in (("gradients", grads), ("weights and updates", weights)):
+            names = [repr(name) for name, error in errors if error is not None]
             if names:
                 parts.append(f"{what} of {', '.join(names[:SHOWN])}{', ...' if len(names) > SHOWN else ''}")
         error = next((error for _, error in [*grads, *weights] if error is not None), None)
@@ -60,6 +60,6 @@ def _tried(tensor: Tensor) -> Exception | None:
         each_norm(copies)
         precision_of(copies)
         foreach.subtract_(copies, [tensor.detach()])
-    except Exception as error:  # each class has its own
+    except Exception as error:  # which one depends on the class
         return error.with_traceback(None)  # whose frames would keep the copies alive
     return None

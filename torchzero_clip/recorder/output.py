@@ -13,9 +13,9 @@ from torch import Tensor
 
 from torchzero_clip.compat import warn_user
 from torchzero_clip.recorder import files
-from torchzero_clip.recorder.layout import By
 from torchzero_clip.recorder.live import EARLIER, Live
 from torchzero_clip.recorder.record import Record
+from torchzero_clip.recorder.recorded_params import By
 from torchzero_clip.recorder.series import spikes_among
 
 REMEMBERED = 1000  # how many earlier joint norms are used to find spikes among the next ones
@@ -46,7 +46,7 @@ class Log:
         self.is_lost = False  # True if another recorder of this process writes to the file now
         self._by: By = by
         self._most, self._keep = most, keep
-        self._place: tuple[int, int, int] | None = None  # the file after the last write
+        self._status: os.stat_result | None = None  # that of the file after the last write
         self._has_warned = False
         self.begin_anew(None)
 
@@ -77,8 +77,8 @@ class Log:
         record = kept(self._open + count)
         new = record.last(count)
         now = record.layers, record.precision if record.steps or self._header is None else self._header[1]
-        rows = files.rows_of_steps(new)
-        rows += [{"kind": "loss", "step": step, "loss": files.finite(loss)} for step, loss in losses.items()]
+        lines = files.step_lines(new)
+        lines += [{"kind": "loss", "step": step, "loss": files.finite(loss)} for step, loss in losses.items()]
         lost = new.layer_norms.isfinite().logical_not().any(dim=1).tolist()
         jumped = {step for step, _ in new.jumps}
         bad = [s in jumped or bool(why) or no for s, why, no in zip(new.steps, new.reasons, lost, strict=True)]
@@ -90,15 +90,15 @@ class Log:
         whole -= self._whole
         # reading all steps takes five times as long, and is needed only for a spike that is found late
         is_old = len(whole) > 0 and (not record.steps or min(whole) < record.steps[0])
-        rows += files.rows_of_layers(kept(self._keep) if is_old else record, whole)
+        lines += files.layer_lines(kept(self._keep) if is_old else record, whole)
         blocks, rest = self._blocks(record, is_end)
-        rows += blocks
-        if rows and (self._is_new_file() or now != self._header):
+        lines += blocks
+        if lines and (self._is_new_file() or now != self._header):
             start = new.steps[0] if new.steps else max((step for step, *_ in seen), default=-1) + 1
-            rows.insert(0, files.header(self.run, self.parent, start, self._by, record))
-        if rows:
-            files.append(self.path, files.encoded(rows, self.run))
-            self._place = files.place_of(self.path)
+            lines.insert(0, files.run_line(self.run, self.parent, start, self._by, record))
+        if lines:
+            files.append(self.path, files.encoded(lines, self.run))
+            self._status = files.status(self.path)
         self._has_block = self._has_block or rest < len(record.steps)
         self._header, self._open = now, rest
         self._seen.extend(seen[len(self._seen) :])
@@ -107,39 +107,39 @@ class Log:
 
     def _is_new_file(self) -> bool:
         """True if the file lacks the first line of this run. Warn once if it was replaced since the last write."""
-        now, before = files.place_of(self.path), self._place
-        is_same = now is not None and before is not None and now[:2] == before[:2] and now[2] >= before[2]
+        now, before = files.status(self.path), self._status
+        is_same = now and before and os.path.samestat(now, before) and now.st_size >= before.st_size
         if before is not None and not is_same and not self._has_warned:
             self._has_warned = True
             warn_user(
                 f"{self.path} was replaced or shortened during the run. Later steps are appended to the file that is "
                 "there now, which may lack earlier ones"
             )
-        return not now or not now[2] or (before is not None and not is_same)
+        return now is None or not now.st_size or (before is not None and not is_same)
 
-    def _blocks(self, record: Record, is_end: bool) -> tuple[list[files.Row], int]:
+    def _blocks(self, record: Record, is_end: bool) -> tuple[list[files.Line], int]:
         """The blocks that are complete, and the number of steps that are in no complete block yet."""
-        blocks: list[files.Row] = []
+        blocks: list[files.Line] = []
         first, end = 0, len(record.steps)
         while end - first >= BLOCK or (end > first and (is_end or end - first + self._most > self._keep)):
-            own = slice(first, first + BLOCK)
-            blocks.append(files.block(record.layer_steps[own], record.layer_norms[own]))
-            first += len(record.layer_steps[own])
+            steps, norms = record.layer_steps[first : first + BLOCK], record.layer_norms[first : first + BLOCK]
+            blocks.append(files.block_line(steps, norms))
+            first += len(steps)
         if first == 0 and end and not self._has_block:
             # without it, a run that is killed early has no usual norms; a longer one from the same step replaces it
-            blocks.append(files.block(record.layer_steps, record.layer_norms))
+            blocks.append(files.block_line(record.layer_steps, record.layer_norms))
         return blocks, end - first
 
 
 def _in_whole(seen: list[tuple[int, float, bool]], series: int) -> set[int]:
     """Spikes, jumps and refused steps; of a series, only the first `IN_A_ROW`, and ``series`` of these came before."""
     norms = torch.tensor([norm for _, norm, _ in seen], dtype=torch.float64, device="cpu")
-    found = set[int]()
+    steps = set[int]()
     for (step, _, is_bad), is_spike in zip(seen, spikes_among(norms).tolist(), strict=True):
         series = series + 1 if is_bad or is_spike else 0
         if 0 < series <= IN_A_ROW:
-            found.add(step)
-    return found
+            steps.add(step)
+    return steps
 
 
 class Output:

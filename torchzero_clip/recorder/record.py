@@ -12,15 +12,10 @@ from typing_extensions import override
 
 from torchzero_clip.recorder.data import Data, Layers, Ratios, places_of, widened
 from torchzero_clip.recorder.figures import draw_record
-from torchzero_clip.recorder.files import Place
+from torchzero_clip.recorder.files import FilePath
 from torchzero_clip.recorder.series import EarlySign
 from torchzero_clip.recorder.suggestion import Scope, Suggestion, suggested
 from torchzero_clip.recorder.words import counted
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-    from pandas import DataFrame
-
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -97,7 +92,7 @@ class Readable(ABC):
         columns = self.record().columns(transforms=transforms)
         return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
-    def plot(self, path: Place | None = None) -> "Figure":
+    def plot(self, path: FilePath | None = None) -> "Figure":
         """Draw the norms with limits and spikes, and the layers by steps, and return the `matplotlib.figure.Figure`.
 
         Args:
