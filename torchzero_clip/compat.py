@@ -7,10 +7,10 @@ which transformation, such as vmap, the forward of a module runs; torch has no p
 import importlib
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -29,6 +29,8 @@ from torch._compile import _disable_dynamo
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch.optim import Optimizer
 from typing_extensions import TypeIs
+
+from torchzero_clip.types import Group
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -96,7 +98,7 @@ def is_restored_by_checkpoint() -> bool:
     if not hasattr(calls, "_top_saved_tensors_default_hooks"):
         return False
     # the hooks of a checkpoint inside the one that restores are above the hooks that restore
-    above: list[Any] = []
+    above: list[tuple[object, object]] = []
     try:
         while (hooks := calls._top_saved_tensors_default_hooks(True)) is not None:
             if "recomputation" in hooks[0].__qualname__:
@@ -114,9 +116,9 @@ def is_capturing() -> bool:
     return torch.backends.cuda.is_built() and torch.cuda.is_current_stream_capturing()
 
 
-def cpu_by_default() -> AbstractContextManager[Any]:
+def cpu_by_default() -> AbstractContextManager[object]:
     """A context in which tensors that are made without a device are on the CPU, as by torch's optimizers."""
-    # it does nothing if the CPU is the default, because within `torch.device` every call of torch takes longer
+    # not entered if the CPU is the default, because every call of torch takes longer within it
     return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
 
 
@@ -153,10 +155,10 @@ def native_guard(tensors: Sequence[Tensor]) -> SameLayout | None:
 
 
 def _in_python(tensors: Sequence[Tensor]) -> SameLayout:
-    known = [(of, list(map(of, tensors))) for of in (type, _LAYOUT, Tensor.is_neg, Tensor.stride)]
+    looks = [(of, list(map(of, tensors))) for of in (type, _LAYOUT, Tensor.is_neg, Tensor.stride)]
 
     def fits(others: Sequence[Tensor]) -> bool:
-        return all(list(map(of, others)) == own for of, own in known) and len(set(map(id, others))) == len(others)
+        return all(list(map(of, others)) == look for of, look in looks) and len(set(map(id, others))) == len(others)
 
     return fits
 
@@ -175,7 +177,7 @@ def may_call_base(optimizer: Optimizer) -> bool:
     return len({step.__wrapped__ for step in steps if getattr(step, "hooked", False)}) > 1
 
 
-def may_be_template(groups: Sequence[Mapping[str, Any]], *, is_first: bool) -> bool:
+def may_be_template(groups: Sequence[Group], *, is_first: bool) -> bool:
     """True for a step with rate 0. torch.distributed.checkpoint takes one with gradients of 0, to make state exist."""
     has_rates = False
     for group in groups:
@@ -204,15 +206,15 @@ def fully_sharded(model: nn.Module) -> list[Any]:
     return [] if kind is None else [module for module in model.modules() if isinstance(module, kind)]
 
 
-def dtensors() -> Any:
+def dtensors() -> ModuleType:
     """The module `torch.distributed.tensor`, for code that has a distributed tensor already."""
     return importlib.import_module("torch.distributed.tensor")
 
 
 def _distributed_types() -> tuple[type, ...]:
     module = sys.modules.get("torch.distributed.tensor")
-    found = getattr(module, "DTensor", None)  # another thread may be importing the module
-    return () if found is None else (found,)
+    kind = getattr(module, "DTensor", None)  # another thread may be importing the module
+    return () if kind is None else (kind,)
 
 
 _ORDINARY = {Tensor, nn.Parameter}

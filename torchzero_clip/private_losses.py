@@ -1,10 +1,12 @@
-"""Which parameters are trained privately, so that nobody reports a loss beside them, which is private too."""
+"""Which parameters are trained privately. Their loss is private too, so reporting it raises an error."""
 
 import weakref
-from collections.abc import Collection, Iterable, Mapping
-from typing import Any, Protocol
+from collections.abc import Collection, Iterable
+from typing import Protocol
 
 from torch import Tensor
+
+from torchzero_clip.types import Group
 
 
 class TrainsPrivately(Protocol):
@@ -19,7 +21,7 @@ _OWNERS: "weakref.WeakSet[TrainsPrivately]" = weakref.WeakSet()
 
 
 def declare(owner: TrainsPrivately) -> None:
-    """From now on, losses beside the parameters of this object raise. It ends when the object is deleted."""
+    """Refuse losses of the parameters of this object until it is deleted."""
     _OWNERS.add(owner)
 
 
@@ -28,10 +30,10 @@ def private_ids() -> set[int]:
     return {id(param) for owner in _OWNERS for param in owner.released_params()}
 
 
-def refuse_loss(groups: Iterable[Mapping[str, Any]], what: str) -> None:
-    """Raise a RuntimeError if one of the parameters of some param groups is trained privately.
+def refuse_loss(groups: Iterable[Group], what: str) -> None:
+    """Raise a RuntimeError if a parameter of these param groups is trained privately.
 
-    ``what`` brings the loss: the subject of a sentence.
+    ``what`` is the subject of the error: who reports the loss.
     """
     private = private_ids()
     if private and any(id(param) in private for group in groups for param in group["params"]):

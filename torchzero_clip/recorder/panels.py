@@ -3,6 +3,7 @@
 import importlib
 import math
 from collections.abc import Mapping, Sequence
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -164,7 +165,7 @@ def draw_series_row(axes: "Axes", side: "Axes", series: Series, limit: float) ->
     return len(spikes)
 
 
-def matplotlib() -> Any:
+def matplotlib() -> ModuleType:
     try:
         importlib.import_module("matplotlib.figure")  # it imports colors, patches and ticker
         return importlib.import_module("matplotlib")
