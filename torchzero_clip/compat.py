@@ -57,7 +57,7 @@ def never_a_frame(function: _F) -> _F:
 
 
 def leave_uncompiled() -> None:
-    """Called while a compiler traces: run the traced function uncompiled."""
+    """Let the compiler that is tracing run this function uncompiled."""
     torch._dynamo.skip_frame()
 
 
@@ -117,7 +117,7 @@ def is_capturing() -> bool:
 
 
 def cpu_by_default() -> AbstractContextManager[object]:
-    """A context in which tensors that are made without a device are on the CPU, as by torch's optimizers."""
+    """A context in which new tensors without a device are on the CPU, as in torch's optimizers."""
     # not entered if the CPU is the default, because every call of torch takes longer within it
     return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
 
@@ -178,15 +178,12 @@ def may_call_base(optimizer: Optimizer) -> bool:
 
 
 def may_be_template(groups: Sequence[Group], *, is_first: bool) -> bool:
-    """True for a step with rate 0. torch.distributed.checkpoint takes one with gradients of 0, to make state exist."""
-    has_rates = False
-    for group in groups:
-        rate = group.get("lr")
-        if rate is not None:
-            if (isinstance(rate, Tensor) and not rate.is_cpu) or rate != 0:  # to look at values waits for the device
-                return False
-            has_rates = True
-    return has_rates or is_first  # to look at the gradients waits too
+    """True if all rates are 0. torch.distributed.checkpoint takes such a step, with gradients of 0, to create state."""
+    # neither rates on a device nor gradients are read here, because reading waits for the device
+    rates = [group["lr"] for group in groups if group.get("lr") is not None]
+    if any((isinstance(rate, Tensor) and not rate.is_cpu) or rate != 0 for rate in rates):
+        return False
+    return len(rates) > 0 or is_first
 
 
 def is_distributed(tensor: object) -> "TypeIs[DTensor]":
@@ -195,7 +192,7 @@ def is_distributed(tensor: object) -> "TypeIs[DTensor]":
 
 
 def any_distributed(tensors: Sequence[object]) -> bool:
-    """Whether a tensor in a list is distributed."""
+    """True if one of these is a distributed tensor."""
     kinds = set(map(type, tensors))
     return not kinds <= _ORDINARY and any(issubclass(kind, _distributed_types()) for kind in kinds)
 

@@ -1,7 +1,7 @@
 """State in a form that no `load_state_dict` changes, so that the optimizer of another package may store it.
 
-Loads cast floating point state to the dtype of its parameter. torch does not cast values under the key "step", but for
-fused optimizers casts them to float32. Other packages have rules of their own. Bytes keep their values in any cast.
+`load_state_dict` casts floating point state to the dtype of its parameter. Under the key "step", torch casts nothing,
+except to float32 for fused optimizers. Other packages have other rules. Bytes keep their values in any cast.
 """
 
 from collections.abc import Container, Mapping

@@ -37,7 +37,7 @@ def new_chain_state(nodes: Nodes, counts: Mapping[str, int]) -> ChainState:
 
 def complete(saved: dict[str, Any], groups: Sequence[Group], chain_state: ChainState) -> None:
     """Add the state of the whole chain to the checkpoint that torch has made of these groups."""
-    # no copies, as in torch. If some tensors were copied, a checkpoint in memory would mix the state of two steps
+    # as in torch, tensors are not copied. If some were, a checkpoint in memory would mix the state of two steps
     chain_state.take_counters(groups)
     chain_state.show(saved["param_groups"])
     values = [value for state in saved["state"].values() for value in state.values()]
@@ -130,7 +130,7 @@ class Load:
 
     def restore(self, groups: Sequence[Group], state: MutableMapping[Tensor, State]) -> None:
         """Put the state of the checkpoint in its place, after its groups were loaded."""
-        state.clear()  # parameters that the checkpoint lacks start anew
+        state.clear()  # also that of parameters that the checkpoint lacks
         ids = [i for group in self.groups for i in group["params"]]
         params = [param for group in groups for param in group["params"]]
         for i, param in zip(ids, params, strict=True):

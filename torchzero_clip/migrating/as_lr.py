@@ -84,20 +84,19 @@ class _View(Optimizer):
 
 
 class _Group(MutableMapping[str, object]):
-    """A param group in which ``lr`` is another setting, and ``initial_lr`` and the like have qualified keys."""
+    """A param group that stores ``lr`` under the key of another setting, and ``initial_lr`` as ``"key:initial_lr"``."""
 
     def __init__(self, group: Group, key: str) -> None:
         self._group, self._key = group, key
 
     def _stored(self, key: str) -> str:
-        # no setting has a colon in its name
         return self._key if key == "lr" else f"{self._key}:{key}" if key.endswith("_lr") else key
 
     def __getitem__(self, key: str) -> object:
         return self._group[self._stored(key)]
 
     def __setitem__(self, key: str, value: object) -> None:
-        if key == "lr":  # initial_lr would not do: some schedulers do not store it, and some store another number
+        if key == "lr":  # not initial_lr, because some schedulers do not store it, and some store another number
             self._group.setdefault(f"{self._key}:constructed", self._group[self._key])
         self._group[self._stored(key)] = value
 

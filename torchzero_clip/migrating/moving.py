@@ -215,5 +215,5 @@ def _state_from(saved: State, nodes: Nodes, name: str, named: NamedParam, group:
 
 
 def _counted(step: float | Tensor) -> Tensor:
-    """The step count as a tensor: in older versions of torch it was a number."""
+    """The step count as a tensor. Older versions of torch store a number."""
     return step.float() if isinstance(step, Tensor) else torch.tensor(float(step), dtype=torch.float32, device="cpu")

@@ -124,7 +124,7 @@ class Wrap(FinalRule):
 
     @override
     def possible_state(self, param: Tensor, setting: Setting) -> NewState:
-        """The state with and without momentum, which may have been used before it was set to 0."""
+        """The state with and without momentum, because momentum may have been above 0 earlier."""
         ever = {**setting, "momentum": 0.5} if setting.get("momentum") == 0 else setting
         return self.init_state(param, setting) | self.init_state(param, ever)
 
@@ -147,7 +147,7 @@ class Wrap(FinalRule):
         try:
             _step(optimizer)
         except BaseException:
-            for i in new:  # with incomplete state, the next step of the parameter raises, and checkpoints would have it
+            for i in new:  # with incomplete state, the next step and loading a checkpoint would raise
                 if step.states[i].keys() != self.init_state(step.params[i], step.settings[i]).keys():
                     step.states[i].clear()
             raise

@@ -79,7 +79,7 @@ means = partial(torch.nanmean, dim=1)
 
 @dataclass(frozen=True)
 class Tiles:
-    """The norms of layers relative to their medians over the run, which the first steps have too."""
+    """The norms of layers divided by their medians over the run."""
 
     names: list[str]  # the layers that are shown, in the order of the model
     count: int  # how many layers there are
@@ -88,7 +88,7 @@ class Tiles:
 
     @classmethod
     def of(cls, record: Data, most: int = MOST_NAMES) -> "Tiles":
-        """Take first the layers with norms that are not finite, then those with the largest ratios."""
+        """Show the layers with norms that are not finite first, then those with the largest ratios."""
         edges, highest = _spans(record)
         if not highest.numel():
             return cls([], len(record.layers), [], highest)

@@ -49,7 +49,7 @@ class Block(NamedTuple):
 
 
 class Ratios(NamedTuple):
-    """Norms of parameters, and of what was subtracted from them in a step; -1 without a gradient."""
+    """Norms of parameters and of their updates in one step; -1 without a gradient."""
 
     step: int
     params: Tensor

@@ -32,7 +32,7 @@ class Live:
         self._warned = False
 
     def send(self, record: Record, *, is_end: bool = False) -> None:
-        """Send the points of steps that were not sent yet; at the end also the last one, though it is incomplete."""
+        """Send the points of steps that were not sent yet; at the end also the last point, which may be incomplete."""
         first = sum(step < self.next for step in record.steps)
         every = self.every or max(len(record.steps) - first, 1)
         while first < len(record.steps):
@@ -51,7 +51,6 @@ class Live:
             first = end
 
     def _point(self, record: Record, first: int, end: int) -> dict[str, float]:
-        """What happened in the steps from index ``first`` to ``end``."""
         norm = record.norm[first:end]
         finite = norm[norm.isfinite()]
         clipped, limit = record.share_clipped[first:end], record.limits()[first:end]
@@ -86,7 +85,7 @@ def _top(sizes: Tensor) -> list[int]:
 
 
 def sender(target: Any) -> tuple[Send, bool]:
-    """A function that sends one point, and whether only one point may be sent at a time."""
+    """A function that sends one point, and whether all steps that are sent at once must be one point."""
     if hasattr(target, "add_scalar"):
 
         def add(step: int, values: Mapping[str, float]) -> None:

@@ -132,7 +132,7 @@ class Log:
 
 
 def _in_whole(seen: list[tuple[int, float, bool]], series: int) -> set[int]:
-    """Spikes, jumps and refused steps; of a series, only the first `IN_A_ROW`, and ``series`` of these came before."""
+    """Spikes, jumps and refused steps; at most `IN_A_ROW` of a series, of which ``series`` came before."""
     norms = torch.tensor([norm for _, norm, _ in seen], dtype=torch.float64, device="cpu")
     steps = set[int]()
     for (step, _, is_bad), is_spike in zip(seen, spikes_among(norms).tolist(), strict=True):
@@ -143,7 +143,7 @@ def _in_whole(seen: list[tuple[int, float, bool]], series: int) -> set[int]:
 
 
 class Output:
-    """Knows which steps are in the file: all but ``every`` at most. The last ``keep`` steps can be read again."""
+    """Decides when steps are written: at most ``every`` wait. The last ``keep`` steps can be read again."""
 
     def __init__(self, log: Log | None, live: Live | None, every: int, keep: int) -> None:
         self.log, self.live = log, live
@@ -158,7 +158,7 @@ class Output:
         self._warned = False
 
     def begin_anew(self, step: int, waiting: int, parent: str | None) -> None:
-        """Begin a run at a step, which resumes another run. So many steps before it are written again."""
+        """Begin a run that resumes another one at this step. The ``waiting`` steps before it are written again."""
         self.waiting, self._count = waiting, 0
         self.older.clear()
         self.late.clear()
@@ -190,7 +190,7 @@ class Output:
         return is_due or time.monotonic() - self._tried_at > SECONDS
 
     def flush(self, kept: Callable[[int], Record], *, warn: bool = False, is_end: bool = False) -> None:
-        """Write and send the steps that wait, which ``kept`` reads; at the end also incomplete blocks and points."""
+        """Write and send the steps that wait. ``kept`` reads them. At the end, incomplete blocks and points too."""
         # if the file cannot be written, the next flush tries again; with `warn`, this is one warning and no error
         try:
             self._flush(kept, is_end)

@@ -42,7 +42,7 @@ def precision_of(grads: Sequence[Tensor]) -> Tensor:
 
 
 def _sample(values: Tensor, most: int) -> Tensor:
-    """Values at equal distances, at most so many."""
+    """At most so many values, at equal distances."""
     count = min(values.numel(), most)
     every = values.numel() // count if count else 1
     # indexing needs a device, which a fake tensor does not have

@@ -30,7 +30,7 @@ class Readable(ABC):
         """Return what was recorded, on the CPU. The call waits for the device."""
 
     def _whole(self) -> "Record":
-        """The record with steps that are no longer in memory."""
+        """The record, with the steps that only the file still has."""
         return self.record()
 
     def worst(self, step: int | None = None, top: int = 5) -> Layers:
@@ -186,7 +186,7 @@ class Record(Data, Readable):
         return columns
 
     def filled(self, kept: "Record") -> "Record":
-        """This record, with the layers of the steps of another one, which are its last."""
+        """This record, whose last steps are replaced by those of ``kept``, which have all layers."""
         older = self.part(0, bisect_left(self.steps, kept.steps[0]))
         return replace(joined([older, kept]), blocks=self.blocks, jumps=self.jumps)
 

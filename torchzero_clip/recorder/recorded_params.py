@@ -64,7 +64,6 @@ class RecordedParams:
         return cls(tuple(result), tuple(labels[g] for _, g, _ in listed), has_names, frozen)
 
     def layers(self, by: By) -> list[str]:
-        """The layer of each parameter."""
         if by != "module":
             return list(self.names if by == "parameter" else self.groups)
         layers: list[str] = []

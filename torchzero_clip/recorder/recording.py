@@ -38,7 +38,7 @@ FAILED = "error"  # the reason of a step that raised an error
 
 
 class Recording(Listener):
-    """Writes each step on a `Tape`, and lets an `Output` write the tape to a file. It does not know the optimizer."""
+    """Writes each step on a `Tape`, which an `Output` writes to a file. It has no reference to the optimizer."""
 
     def __init__(self, by: By, keep: int, ratios_every: int, model: nn.Module | None, output: Output) -> None:
         self.by: By = by
@@ -91,7 +91,7 @@ class Recording(Listener):
         return limits
 
     def save_params(self, params: Sequence[Tensor]) -> None:
-        """Copy the parameters, if the norms of updates are taken in the next step. Find the precision now and then."""
+        """Copy the parameters if the step gets norms of updates. Find the precision in some of the steps."""
         grads = [p.grad for p in params if p.grad is not None] if self._taken % PRECISION_EVERY == 0 else []
         if grads := self.measurable.among(grads):
             precision, before = precision_of(grads), self._precision
@@ -112,7 +112,7 @@ class Recording(Listener):
     ) -> None:
         """Write one step: the norms of the gradients of ``params``, if they were measured, and numbers by name.
 
-        ``is_first``: there was no step before, so one of zeros is the template of a checkpoint, also without a rate.
+        ``is_first`` is as in `may_be_template`: a step that only creates state for a checkpoint is not written.
         """
         before, self._before = self._before, None
         if norms is not None and may_be_template(groups, is_first=is_first) and not bool(norms.any()):
@@ -258,7 +258,7 @@ class Recording(Listener):
             self.flush(warn=True)
 
 
-OPEN: WeakSet[Recording] = WeakSet()  # runs that are not closed
+OPEN: WeakSet[Recording] = WeakSet()  # those that are not closed
 
 
 @cache
@@ -276,7 +276,7 @@ def _finish() -> None:
 
 
 def take_over(path: Path) -> None:
-    """Write to the file what other runs of this process have recorded for it, and let them lose it."""
+    """Let recordings of this process that use the file write their steps now, and none later."""
     for run in list(OPEN):
         log = run.output.log
         if log is not None and log.path == path and not log.is_lost:

@@ -7,11 +7,11 @@ from typing import Any, NoReturn, NotRequired, SupportsIndex, TypedDict
 import torch
 from torch import Tensor
 
-WORDS = {str: "a string", Mapping: "a dict", Sequence: "a list", Tensor: "a tensor"}
+KINDS = {str: "a string", Mapping: "a dict", Sequence: "a list"}
 
 
 class SavedTape(TypedDict):
-    """The state of a `Tape`: the norms and numbers of its last steps."""
+    """What `Tape.state_dict` returns."""
 
     names: list[str]  # of the parameters
     steps: list[int]
@@ -52,15 +52,13 @@ def checked_state(state: object) -> SavedRecorder:
 
 
 def _check_tape(tape: Mapping[str, Any]) -> None:
-    kinds = {"names": Sequence, "steps": Sequence, "refused_by": Sequence, "limits": Sequence, "keys": Sequence}
-    kinds |= {"norms": Tensor, "numbers": Tensor, "ratios": Sequence, "used": Tensor}
-    for key, kind in kinds.items():
-        if key not in tape:
-            _raise(f"['tape'] lacks the key {key!r}")
-        _check_kind(f"['tape'][{key!r}]", tape[key], kind)
-    _check_int("['tape']['keep']", tape.get("keep"), least=1)
+    if missing := [key for key in SavedTape.__annotations__ if key not in tape]:
+        _raise(f"['tape'] lacks the key {missing[0]!r}")
     for key in ("names", "refused_by", "keys"):
         _check_strings(f"['tape'][{key!r}]", tape[key])
+    for key in ("steps", "limits", "ratios"):
+        _check_kind(f"['tape'][{key!r}]", tape[key], Sequence)
+    _check_int("['tape']['keep']", tape["keep"], least=1)
     for i, step in enumerate(tape["steps"]):
         _check_int(f"['tape']['steps'][{i}]", step)
         if i and step <= tape["steps"][i - 1]:
@@ -79,7 +77,6 @@ def _check_tape(tape: Mapping[str, Any]) -> None:
         if len(ratio) != 2:
             _raise(f"{place} must be a step and a tensor, got {len(ratio)} entries")
         _check_int(f"{place}[0]", ratio[0])
-        _check_kind(f"{place}[1]", ratio[1], Tensor)
         _check_tensor(f"{place}[1]", ratio[1], (2, width))
 
 
@@ -100,7 +97,7 @@ def _check_int(place: str, value: object, least: int = 0) -> None:
 
 def _check_kind(place: str, value: object, kind: type) -> None:
     if not isinstance(value, kind) or (kind is Sequence and isinstance(value, str | bytes)):
-        _raise(f"{place} must be {WORDS[kind]}, got {_shown(value)}")
+        _raise(f"{place} must be {KINDS[kind]}, got {_shown(value)}")
 
 
 def _check_strings(place: str, values: Sequence[object]) -> None:
@@ -109,7 +106,9 @@ def _check_strings(place: str, values: Sequence[object]) -> None:
         _check_kind(f"{place}[{i}]", value, str)
 
 
-def _check_tensor(place: str, value: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> None:
+def _check_tensor(place: str, value: object, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> None:
+    if not isinstance(value, Tensor):
+        _raise(f"{place} must be a tensor, got {_shown(value)}")
     if tuple(value.shape) != shape:
         _raise(f"{place} must have shape {shape}, got {tuple(value.shape)}")
     if not value.is_floating_point() if dtype is None else value.dtype != dtype:

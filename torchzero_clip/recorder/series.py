@@ -167,7 +167,7 @@ def _unsteady(logs: Tensor, starts: list[int]) -> int:
 
 
 def _trend(logs: Tensor) -> Trend:
-    """Whether the medians of the last two quarters differ by a factor of 1.25, and by more than chance explains."""
+    """How the last quarter differs from the one before: by a factor of 1.25, and by more than chance, or settled."""
     count = len(logs)
     quarters = (logs[count // 2 : 3 * count // 4], logs[3 * count // 4 :])
     change = median_of(quarters[1]) - median_of(quarters[0])
@@ -180,7 +180,7 @@ def _trend(logs: Tensor) -> Trend:
 
 
 def _spreads(logs: Tensor) -> bool:
-    """True if the tenth of the norms that is largest is more and more among the last ones, though the median stays."""
+    """True if large norms become more frequent: more of the largest tenth of them are late in the run."""
     shares = torch.stack([part.mean() for part in tensor_split((logs > quantile(logs, 0.9)).double(), BLOCKS)])
     place = torch.linspace(-1, 1, BLOCKS, dtype=torch.float64, device="cpu")
     slope = (place * shares).sum() / place.square().sum()
@@ -236,7 +236,7 @@ def _are_levels(parts: list[Tensor]) -> bool:
 
 
 def _equal_largest(norms: Tensor) -> int:
-    """How many norms are equal to the largest; 0 if a smaller norm occurs as often, because then all were rounded."""
+    """How many norms are equal to the largest; 0 if another norm occurs as often, because norms were rounded."""
     ordered = (norms / norms.max()).sort().values
     same = int((ordered >= 1 - EQUAL).sum())
     rest = ordered[:-same]
