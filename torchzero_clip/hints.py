@@ -135,7 +135,7 @@ def _class_for_frameworks(kind: Callable[..., object], key: str, args: Iterable[
 def check_override(kind: type, name: str) -> None:
     """Raise a TypeError if the optimizer could not call a method of a class, because it takes other arguments."""
     method, base = vars(kind)[name], next(vars(base)[name] for base in reversed(kind.__mro__) if name in vars(base))
-    if not (inspect.isfunction(method) and inspect.isfunction(base)) or _taken(method) == _taken(base):
+    if not (inspect.isfunction(method) and inspect.isfunction(base)) or _arguments_of(method) == _arguments_of(base):
         return
     signature, expected = inspect.signature(method), inspect.signature(base).parameters
     try:
@@ -147,7 +147,7 @@ def check_override(kind: type, name: str) -> None:
         raise TypeError(f"{kind.__name__}.{name} takes ({', '.join(signature.parameters)}): write {written}") from None
 
 
-def _taken(function: FunctionType) -> tuple[object, ...]:
+def _arguments_of(function: FunctionType) -> tuple[object, ...]:
     """The arguments of a function as its code names them: a signature takes 100 times as long, in each import."""
     code = function.__code__
     return code.co_argcount, code.co_varnames[: code.co_argcount + code.co_kwonlyargcount], code.co_flags & 0x0C

@@ -215,16 +215,16 @@ def _kind_of(value: Tensor) -> torch.dtype | str:
 
 def _changed_chain_message(number: int | str, missing: list[str], extra: list[str], nodes: Nodes) -> str:
     names = ", ".join(node.path for node in nodes if not node.outer)
-    parts = [f"the state of parameter {number} does not fit this chain ({names})"]
+    problems = [f"the state of parameter {number} does not fit this chain ({names})"]
     if missing:
-        parts.append(f"missing: {', '.join(map(repr, missing))}")
+        problems.append(f"missing: {', '.join(map(repr, missing))}")
     if extra:
-        parts.append(f"extra: {', '.join(map(repr, extra))}")
+        problems.append(f"extra: {', '.join(map(repr, extra))}")
     if any("/" not in str(key) for key in extra):
-        parts.append("keys without the name of a transform come from another optimizer: see from_torch_optim")
+        problems.append("keys without the name of a transform come from another optimizer: see from_torch_optim")
     # a checkpoint does not store scopes, so a parameter may have state of a transform that no longer selects it
     selective = (node.path for node in nodes if node.scope.limited)
     left = [path for path in selective if any(str(key).startswith(f"{path}/") for key in extra)]
     if left:
-        parts.append(f"if the parameter is not in the scope of {', '.join(left)}, select it, or delete this state")
-    return "; ".join(parts) + ". Load it into the chain that wrote it"
+        problems.append(f"if the parameter is not in the scope of {', '.join(left)}, select it, or delete this state")
+    return "; ".join(problems) + ". Load it into the chain that wrote it"

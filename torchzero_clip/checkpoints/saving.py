@@ -42,8 +42,8 @@ def complete(saved: dict[str, Any], groups: Sequence[Group], chain_state: ChainS
     chain_state.show(saved["param_groups"])
     values = [value for state in saved["state"].values() for value in state.values()]
     if saved["state"] and not any(isinstance(value, Tensor) and value.ndim for value in values):
-        one = torch.zeros(1, dtype=torch.float32, device=device_of([p for group in groups for p in group["params"]]))
-        saved["state"] = {i: {**state, DEVICE: one} for i, state in saved["state"].items()}
+        tensor = torch.zeros(1, dtype=torch.float32, device=device_of(_params(groups)))
+        saved["state"] = {i: {**state, DEVICE: tensor} for i, state in saved["state"].items()}
 
 
 def without_device(saved: Checkpoint) -> Checkpoint:
@@ -132,8 +132,7 @@ class Load:
         """Put the state of the checkpoint in its place, after its groups were loaded."""
         state.clear()  # also that of parameters that the checkpoint lacks
         ids = [i for group in self.groups for i in group["params"]]
-        params = [param for group in groups for param in group["params"]]
-        for i, param in zip(ids, params, strict=True):
+        for i, param in zip(ids, _params(groups), strict=True):
             if i in self._fitting["state"]:
                 state[param] = self._fitting["state"][i]
         self.chain_state.values.update(self._values)
@@ -142,11 +141,15 @@ class Load:
 
     def _fails_somewhere(self, fails: bool, groups: Sequence[Group]) -> bool:
         """True if loading fails in any process. All processes have to call this, because they wait for each other."""
-        params = [param for group in groups for param in group["params"]]
+        params = _params(groups)
         failures = largest_on_all_ranks(torch.tensor([float(fails)], dtype=torch.float64, device="cpu"), params)
         if self.process_group is not None:
             failures = gathered(failures.to(device_of(params, self.process_group)), self.process_group).amax()
         return failures.item() > 0
+
+
+def _params(groups: Sequence[Group]) -> list[Tensor]:
+    return [param for group in groups for param in group["params"]]
 
 
 def _limits(node: Node) -> list[str]:

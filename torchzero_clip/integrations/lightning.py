@@ -84,7 +84,7 @@ class LightningCallback(Callback):
             )
         if self._transforms:
             transforms, handles = self._transforms, self.handles
-            self.handles = [attached(transforms, handles, each, pl_module) for each in trainer.optimizers]
+            self.handles = [attached(transforms, handles, optimizer, pl_module) for optimizer in trainer.optimizers]
 
     @override
     def on_train_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
@@ -152,5 +152,5 @@ def _is_lightnings(hook: Callable[..., None]) -> bool:
 
 def _chains(optimizers: Sequence[Optimizer]) -> dict[str, Modular | BeforeStep]:
     """The transforms of each optimizer by the prefix of their metrics; optimizers without them are left out."""
-    chains = {f"{i}/" if len(optimizers) > 1 else "": chain_of(each) for i, each in enumerate(optimizers)}
+    chains = {f"{i}/" if len(optimizers) > 1 else "": chain_of(optimizer) for i, optimizer in enumerate(optimizers)}
     return {prefix: chain for prefix, chain in chains.items() if chain is not None}

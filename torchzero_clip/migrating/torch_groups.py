@@ -125,12 +125,12 @@ def _decay_from(old: Group, optimizer: Modular, name: str, params: Sequence[Name
     """The decays of the group: that of the checkpoint where torch's optimizer decays, and 0 elsewhere."""
     there, elsewhere = _decays(optimizer, name, params, old)
     value = 0.0 if isinstance(optimizer.transforms[name], Wrap) else old.get("weight_decay", 0.0)
-    whole = [n for n in there if all(map(optimizer.transforms[n].scope.has, params))]
-    if value and not whole:
+    for_all = [n for n in there if all(map(optimizer.transforms[n].scope.has, params))]
+    if value and not for_all:
         side = "after" if old.get("decoupled_weight_decay") or type(optimizer.transforms[name]) is Muon else "before"
         scoped = ", for all parameters of this group" if there else ""
         raise ValueError(f"the checkpoint has weight_decay={value}: put WeightDecay({value}) {side} {name!r}{scoped}")
-    values = dict.fromkeys((*there, *elsewhere), 0.0) | ({whole[0]: value} if value else {})
+    values = dict.fromkeys((*there, *elsewhere), 0.0) | ({for_all[0]: value} if value else {})
     return {optimizer.runner.nodes.storage_keys[f"{n}/weight_decay"]: decay for n, decay in values.items()}
 
 

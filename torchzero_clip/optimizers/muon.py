@@ -127,8 +127,9 @@ class Muon(UpdateRule):
                 ahead = foreach.clone(inputs)
                 foreach.lerp_(ahead, buffers, setting["momentum"])
             # one by one, so that only one matrix of the iteration is in memory
-            how = self.ns_coefficients, self.ns_steps, self.eps
-            result += [_orthogonalized(t, *how).to(update.dtype) for t, update in zip(ahead, tensors, strict=True)]
+            for momentum, tensor in zip(ahead, tensors, strict=True):
+                update = _orthogonalized(momentum, self.ns_coefficients, self.ns_steps, self.eps)
+                result.append(update.to(tensor.dtype))
         for update in result:
             foreach.multiply_([update], self._scale(*update.shape))
         return result

@@ -222,11 +222,11 @@ def _comparable(value: object, around: frozenset[int]) -> object:
     if isinstance(value, Tensor):
         return f"{value.dtype} {value.shape} {value.tolist()}"
     try:  # what a pickle would have of an object that is no collection
-        parts = value if isinstance(value, Collection) else value.__reduce_ex__(4)[1:3]
+        content = value if isinstance(value, Collection) else value.__reduce_ex__(4)[1:3]
     except Exception:
         return id(value)
-    parts = value.items() if isinstance(value, Mapping) else parts
-    return [_comparable(part, around | {id(value)}) for part in parts]
+    content = value.items() if isinstance(value, Mapping) else content
+    return [_comparable(item, around | {id(value)}) for item in content]
 
 
 def _is_schedule(value: object, usual: object) -> bool:

@@ -6,6 +6,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,9 @@ BLOCK = 100
 IN_A_ROW = 10  # in a series of spikes or refused steps, the layers of so many steps are written
 FIRST = 10
 SECONDS = 30.0
+
+ReadLast: TypeAlias = Callable[[int], Record]
+"""Reads as many of the last steps."""
 
 
 class FirstProcess:
@@ -57,7 +61,7 @@ class Log:
         self._header: tuple[list[str], float] | None = None  # the layers and the precision in the file
         # the last steps in the file: their joint norms, and whether one was refused, not finite or a jump
         self._seen: deque[tuple[int, float, bool]] = deque(maxlen=REMEMBERED)
-        self._whole: set[int] = set()  # the steps whose layers are in the file
+        self._with_layers: set[int] = set()  # the steps whose layers are in the file
         self._open = 0  # how many of the last steps in the file are in no complete block
         self._has_block = False
 
@@ -66,7 +70,7 @@ class Log:
         """The id of this run; before it has written anything, that of the run that it resumes."""
         return self.parent if self._header is None else self.run
 
-    def write(self, kept: Callable[[int], Record], count: int, losses: Mapping[int, float], *, is_end: bool) -> None:
+    def write(self, read_last: ReadLast, count: int, losses: Mapping[int, float], *, is_end: bool) -> None:
         """Append the last ``count`` steps, late losses, and layers of spikes; the others are as in `Output.flush`."""
         if not self.is_new:
             self.is_new = True
@@ -74,7 +78,7 @@ class Log:
                 f"{self.path} already has a record of another run. The new run is appended, and read_record now reads "
                 "the new run. To continue the other run, call load_state_dict before the first step"
             )
-        record = kept(self._open + count)
+        record = read_last(self._open + count)
         new = record.last(count)
         now = record.layers, record.precision if record.steps or self._header is None else self._header[1]
         lines = files.step_lines(new)
@@ -84,13 +88,14 @@ class Log:
         bad = [s in jumped or bool(why) or no for s, why, no in zip(new.steps, new.reasons, lost, strict=True)]
         seen = [*self._seen, *zip(new.steps, new.norm.tolist(), bad, strict=True)]
         # if older steps are forgotten, a series of bad ones may have begun before
-        whole = _in_whole(seen, IN_A_ROW if len(self._seen) == REMEMBERED else 0) | {r.step for r in new.ratios}
+        in_series = IN_A_ROW if len(self._seen) == REMEMBERED else 0
+        with_layers = _steps_with_layers(seen, in_series) | {ratios.step for ratios in new.ratios}
         if is_end and not self._has_block and len(record.steps) <= BLOCK:
-            whole |= set(record.steps)  # a short run
-        whole -= self._whole
+            with_layers |= set(record.steps)  # a short run
+        with_layers -= self._with_layers
         # reading all steps takes five times as long, and is needed only for a spike that is found late
-        is_old = len(whole) > 0 and (not record.steps or min(whole) < record.steps[0])
-        lines += files.layer_lines(kept(self._keep) if is_old else record, whole)
+        is_old = len(with_layers) > 0 and (not record.steps or min(with_layers) < record.steps[0])
+        lines += files.layer_lines(read_last(self._keep) if is_old else record, with_layers)
         blocks, rest = self._blocks(record, is_end)
         lines += blocks
         if lines and (self._is_new_file() or now != self._header):
@@ -103,7 +108,7 @@ class Log:
         self._header, self._open = now, rest
         self._seen.extend(seen[len(self._seen) :])
         first = self._seen[0][0] if self._seen else 0
-        self._whole = {step for step in self._whole | whole if step >= first}
+        self._with_layers = {step for step in self._with_layers | with_layers if step >= first}
 
     def _is_new_file(self) -> bool:
         """True if the file lacks the first line of this run. Warn once if it was replaced since the last write."""
@@ -131,7 +136,7 @@ class Log:
         return blocks, end - first
 
 
-def _in_whole(seen: list[tuple[int, float, bool]], series: int) -> set[int]:
+def _steps_with_layers(seen: list[tuple[int, float, bool]], series: int) -> set[int]:
     """Spikes, jumps and refused steps; at most `IN_A_ROW` of a series, of which ``series`` came before."""
     norms = torch.tensor([norm for _, norm, _ in seen], dtype=torch.float64, device="cpu")
     steps = set[int]()
@@ -189,11 +194,11 @@ class Output:
         is_due = self._untried >= self._every or self._count == FIRST or self.waiting == self._keep
         return is_due or time.monotonic() - self._tried_at > SECONDS
 
-    def flush(self, kept: Callable[[int], Record], *, warn: bool = False, is_end: bool = False) -> None:
-        """Write and send the steps that wait. ``kept`` reads them. At the end, incomplete blocks and points too."""
+    def flush(self, read_last: ReadLast, *, warn: bool = False, is_end: bool = False) -> None:
+        """Write and send the steps that wait; at the end also incomplete blocks and points."""
         # if the file cannot be written, the next flush tries again; with `warn`, this is one warning and no error
         try:
-            self._flush(kept, is_end)
+            self._flush(read_last, is_end)
             self._warned = False
         except OSError as error:
             if not warn:
@@ -202,7 +207,7 @@ class Output:
                 warn_user(f"the record could not be written to {self.log.path}, the next write tries again: {error}")
             self._warned = True
 
-    def _flush(self, kept: Callable[[int], Record], is_end: bool) -> None:
+    def _flush(self, read_last: ReadLast, is_end: bool) -> None:
         self._untried, self._tried_at = 0, time.monotonic()
         if not self.is_writer:
             return
@@ -210,19 +215,19 @@ class Output:
         live = self.live if count or is_end else None
         most = 0 if live is None else EARLIER + (live.every or 0) + count
         if live is not None:
-            kept = _read_once(kept, most)
+            read_last = _read_once(read_last, most)
         while self.older and log is not None:
             log.write(self.older[0].last, len(self.older[0].steps), {}, is_end=True)
             self.older.pop(0)
         if log is not None and not log.is_lost and (count or self.late or is_end):
-            log.write(kept, count, {step: float(loss) for step, loss in self.late.items()}, is_end=is_end)
+            log.write(read_last, count, {step: float(loss) for step, loss in self.late.items()}, is_end=is_end)
         self.waiting = 0
         self.late.clear()
         if live is not None:
-            live.send(kept(most), is_end=is_end)
+            live.send(read_last(most), is_end=is_end)
 
 
-def _read_once(kept: Callable[[int], Record], most: int) -> Callable[[int], Record]:
-    """As ``kept``, but up to ``most`` steps are copied from the device once."""
-    record = kept(most)
-    return lambda count: record.last(count) if count <= most else kept(count)
+def _read_once(read_last: ReadLast, most: int) -> ReadLast:
+    """As ``read_last``, but up to ``most`` steps are copied from the device once, now."""
+    record = read_last(most)
+    return lambda count: record.last(count) if count <= most else read_last(count)

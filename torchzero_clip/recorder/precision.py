@@ -26,8 +26,8 @@ def precision_of(grads: Sequence[Tensor]) -> Tensor:
     were computed in float32, about one pair shares a significand by chance.
     """
     values = [torch.view_as_real(g) if g.is_complex() else g for g in map(_dense, grads)]
-    parts = [_sample(g, max(SAMPLE // len(values), 1)).double() for g in values[:SAMPLE]]
-    sampled = torch.cat([parts[0].new_zeros(1), *(part.to(parts[0].device) for part in parts)]).abs()
+    samples = [_sample(g, max(SAMPLE // len(values), 1)).double() for g in values[:SAMPLE]]
+    sampled = torch.cat([samples[0].new_zeros(1), *(part.to(samples[0].device) for part in samples)]).abs()
     ordered = torch.where(sampled.isfinite(), sampled, 0.0).sort().values
     # equal gradients have equal digits, and gradients that are rounding only have few digits
     sizes = ordered.narrow(0, 1, len(ordered) - 1)

@@ -182,16 +182,16 @@ class Recorder(Readable):
         return self._recording.record(self.optimizer.param_groups)
 
     @override
-    def _whole(self) -> Record:
-        kept, log = self.record(), self._log
-        if log is None or not kept.steps or not kept.steps[0] or not self._recording.output.is_writer:
-            return kept
+    def _with_older(self) -> Record:
+        latest, log = self.record(), self._log
+        if log is None or not latest.steps or not latest.steps[0] or not self._recording.output.is_writer:
+            return latest
         try:
             self.flush()
-            return read_record(log.path, log.run).filled(kept)
+            return read_record(log.path, log.run).filled(latest)
         except (OSError, ValueError) as error:
             warn_user(f"older steps cannot be read from {log.path}: {error}")
-            return kept
+            return latest
 
     @override
     def suggest_max_norm(self, share_clipped: float = 0.01, scope: Scope = "joint") -> Suggestion:

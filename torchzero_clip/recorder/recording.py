@@ -55,7 +55,7 @@ class Recording(Listener):
         self._limited: list[Node] | None = None  # the transforms whose limit is a setting
         self._older: list[Record] = []  # the steps before parameters were added or removed
         self._param_ids: list[int] = []
-        self._taken = 0  # how many steps were recorded since the last load
+        self._since_load = 0  # how many steps were recorded since the last load
         self._began_without_loss = False
         self._alarmed = False
         self._run_in_file: str | None = None  # the id of the run, once the record is closed
@@ -92,7 +92,7 @@ class Recording(Listener):
 
     def save_params(self, params: Sequence[Tensor]) -> None:
         """Copy the parameters if the step gets norms of updates. Find the precision in some of the steps."""
-        grads = [p.grad for p in params if p.grad is not None] if self._taken % PRECISION_EVERY == 0 else []
+        grads = [p.grad for p in params if p.grad is not None] if self._since_load % PRECISION_EVERY == 0 else []
         if grads := self.measurable.among(grads):
             precision, before = precision_of(grads), self._precision
             self._precision = precision if before is None else torch.maximum(precision, before.to(precision.device))
@@ -127,23 +127,23 @@ class Recording(Listener):
             foreach.subtract_(copies, copied)
             tape.write_ratios(note.step, sizes, each_norm(copies), places)
         if self.measurable.has_news:
-            warn_user(self.measurable.said(list(zip(tape.params.names, _all_params(groups), strict=True))))
+            warn_user(self.measurable.warning(list(zip(tape.params.names, _all_params(groups), strict=True))))
         self._judge_loss(numbers["loss"] is not None)
         self.step += 1
-        self._taken += 1
+        self._since_load += 1
         if "nonfinite" in note.refused_by and not self._alarmed:  # the policy has waited for the device
             self._recorded(tape)
         if self.output.add():
             self.flush(warn=True)
 
     def _judge_loss(self, has_loss: bool) -> None:
-        if self._taken == 1 and has_loss and self._began_without_loss:
+        if self._since_load == 1 and has_loss and self._began_without_loss:
             warn_user(
                 "the first step was recorded without a loss, and the second step with a loss. If report_loss is called "
                 "after optimizer.step(), each loss counts for the next step. Call it before step(), or write "
                 "recorder.report_loss(loss, step=recorder.step - 1)"
             )
-        self._began_without_loss = not self._taken and not has_loss
+        self._began_without_loss = not self._since_load and not has_loss
 
     def report_late(self, loss: Tensor | float, step: int) -> None:
         """Store the loss of a step that was recorded before."""
@@ -193,11 +193,11 @@ class Recording(Listener):
 
     def _last_of_older(self, count: int) -> list[Record]:
         """The last ``count`` of the steps from before parameters were added or removed."""
-        kept: list[Record] = []
+        records: list[Record] = []
         for record in reversed(self._older):
-            kept.insert(0, record.last(count))
-            count -= len(kept[0].steps)
-        return [record for record in kept if record.steps]
+            records.insert(0, record.last(count))
+            count -= len(records[0].steps)
+        return [record for record in records if record.steps]
 
     def flush(self, *, warn: bool = False, is_end: bool = False) -> None:
         """Write and send the steps that wait; the arguments are those of `Output.flush`."""
@@ -249,7 +249,7 @@ class Recording(Listener):
         self.finish = nothing
         self.step, self._joint = step, list(state["joint"])
         self.tape, self._older, self._param_ids = tape, [], []
-        self._loaded_until, self._taken = step, 0
+        self._loaded_until, self._since_load = step, 0
         parent, log = state.get("run"), self.output.log
         if saved is None and parent is None and step and log is not None:
             parent = last_run(log.path)

@@ -64,11 +64,11 @@ class Worst:
         deeds: list[str] = []
         for name in dict.fromkeys(key.rpartition("/")[0] for key in self._record.metrics):
             limit, factor, share = (self._metric(f"{name}/{key}", i) for key in ("limit", "factor", "clipped"))
-            said = [f"{what} {words.number(x)}" for what, x in (("limit", limit), ("factor", factor)) if x == x]
+            texts = [f"{what} {words.number(x)}" for what, x in (("limit", limit), ("factor", factor)) if x == x]
             if share == share:
-                said.append(f"clipped {words.percent(share)}")
-            if said:
-                deeds.append(f"{words.short(name)}: {', '.join(said)}")
+                texts.append(f"clipped {words.percent(share)}")
+            if texts:
+                deeds.append(f"{words.short(name)}: {', '.join(texts)}")
         return deeds
 
     def _metric(self, key: str, i: int) -> float:
@@ -127,6 +127,6 @@ def ratio_table(record: Data) -> list[str]:
         numbers = (f"{float(value):.2g}" for value in (medians[i], ratios[top, i]))
         rows.append([words.short(record.layers[i]), *numbers, f"{record.ratios[top].step:,}"])
     some = f" (the {len(rows)} of {len(medians):,} layers with the largest medians)" if len(rows) < len(medians) else ""
-    taken = words.counted(len(record.ratios), "step")
-    caption = f"The norm of the update divided by the norm of the parameters, in {taken}{some}."
+    steps = words.counted(len(record.ratios), "step")
+    caption = f"The norm of the update divided by the norm of the parameters, in {steps}{some}."
     return [table(caption, ("Layer", "Median", "Largest", "In step"), rows)] if rows else []
