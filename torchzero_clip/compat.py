@@ -7,7 +7,7 @@ which transformation, such as vmap, the forward of a module runs; torch has no p
 import importlib
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
 from types import FunctionType, ModuleType
@@ -29,8 +29,6 @@ from torch._compile import _disable_dynamo
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch.optim import Optimizer
 from typing_extensions import TypeIs
-
-from torchzero_clip.types import Group
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -177,7 +175,7 @@ def may_call_base(optimizer: Optimizer) -> bool:
     return len({step.__wrapped__ for step in steps if getattr(step, "hooked", False)}) > 1
 
 
-def may_be_template(groups: Sequence[Group], *, is_first: bool) -> bool:
+def may_be_template(groups: Sequence[Mapping[str, object]], *, is_first: bool) -> bool:
     """True if all rates are 0. torch.distributed.checkpoint takes such a step, with gradients of 0, to create state."""
     # neither rates on a device nor gradients are read here, because reading waits for the device
     rates = [group["lr"] for group in groups if group.get("lr") is not None]

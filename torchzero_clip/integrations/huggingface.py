@@ -110,9 +110,7 @@ class TrainerCallback(transformers.TrainerCallback):
                 place.with_suffix(".tmp").replace(place)
 
     @override
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, *args: object, **kwargs: object) -> None:
         if self.recorder is not None:
             self.recorder.close(warn=True)
 

@@ -105,7 +105,7 @@ class LightningCallback(Callback):
         self._loaded = None
 
     @override
-    def on_train_end(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
+    def on_train_end(self, *args: object, **kwargs: object) -> None:
         if self.recorder is not None:
             self.recorder.close(warn=True)
 
