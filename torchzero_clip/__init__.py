@@ -67,10 +67,10 @@ else:
         """A name that is imported late. Raise the error of the package for a name that it does not have."""
         if name == "__all__":
             return __dir__()
-        known = [] if name.startswith("_") else __dir__()  # imports the late ones, and their modules
-        if known and name in globals():
+        names = [] if name.startswith("_") else __dir__()  # imports the late ones, and their modules
+        if names and name in globals():
             return globals()[name]
-        hint = _did_you_mean(name, known, listed=False)
+        hint = _did_you_mean(name, names, listed=False)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
 
     def __dir__() -> list[str]:

@@ -17,11 +17,11 @@ from torchzero_clip.functional.blocks import (
     in_blocks,
     joint_norm,
     joint_norm_once,
+    norms_of_each,
     norms_of_each_once,
     norms_of_slices,
     spans,
     sums_of_each,
-    whole,
 )
 from torchzero_clip.functional.measure import Resources, Slicing, measure
 from torchzero_clip.functional.scratch import Scratch
@@ -69,13 +69,13 @@ def test_each_result_is_that_of_a_loop_in_float64(sizes, dtype):
         torch.testing.assert_close(each, norms, rtol=rtol, atol=0)
         assert torch.equal(joint, joint_norm(tensors, scratch)[0])
         torch.testing.assert_close(joint, norms.norm(), rtol=rtol, atol=0)
-        assert torch.equal(norms_of_slices(tensors, whole(tensors, scratch)), each)
+        assert torch.equal(norms_of_each(tensors, scratch), each)
         torch.testing.assert_close(
             torch.tensor(norms_of_each_once(tensors), dtype=norms.dtype), norms, rtol=rtol, atol=0
         )
         torch.testing.assert_close(joint_norm_once(tensors), norms.norm(), rtol=rtol, atol=0)
         maxima = torch.stack([tensor.abs().max() for tensor in wide])
-        assert torch.equal(norms_of_slices(tensors, whole(tensors, scratch), math.inf), maxima)
+        assert torch.equal(norms_of_each(tensors, scratch, math.inf), maxima)
         sums = torch.stack([tensor.sum() for tensor in wide])
         torch.testing.assert_close(sums_of_each(tensors, scratch), sums, rtol=0, atol=10 * rtol * norms.max().item())
 
@@ -93,7 +93,7 @@ def test_moving_and_measuring_together_gives_the_bits_of_first_moving_then_measu
 def test_the_largest_magnitude_may_be_negative_and_nan_is_not_hidden():
     tensors = [torch.zeros(3), -torch.ones(SHORT + 1), torch.zeros(SHORT_BLOCK + 1)]
     tensors[0][1], tensors[1][-1], tensors[2][-1] = -2.0, -7.0, torch.nan
-    maxima = norms_of_slices(tensors, whole(tensors, Scratch()), math.inf)
+    maxima = norms_of_each(tensors, Scratch(), math.inf)
     assert maxima[:2].tolist() == [2.0, 7.0]
     assert maxima[2].isnan()
 
@@ -136,7 +136,7 @@ def test_slices_of_many_tensors_at_once():
 
 
 def cut_along(tensors, dims, scratch):
-    return cut_into_blocks(tensors, list(map(part, tensors, dims)), scratch, is_whole=False)
+    return cut_into_blocks(tensors, list(map(part, tensors, dims)), scratch)
 
 
 def test_only_tensors_with_a_factor_other_than_1_are_touched():
@@ -161,8 +161,7 @@ def test_a_plan_measures_other_tensors_of_the_same_shapes():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("p", [2.0, math.inf])
-def test_whole_tensors_beside_slices(p, dtype):
+def test_whole_tensors_beside_slices(dtype):
     """Each is one block, or measured alone; plans for other tensors write over their memory."""
     shapes, dims, scratch = (
         [(SHORT_BLOCK + 1,), (6, 5), (SHORT + 1,), (3,), (4, SHORT_BLOCK)],
@@ -172,8 +171,8 @@ def test_whole_tensors_beside_slices(p, dtype):
     tensors = [torch.randn(shape, dtype=dtype) for shape in shapes]
     cut = cut_along(tensors, dims, scratch)
     others = [torch.full((3, 2000), 7.0, dtype=dtype), torch.full((SHORT,), 9.0, dtype=dtype)]
-    assert norms_of_slices(others, cut_along(others, [(0,), (0,)], scratch), p)[-1] > 0
+    assert norms_of_slices(others, cut_along(others, [(0,), (0,)], scratch))[-1] > 0
     pairs = zip(tensors, dims, strict=True)
-    expected = torch.cat([torch.linalg.vector_norm(x.double(), p, own).view(-1) for x, own in pairs])
-    torch.testing.assert_close(norms_of_slices(tensors, cut, p), expected, rtol=1e-6, atol=0)
+    expected = torch.cat([torch.linalg.vector_norm(x.double(), 2, own).view(-1) for x, own in pairs])
+    torch.testing.assert_close(norms_of_slices(tensors, cut), expected, rtol=1e-6, atol=0)
     assert [own.dims for own in cut.parts(tensors)] == dims

@@ -85,9 +85,9 @@ def test_plain_tensors_have_the_same_norms_in_fewer_operations(order, dtype, dim
         Slicing.checked(order, dim, False, 1),
         Scratch(),
     )
-    usual = measure(tensors, slicing, each=True)
+    usual = measure(tensors, slicing, resources=Resources(each=True))
     for _ in range(2):
-        quick = measure(tensors, slicing, resources=Resources(True, scratch), each=True)
+        quick = measure(tensors, slicing, resources=Resources(True, scratch, each=True))
         torch.testing.assert_close((quick.vector, quick.total), (usual.vector, usual.total), rtol=1e-6, atol=0)
         if dim != 0:
             torch.testing.assert_close(quick.tensor_norms, usual.tensor_norms, rtol=1e-6, atol=0)

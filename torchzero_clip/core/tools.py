@@ -39,10 +39,10 @@ class Tools:
         numbers = measured.numbers(count).to(device_of(tensors, self.process_group))
         return measured.of_processes(self.rows(numbers).to(measured.total.device))
 
-    def resources(self, tensors: Sequence[Tensor], *, name: str = "", beside: bool = False) -> Resources:
+    def resources(self, tensors: Sequence[Tensor]) -> Resources:
         """What measures tensors in few operations."""
         scratch = self.scratch_for(tensors)
-        return Resources(scratch is not None, scratch, name, beside)
+        return Resources(scratch is not None, scratch)
 
     def gathered(self, *numbers: Tensor) -> list[Tensor]:
         """A vector for each 0-d number, with the numbers of all processes of the ``process_group``: float64."""

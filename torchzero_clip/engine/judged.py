@@ -125,8 +125,8 @@ class Judged:
             return Measured(L2, list(range(count)), total.expand(count), total, memories(updates), joint=True)
         beside = self.listens and self.before is None
         each, slicing = node.path in self.judging.needs_each, node.transform.slicing  # pyright: ignore
-        resources = self.measurer.resources(updates, name=node.path, beside=beside)
-        measured = measure(updates, slicing, self.judging.dims_of.get(node.path), resources, each)
+        resources = self.measurer.resources(updates)._replace(name=node.path, beside=beside, each=each)
+        measured = measure(updates, slicing, self.judging.dims_of.get(node.path), resources)
         if self.judging.is_asked and self.norms is None:
             # these are gradients: see `before_change`
             is_joint = not each and len(measured.vector) > 0

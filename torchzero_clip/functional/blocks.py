@@ -55,10 +55,11 @@ class Cut(NamedTuple):
     dims: list[tuple[int, ...]]  # the dimensions that a slice of each tensor spans
     counts: list[int]  # how many slices each tensor has
     owner: Tensor  # the tensor that each slice belongs to
-    templates: list[Tensor]  # tensors of the shapes of one number per slice
+    templates: list[Tensor]  # tensors of the shapes of one number per slice, unless tensors are whole
     chunks: list[Chunk]  # short tensors, copied to be reduced together
     others: list[int]  # the tensors that are reduced one by one
     slice_of: Tensor  # the slice that each block belongs to
+    block_of: Tensor  # the block of each slice, if it is one
 
     def parts(self, tensors: Sequence[Tensor]) -> list[Part]:
         """The tensors, cut."""
@@ -73,14 +74,16 @@ class Cut(NamedTuple):
         foreach.multiply_plain_(list(compress(tensors, changed)), list(compress(numbers, changed)))
 
 
-def cut_into_blocks(tensors: Sequence[Tensor], parts: list[Part], scratch: Scratch, *, is_whole: bool) -> Cut:
-    """Plan how to measure the slices of tensors, given as ``parts``; none may be empty."""
+def cut_into_blocks(tensors: Sequence[Tensor], parts: list[Part] | None, scratch: Scratch) -> Cut:
+    """Plan how to measure the slices of tensors, which are ``parts``, or None if each is whole; none may be empty."""
+    is_whole, parts = parts is None, wholes(tensors) if parts is None else parts
     like, counts, sizes = tensors[0], [p.slice_count for p in parts], list(map(Tensor.numel, tensors))
     alike: dict[int, list[int]] = {}
     others: list[int] = []
     for i, (size, p) in enumerate(zip(sizes, parts, strict=True)):
         block = SHORT_BLOCK if is_whole else p.size
-        (alike.setdefault(block, []) if size <= SHORT and block <= BLOCK and _are_rows(p) else others).append(i)
+        is_short = size <= SHORT and block <= BLOCK and _are_rows(p.tensor, p.dims)
+        (alike.setdefault(block, []) if is_short else others).append(i)
     memory = "blocks" if is_whole else "slices"
     chunks = [
         chunk
@@ -89,27 +92,32 @@ def cut_into_blocks(tensors: Sequence[Tensor], parts: list[Part], scratch: Scrat
     ]
     for chunk in chunks:
         chunk.blocks.zero_()
-    blocks = [-(-size // (SHORT_BLOCK if size <= SHORT else BLOCK)) if is_whole else 1 for size in sizes]
-    places = torch.arange(sum(counts), device="cpu").split(counts)
     measured = [*chain.from_iterable(chunk.indices for chunk in chunks), *others]
-    slice_of = torch.cat([places[i].repeat_interleave(blocks[i]) for i in measured])
+    places = torch.arange(sum(counts), device="cpu").split(counts)
+    slice_of, number = torch.cat([places[i] for i in measured]), like.new_zeros(())
+    if is_whole:
+        blocks = [-(-sizes[i] // (SHORT_BLOCK if sizes[i] <= SHORT else BLOCK)) for i in measured]
+        slice_of = slice_of.repeat_interleave(torch.tensor(blocks, device="cpu"))
     owner = torch.repeat_interleave(torch.tensor(counts, device="cpu"))
-    templates = [like.new_zeros(()).expand(p.slice_shape) for p in parts]
-    return Cut(is_whole, [p.dims for p in parts], counts, owner, templates, chunks, others, slice_of)
+    templates = [] if is_whole else [number.expand(p.slice_shape) for p in parts]
+    dims = [p.dims for p in parts]
+    return Cut(is_whole, dims, counts, owner, templates, chunks, others, slice_of, slice_of.argsort())
 
 
-def _are_rows(cut: Part) -> bool:
+def _are_rows(tensor: Tensor, dims: tuple[int, ...]) -> bool:
     """True if slices span all dimensions from some one on, so that each is a row of a contiguous tensor."""
-    return cut.dims == tuple(range(cut.tensor.ndim - len(cut.dims), cut.tensor.ndim))
+    ndim = max(tensor.ndim, 1)
+    return dims == tuple(range(ndim - len(dims), ndim))
 
 
-def whole(tensors: Sequence[Tensor], scratch: Scratch) -> Cut:
-    """The plan for tensors that are one slice each."""
-    return scratch.plan("blocks", tensors, lambda: cut_into_blocks(tensors, wholes(tensors), scratch, is_whole=True))
+def norms_of_slices(tensors: Sequence[Tensor], cut: Cut) -> Tensor:
+    """The L2 norm of each slice: a float64 vector."""
+    return mended(_joined(_reduced(tensors, cut, 2.0), cut, 2.0), tensors, cut)
 
 
-def norms_of_slices(tensors: Sequence[Tensor], cut: Cut, p: float = 2.0) -> Tensor:
-    """The L2 norm or the largest magnitude of each slice: a float64 vector. NaN for a slice with a NaN."""
+def norms_of_each(tensors: Sequence[Tensor], scratch: Scratch, p: float = 2.0) -> Tensor:
+    """The L2 norm of each tensor, or its largest magnitude for p=inf: a float64 vector; NaN for a tensor with a NaN."""
+    cut = scratch.plan("blocks", tensors, lambda: cut_into_blocks(tensors, None, scratch))
     norms = _joined(_reduced(tensors, cut, p), cut, p)
     return norms if math.isinf(p) else mended(norms, tensors, cut)
 
@@ -121,7 +129,7 @@ def joint_norm(
 
     None if it is extreme or not finite.
     """
-    cut = whole(tensors, scratch)
+    cut = scratch.plan("blocks", tensors, lambda: cut_into_blocks(tensors, None, scratch))
     values = _reduced(tensors, cut, 2.0, moves)
     total = torch.linalg.vector_norm(values)
     if not SMALLEST < total.item() < LARGEST:
@@ -131,13 +139,14 @@ def joint_norm(
 
 def sums_of_each(tensors: Sequence[Tensor], scratch: Scratch) -> Tensor:
     """The sum of each tensor: a float64 vector. A sum that is not finite may be wrong."""
-    cut = whole(tensors, scratch)
+    cut = scratch.plan("blocks", tensors, lambda: cut_into_blocks(tensors, None, scratch))
     return _joined(_reduced(tensors, cut, None), cut, None)
 
 
 def _reduced(tensors: Sequence[Tensor], cut: Cut, p: float | None, moves: Moves | None = None) -> Tensor:
-    """The p-norm of each block, or its sum if p is None: a float64 vector."""
-    reduce, results = _REDUCE[p], list[Tensor]()
+    """The p-norm of each block, or its sum if p is None: a float64 vector. For slices p is 2."""
+    reduce = _REDUCE[p]
+    results: list[Tensor] = []
     for chunk in cut.chunks:
         if moves is not None:
             for i in chunk.indices:
@@ -146,30 +155,27 @@ def _reduced(tensors: Sequence[Tensor], cut: Cut, p: float | None, moves: Moves 
             chunk.blocks.zero_()  # another chunk has written to the ends of blocks
         are_all = len(chunk.views) == len(tensors)
         foreach.copy_plain_(chunk.views, tensors if are_all else [tensors[i] for i in chunk.indices])
-        results.append(reduce(chunk.blocks))
+        results.append(reduce(chunk.blocks) if cut.is_whole else reduce(chunk.blocks).double())  # as those below
     for i in cut.others:
         if cut.is_whole:
             results += map(reduce, _blocks_of(tensors[i]) if moves is None else _moved(tensors[i], moves, i))
-        elif p is not None:
-            results.append(_norms_alone(part(tensors[i], cut.dims[i]), p))
+        elif _are_rows(tensors[i], cut.dims[i]):
+            results.append(slices.norm_along(tensors[i].reshape(cut.counts[i], -1), 2.0, 1).view(-1))
+        else:
+            results.append(slices.local_norm(part(tensors[i], cut.dims[i]), 2.0).view(-1))
     return (results[0] if len(results) == 1 else torch.cat(results)).double()
-
-
-def _norms_alone(cut: Part, p: float) -> Tensor:
-    """The norms of the slices of one tensor. Rows are measured along one dimension."""
-    if _are_rows(cut):
-        cut = Part(cut.tensor.reshape(cut.slice_count, -1), (1,), cut.size)
-    return slices.local_norm(cut, p).view(-1)
 
 
 def _joined(values: Tensor, cut: Cut, p: float | None) -> Tensor:
     """The norm or the sum of each slice from those of its blocks, which may be overwritten."""
-    joined = values.new_zeros(cut.owner.numel())
+    if not cut.is_whole:
+        return values.index_select(0, cut.block_of)
+    joined = values.new_zeros(len(cut.counts))
     if p == math.inf:
         return joined.scatter_reduce_(0, cut.slice_of, values, "amax")
     if p is None:
         return joined.index_add_(0, cut.slice_of, values)
-    return joined.index_add_(0, cut.slice_of, values.square_()).sqrt_()  # for one block exact: sqrt(x * x) is x
+    return joined.index_add_(0, cut.slice_of, values.square_()).sqrt_()
 
 
 def mended(norms: Tensor, tensors: Sequence[Tensor], cut: Cut | None = None) -> Tensor:

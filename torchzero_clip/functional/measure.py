@@ -262,6 +262,8 @@ class Resources(NamedTuple):
     """The name of what is measured, the same in each step, under which ``scratch`` has the plan for slices."""
     beside: bool = False
     """The norm of each tensor is wanted beside the joint norm where that takes less than two passes."""
+    each: bool = False
+    """The norm of each tensor is wanted in any case."""
     norms: JointNorm | None = None
     """The joint L2 norm and the norm of each tensor, if the tensors are plain and were measured before."""
 
@@ -270,16 +272,11 @@ NONE = Resources()
 
 
 def measure(
-    tensors: Sequence[Tensor],
-    slicing: Slicing,
-    dims_of: DimsOf | None = None,
-    resources: Resources = NONE,
-    each: bool = False,
+    tensors: Sequence[Tensor], slicing: Slicing, dims_of: DimsOf | None = None, resources: Resources = NONE
 ) -> Measured:
     """Measure every slice; ``dims_of`` returns the dimensions of one, if they are not those of ``slicing``."""
-    # each: `Measured.tensor_norms` are computed also where slices are joined
     if resources.plain and len(tensors) > 0:
-        measured = _measure_plain(tensors, slicing, dims_of, resources, each)
+        measured = _measure_plain(tensors, slicing, dims_of, resources)
         if measured is not None:
             return measured
     metric, joint = slicing.metric, slicing.dim == "global"
@@ -288,7 +285,7 @@ def measure(
     # decided by dimensions, not by what this process holds, because all ranks have to agree
     one_slice_each = len(parts) == len(tensors) and all(len(p.dims) == p.tensor.ndim for p in parts)
     if metric.is_power:
-        vector, total, norms = _powers(tensors, slicing, indices, parts, beside=resources.beside, each=each)
+        vector, total, norms = _powers(tensors, slicing, indices, parts, resources)
         tensor_norms = norms if one_slice_each and metric.p > 0 else None
         return Measured(metric, indices, vector, total, targets, joint, tensor_norms, parts)
     moments = moments_of_slices(parts, metric) if joint or len(parts) == len(tensors) else None
@@ -322,12 +319,12 @@ def measure_over_processes(
 
 
 def _powers(
-    tensors: Sequence[Tensor], slicing: Slicing, indices: list[int], parts: list[Part], *, beside: bool, each: bool
+    tensors: Sequence[Tensor], slicing: Slicing, indices: list[int], parts: list[Part], resources: Resources
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The metric of each slice of ``parts``, which are the tensors at ``indices``; that of all; and the p-norms."""
     metric, joint, count = slicing.metric, slicing.dim == "global", sum(map(Tensor.numel, tensors))
-    if joint and not each and any(p.groups for p in parts):  # the norms of each need a collective of their own
-        total, norms = joint_norm_of_meshes(parts, metric.p, beside=beside)
+    if joint and not resources.each and any(p.groups for p in parts):  # those of each need a collective of their own
+        total, norms = joint_norm_of_meshes(parts, metric.p, beside=resources.beside)
         total = metric.of_norm(total, count)
         return total.expand(len(parts)), total, norms
     values = norms_of_slices(parts, metric.p)
@@ -358,7 +355,7 @@ def _joined(
 
 
 def _measure_plain(
-    tensors: Sequence[Tensor], slicing: Slicing, dims_of: DimsOf | None, resources: Resources, each: bool
+    tensors: Sequence[Tensor], slicing: Slicing, dims_of: DimsOf | None, resources: Resources
 ) -> Measured | None:
     """L2 or largest norms of tensors whose local parts are plain; None if they have to be measured one by one."""
     metric, joint, scratch = slicing.metric, slicing.dim == "global", resources.scratch
@@ -372,7 +369,7 @@ def _measure_plain(
     targets, indices = locals_of(tensors), list(range(len(tensors)))
     are_local = all(map(operator.is_, targets, tensors))
     both = resources.norms if metric == L2 else None
-    if joint and not each:
+    if joint and not resources.each:
         if not are_local:  # the joint norm takes one collective of one number, those of each one of many
             return None
         if metric == L2 and both is None:
@@ -400,7 +397,7 @@ def _measure_cut(tensors: Sequence[Tensor], slicing: Slicing, dims_of: DimsOf, r
     def planned() -> blocks.Cut | None:
         _, parts = cut(tensors, slicing, dims_of)
         are_all = len(parts) == len(tensors)
-        return blocks.cut_into_blocks(tensors, parts, scratch, is_whole=False) if are_all else None
+        return blocks.cut_into_blocks(tensors, parts, scratch) if are_all else None
 
     dims = [tuple(dims_of(tensor)) for tensor in tensors]
     # compared in each step, because an author's slice_dims may return others at any time

@@ -5,7 +5,7 @@
 | `norm`, `rms` | one tensor, or each of its slices, by any metric | slices |
 | `slices.norms_of_slices` | each slice of parts, of any p, dtype and layout | slices |
 | `moments.metrics_of_slices` | each slice of parts, by any metric | slices |
-| `blocks.norms_of_slices` | each slice of plain tensors, L2 or the largest magnitude | blocks |
+| `blocks.norms_of_slices` | each slice of plain tensors, L2 | blocks |
 | `norms_of_each` | each whole tensor, L2 or the largest magnitude | as `way_of` chooses |
 | `joint_norm` | all tensors together, L2, if one pass is enough | blocks, or slices for several ranks |
 | `joint_norm_of_meshes` | all parts together, of any p | slices, one collective for each mesh |
@@ -154,7 +154,7 @@ def norms_of_each(
     if way == "lists":
         return torch.stack(foreach.norms_of_each(tensors, p, power_dtype(tensors[0])))
     if way == "blocks" and scratch is not None:
-        return blocks.norms_of_slices(tensors, blocks.whole(tensors, scratch), p)
+        return blocks.norms_of_each(tensors, scratch, p)
     if way == "blocks" and p == 2:
         numbers = torch.tensor(blocks.norms_of_each_once(tensors), dtype=torch.float64, device=tensors[0].device)
         return blocks.mended(numbers, tensors)

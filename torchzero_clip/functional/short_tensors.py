@@ -52,10 +52,5 @@ def _planned(tensors: Sequence[Tensor], like: Tensor, scratch: Scratch, most: in
     """Chunks of the short tensors, each with the index of the tensor that a block belongs to."""
     short = [i for i, tensor in enumerate(tensors) if 0 < tensor.numel() <= most]
     chunks = in_chunks("short", tensors, short, BLOCK, MOST // BLOCK, like, scratch)
-    return [(chunk, _owner(chunk.indices, tensors).to(like.device)) for chunk in chunks]
-
-
-def _owner(indices: list[int], tensors: Sequence[Tensor]) -> Tensor:
-    counts = [-(-tensors[i].numel() // BLOCK) for i in indices]
-    places, repeats = (torch.tensor(column, device="cpu") for column in (indices, counts))
-    return torch.repeat_interleave(places, repeats, output_size=sum(counts))
+    owners = [[i for i in chunk.indices for _ in range(0, tensors[i].numel(), BLOCK)] for chunk in chunks]
+    return [(chunk, torch.tensor(owner, device=like.device)) for chunk, owner in zip(chunks, owners, strict=True)]

@@ -102,7 +102,7 @@ class Hyperball(Retraction):
                 states[i]["radius"] = radius.to(params[i].device, _wide(params[i]))
         radii = pack([state["radius"] for state in states])
         norms = norms_of_each(updates)
-        shares = torch.cat([_rates(setting["lr"], own, norms) for setting, own in step.by_setting()])
+        shares = torch.cat([_rates(setting["lr"], span, norms) for setting, span in step.by_setting()])
         is_moved = (norms != 0) & (shares != 0)
         moves = foreach.widened(updates)
         _scale_(moves, torch.where(is_moved, shares * radii / norms, 0.0))
@@ -120,6 +120,6 @@ def _scale_(tensors: list[Tensor], factors: Tensor) -> None:
     foreach.scale_(tensors, factors.unbind(), exact=beyond_float32(factors))
 
 
-def _rates(lr: float | Tensor, own: slice, norms: Tensor) -> Tensor:
-    ones = torch.ones_like(norms.narrow(0, own.start, own.stop - own.start))
+def _rates(lr: float | Tensor, span: slice, norms: Tensor) -> Tensor:
+    ones = torch.ones_like(norms.narrow(0, span.start, span.stop - span.start))
     return ones * (lr.to(norms).view(()) if isinstance(lr, Tensor) else lr)

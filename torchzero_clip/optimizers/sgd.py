@@ -117,9 +117,11 @@ class SGD(UpdateRule):
     @override
     def apply_tensors(self, updates: list[Tensor], step: Step) -> Sequence[Tensor]:
         result: list[Tensor] = []
-        for setting, own in step.by_setting():
-            given, has_momentum = updates[own], setting["momentum"]
-            result += self._momentum(given, step.params[own], step.states[own], setting) if has_momentum else given
+        for setting, span in step.by_setting():
+            tensors = updates[span]
+            if setting["momentum"]:
+                tensors = self._momentum(tensors, step.params[span], step.states[span], setting)
+            result += tensors
         return result
 
     def _momentum(
