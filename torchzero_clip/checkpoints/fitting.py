@@ -16,6 +16,7 @@ from torchzero_clip.core.kinds import UpdateRule
 from torchzero_clip.core.nodes import Nodes
 from torchzero_clip.core.schedules import Schedules
 from torchzero_clip.core.scope import NamedParam, named_params
+from torchzero_clip.functional.dtypes import moved
 from torchzero_clip.functional.shards import local
 from torchzero_clip.hints import described
 from torchzero_clip.types import Checkpoint, Group, NewState, State
@@ -172,7 +173,7 @@ def _check_state(
         _check_value(what, value, expected[key])
         if key.startswith(of_statistics) and isinstance(value, Tensor):
             statistics[what] = value, expected[key].dtype
-    return expected | {k: v.to(named.param.device) if isinstance(v, Tensor) else v for k, v in others.items()}
+    return expected | {k: moved(v, named.param.device) if isinstance(v, Tensor) else v for k, v in others.items()}
 
 
 def _check_finite(statistics: Statistics) -> None:

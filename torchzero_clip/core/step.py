@@ -9,6 +9,7 @@ from torch import Tensor
 
 from torchzero_clip.core.states import States
 from torchzero_clip.core.tools import Tools
+from torchzero_clip.functional.dtypes import moved
 from torchzero_clip.functional.measure import by_setting
 from torchzero_clip.functional.shards import elements_at
 from torchzero_clip.types import Setting, State
@@ -143,7 +144,7 @@ class Step:
         Raises:
             ValueError: If ``started`` is not a vector of booleans, or has another length.
         """
-        norms = self._declared_norms().to(started.device)  # that of the first parameter, which may be another one
+        norms = moved(self._declared_norms(), started.device)  # that of the first parameter, which may be another one
         if indices is not None:
             norms = elements_at(norms, indices)
         expected = 1 if joint else norms.numel()

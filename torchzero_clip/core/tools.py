@@ -37,7 +37,7 @@ class Tools:
             return measured
         count = 0 if self.is_stand_in else sum(map(Tensor.numel, tensors))
         numbers = measured.numbers(count).to(device_of(tensors, self.process_group))
-        return measured.of_processes(self.rows(numbers).to(measured.total.device))
+        return measured.of_processes(self.rows(numbers).to(measured.total))
 
     def resources(self, tensors: Sequence[Tensor]) -> Resources:
         """What measures tensors in few operations."""

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup, ReduceOp
 
 from torchzero_clip.checks import boolean, count, dims
 from torchzero_clip.functional import blocks, foreach, short_tensors
-from torchzero_clip.functional.dtypes import widest
+from torchzero_clip.functional.dtypes import moved, widest
 from torchzero_clip.functional.metric import Metric, parse_ord
 from torchzero_clip.functional.moments import (
     joint_moments,
@@ -180,7 +180,7 @@ class Measured:
         chunks = vector.split(list(map(math.prod, shapes)))
         columns = zip(chunks, shapes, parts, strict=True)
         # the vector is on the device of the first tensor, and tensors may be on several
-        return [chunk.view(shape).to(p.tensor.device) for chunk, shape, p in columns]
+        return [moved(chunk.view(shape), p.tensor.device) for chunk, shape, p in columns]
 
     def of_slices(self, vector: Tensor) -> Tensor:
         """A vector with a number per slice from one with a number per measured tensor."""
@@ -309,7 +309,7 @@ def measure_over_processes(
     worst = total.new_zeros(0) if judged is None else largest_on_all_ranks(total, judged).to(device)
     if group is not None:
         numbers = measured.numbers(sum(map(Tensor.numel, tensors)))
-        of_all = gathered(torch.cat([numbers, worst]).to(device_of(tensors, group)), group).to(device)
+        of_all = moved(gathered(moved(torch.cat([numbers, worst]), device_of(tensors, group)), group), device)
         measured = measured.of_processes(of_all.narrow(1, 0, len(numbers)))
         worst = of_all.narrow(1, len(numbers), len(worst)).amax(dim=0)
     if judged is None:

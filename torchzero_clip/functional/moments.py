@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
 from torchzero_clip.functional import blocks, foreach
-from torchzero_clip.functional.dtypes import is_narrow, widened
+from torchzero_clip.functional.dtypes import is_narrow, moved, widened
 from torchzero_clip.functional.metric import Metric
 from torchzero_clip.functional.processes import device_of, gathered
 from torchzero_clip.functional.scratch import Scratch
@@ -72,8 +72,8 @@ def joint_moments(parts: Sequence[Part], metric: Metric, moments: Moments | None
         if metric.kind == "sum":
             return _as_reals(total)
         mean = total / max(count, 1)
-        spreads = norms_of_slices(_deviations(parts, [mean.to(p.tensor.device) for p in parts]), 2.0)
-        spread = joint_of_norms(pack(spreads), 2.0).to(mean.device)
+        spreads = norms_of_slices(_deviations(parts, [moved(mean, p.tensor.device) for p in parts]), 2.0)
+        spread = moved(joint_of_norms(pack(spreads), 2.0), mean.device)
     return torch.cat([torch.full_like(spread, count).view(1), _as_reals(mean), spread.view(1)])
 
 
@@ -107,7 +107,7 @@ def joint_sum(parts: Sequence[Part]) -> Tensor:
     sums = sums_of_slices(parts)
     if not sums:
         return torch.zeros((), dtype=torch.float64, device="cpu")
-    return torch.cat([value.view(1).to(sums[0].device) for value in sums]).sum()
+    return torch.cat([moved(value.view(1), sums[0].device) for value in sums]).sum()
 
 
 def joint_mean(parts: Sequence[Part], group: ProcessGroup | None = None) -> Tensor:
@@ -115,7 +115,7 @@ def joint_mean(parts: Sequence[Part], group: ProcessGroup | None = None) -> Tens
     total, count = joint_sum(parts), sum(p.size for p in parts)
     if group is None:
         return total / max(count, 1)
-    total = total.to(device_of([p.tensor for p in parts], group))
+    total = moved(total, device_of([p.tensor for p in parts], group))
     numbers = _as_reals(total)
     rows = gathered(torch.cat([numbers, torch.full_like(numbers[:1], count)]), group)
     real, imaginary, _ = (rows.sum(dim=0) / rows.select(1, 2).sum().clamp(min=1)).unbind()

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
 from torchzero_clip.compat import any_distributed, dtensors, is_distributed
-from torchzero_clip.functional.dtypes import widened, widest
+from torchzero_clip.functional.dtypes import widest
 
 
 class Part(NamedTuple):
@@ -133,12 +133,13 @@ def pack(values: Sequence[Tensor]) -> Tensor:
     if not values:
         return torch.zeros(0, dtype=torch.float64, device="cpu")
     device, dtype = values[0].device, values[0].dtype
+    wide = torch.float64 if values[0].is_cpu else widest(device)
     if all(value.device == device and value.dtype == dtype for value in values):
-        return widened(torch.cat([value.reshape(-1) for value in values]))  # one cast instead of one for each value
+        return torch.cat([value.reshape(-1) for value in values]).to(wide)  # one cast instead of one for each value
     is_meta = [value.is_meta for value in values]
     if True in is_meta and False in is_meta:
         raise RuntimeError("some gradients are on the meta device, where they have no values, and others are not")
-    return torch.cat([value.reshape(-1).to(device, widest(device)) for value in values])
+    return torch.cat([value.reshape(-1).to(device, wide) for value in values])
 
 
 def elements_at(vector: Tensor, indices: Sequence[int]) -> Tensor:

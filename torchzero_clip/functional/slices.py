@@ -20,7 +20,8 @@ def norms_of_slices(parts: Sequence[Part], p: float) -> list[Tensor]:
             p._replace(tensor=p.tensor.to(sum_dtype(p.tensor)).abs()) if p.tensor.is_complex() else p for p in parts
         ]
     is_power = p != 0 and math.isfinite(p)
-    narrow = [i for i, part in enumerate(parts) if is_narrow(part.tensor)] if is_power else []
+    others = [i for i, part in enumerate(parts) if not part.tensor.is_cpu] if is_power else []
+    narrow = [i for i in others if is_narrow(parts[i].tensor)]
     if narrow:  # a plain norm might be inf or 0, and to look would wait
         return _some_rescaled(parts, narrow, p)
     norms = _local_norms(parts, p)
@@ -60,8 +61,9 @@ def joint_of_norms(norms: Tensor, p: float) -> Tensor:
     scale = _usable_scale(norms.amax() if p > 0 else norms.amin())  # this norm decides the result
     # divided by it, no power overflows, and none that matters underflows
     shares = norms / scale
-    is_wide = norms.dtype == torch.float64
-    return _times(scale, torch.linalg.vector_norm(shares, p) if is_wide else norm_along(shares, p, 0).squeeze(0))
+    if norms.dtype == torch.float64:
+        return scale * torch.linalg.vector_norm(shares, p)
+    return _times(scale, norm_along(shares, p, 0).squeeze(0))
 
 
 def merged(parts: Sequence[Part], norms: list[Tensor], p: float) -> list[Tensor]:
@@ -109,8 +111,9 @@ def _local_norms(parts: Sequence[Part], p: float) -> list[Tensor]:
     for indices in alike.values():
         tensors = [parts[i].tensor for i in indices]
         values = foreach.norms_of_each(tensors, p, power_dtype(tensors[0]))
+        wide = torch.float64 if tensors[0].is_cpu else widest(tensors[0].device)
         for i, x, value in zip(indices, tensors, values, strict=True):
-            norms[i] = widened(value).view((1,) * x.ndim)
+            norms[i] = value.to(wide).view((1,) * x.ndim)
     return [value for value in norms if value is not None]
 
 

@@ -123,10 +123,11 @@ class Adam(UpdateRule):
         foreach.add_number_(steps, 1)
         # in float16 eps rounds to 0, which gives 0 / 0
         denominators = foreach.square_roots(foreach.widened(squares))
-        foreach.scale_(denominators, _bias_corrections(steps, beta2, -0.5))
+        counts = pack(steps)
+        foreach.scale_(denominators, (bias_correction(beta2, counts) ** -0.5).unbind())
         foreach.add_number_(denominators, setting["eps"])
         updates = foreach.divide(averages, denominators)
-        foreach.scale_(updates, _bias_corrections(steps, beta1, -1.0))
+        foreach.scale_(updates, (bias_correction(beta1, counts) ** -1.0).unbind())
         return foreach.cast(updates, tensors)
 
     @override
@@ -139,8 +140,3 @@ class Adam(UpdateRule):
         may_fuse = self.fused is not False and dtype in KERNELS_DTYPES
         kernel = partial(foreach.adamw_, fused=True) if may_fuse else None
         return Fused(self._keys, kernel, partial(foreach.adamw_, fused=False), ("step",))
-
-
-def _bias_corrections(steps: Sequence[Tensor], beta: float, power: float) -> list[Tensor]:
-    """``(1 - beta**step) ** power`` for every step count."""
-    return list((bias_correction(beta, pack(steps)) ** power).unbind())
