@@ -342,7 +342,7 @@ def test_hooks_never_read_a_value_from_the_device(entry):
         for _ in range(2):
             for param in params:
                 param.grad = torch.empty_like(param)
-                handle.take(param)
+                handle.collect(param)
             optimizer.step()
         assert all(value.device.type == "cuda" for value in optimizer.metrics().values())
 
