@@ -446,7 +446,7 @@ def test_a_listener_is_refused_also_later():
         Recorder(optimizer)
     assert optimizer.runner.listener is None
     start = values(params)
-    optimizer.runner.listener = recorder._run
+    optimizer.runner.listener = recorder._recording
     with pytest.raises(RuntimeError, match="a Recorder"):
         backward(params, gradients(params, 1)[0])
     assert_equal(params, start)

@@ -9,7 +9,7 @@ from typing_extensions import override
 from torchzero_clip.checks import positive, same_in_all_groups, steps, unit_interval
 from torchzero_clip.clipping.statistics import NormStatistics, Tracked, averaged
 from torchzero_clip.core.states import zero_numbers
-from torchzero_clip.functional.norms import may_look
+from torchzero_clip.functional.ways import may_look
 from torchzero_clip.types import NewState, Schedule, Setting, Target
 
 

@@ -14,7 +14,7 @@ from torchzero_clip.core.kinds import Gate
 from torchzero_clip.core.states import zero_numbers
 from torchzero_clip.core.step import Step
 from torchzero_clip.functional import foreach
-from torchzero_clip.functional.norms import SQUARABLE
+from torchzero_clip.functional.ways import SQUARABLE
 from torchzero_clip.types import NewState, Schedule, Setting, State, Target
 
 VALUES = ("norms", "losses")

@@ -14,8 +14,9 @@ from torchzero_clip.core.states import zero_numbers
 from torchzero_clip.core.step import Step
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.measure import Measured, Slicing, by_setting
-from torchzero_clip.functional.norms import combine, extent, may_look
 from torchzero_clip.functional.shards import elements_at
+from torchzero_clip.functional.slices import joint_of_norms
+from torchzero_clip.functional.ways import extent, may_look
 from torchzero_clip.types import NewState, Ord, Setting, Target
 
 
@@ -132,11 +133,11 @@ class Tracked:
 
     def joint_norm(self) -> tuple[Tensor, Tensor]:
         """The L2 norm of all tensors together, and whether all gradients and all norms are finite: 0-d tensors."""
-        norm, finite = combine(self.norms, 2.0), self.step.finite.all() & (self.norms < torch.inf).all()
+        norm, finite = joint_of_norms(self.norms, 2.0), self.step.finite.all() & (self.norms < torch.inf).all()
         if self.step.tools.process_group is None:
             return norm, finite
         norms, are_finite = self.step.tools.gathered(norm, finite)
-        return combine(norms, 2.0), are_finite.all()
+        return joint_of_norms(norms, 2.0), are_finite.all()
 
     def root(self, ratios: Tensor) -> Tensor:
         """Ratios of norms, from ratios of metrics."""

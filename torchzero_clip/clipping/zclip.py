@@ -9,7 +9,7 @@ from typing_extensions import override
 from torchzero_clip.checks import non_negative, one_of, optional, positive, steps, unit_interval
 from torchzero_clip.clipping.statistics import NormStatistics, Tracked
 from torchzero_clip.core.states import zero_numbers
-from torchzero_clip.functional.norms import SQUARABLE, may_look
+from torchzero_clip.functional.ways import SQUARABLE, may_look
 from torchzero_clip.types import NewState, Schedule, Target
 
 ClipOption = Literal["adaptive_scaling", "mean"]

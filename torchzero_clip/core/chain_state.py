@@ -82,7 +82,7 @@ def saved_chain_state(saved_groups: Sequence[Group], keys: Iterable[str]) -> dic
 
 
 def same(first: object, second: object) -> bool:
-    """True if two values of state or settings are equal, also if both are NaN."""
+    """True if two values of state or settings are equal. NaN equals NaN."""
     if isinstance(first, Tensor) and isinstance(second, Tensor):
         # `torch.equal` says that a NaN differs from itself
         return first.shape == second.shape and bool(

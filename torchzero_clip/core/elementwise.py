@@ -16,7 +16,7 @@ from torchzero_clip.core.transform import TensorwiseTransform, Transform, latest
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.foreach import reals, wide_dtype
 from torchzero_clip.functional.measure import counted
-from torchzero_clip.functional.norms import may_look
+from torchzero_clip.functional.ways import may_look
 from torchzero_clip.hints import described, explanation
 from torchzero_clip.types import NewState, Setting, State
 

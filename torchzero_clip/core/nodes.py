@@ -20,14 +20,14 @@ _COMPARED = bool, int, float, complex, str
 class Node:
     """One transform at its place in a chain."""
 
-    path: str  # the names of the enclosing composites and its own, as in "chain/adam": the prefix of its keys
+    path: str  # the names of the composites around it and then its name, as in "chain/adam": the prefix of its keys
     transform: Transform
     outer: tuple[Transform, ...]  # the composites that it is in, the outermost first
     storage_keys: Mapping[str, str]  # the key of a param group under which each of its settings is stored
     global_keys: tuple[str, ...]  # the keys of its state of the whole chain
     children: frozenset[str]  # the names of its own children, if it is a composite
     has_state: bool  # its parameters may have state
-    stored: Set[str] | None  # the keys of the whole chain, if it reads the others in param groups too
+    stored: Set[str] | None  # for final rules, which read keys of other packages too: all keys of the chain
 
     @property
     def scope(self) -> Scope:

@@ -118,7 +118,7 @@ class States(Sequence[State]):
         return undo.draft(name, states, column)
 
     def changing(self, key: str, indices: Sequence[int] | None = None) -> list[Any]:
-        """The values of one key, noted in ``undo``, so that the caller may change them in place."""
+        """The values of one key, which the caller may change in place: they are noted in ``undo`` before."""
         column = self.column(key, indices)
         if self.undo is None or self.touched is not None:
             return column

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from torchzero_clip.functional import foreach
-from torchzero_clip.functional.measure import Measured, Slicing, Way, measure
+from torchzero_clip.functional.measure import Measured, Resources, Slicing, measure
 from torchzero_clip.functional.norms import JointNorm
 from torchzero_clip.functional.processes import device_of, gathered
 from torchzero_clip.functional.scratch import Scratch
@@ -29,21 +29,19 @@ class Tools:
     def measure(self, tensors: Sequence[Tensor], slicing: Slicing, norms: JointNorm | None = None) -> Measured:
         """The norms of tensors, as `torchzero_clip.functional.measure.measure` returns them.
 
-        A joint norm is that of the tensors of all processes of the ``process_group``. ``norms`` are
-        known already, see `Way.known`.
+        A joint norm is that of the tensors of all processes of the ``process_group``. ``norms``: see `Resources`.
         """
-        way = self.way(tensors)
-        measured = measure(tensors, slicing, way=way if norms is None else way._replace(known=norms))
+        measured = measure(tensors, slicing, resources=self.resources(tensors)._replace(norms=norms))
         if self.process_group is None or slicing.dim != "global":
             return measured
         count = 0 if self.is_stand_in else sum(map(Tensor.numel, tensors))
         numbers = measured.numbers(count).to(device_of(tensors, self.process_group))
         return measured.of_processes(self.by_process(numbers).to(measured.total.device))
 
-    def way(self, tensors: Sequence[Tensor], *, name: str = "", beside: bool = False) -> Way:
-        """How to measure tensors in few operations."""
+    def resources(self, tensors: Sequence[Tensor]) -> Resources:
+        """What measures tensors in few operations."""
         scratch = self.scratch_for(tensors)
-        return Way(scratch is not None, scratch, name, beside)
+        return Resources(scratch is not None, scratch)
 
     def gathered(self, *numbers: Tensor) -> list[Tensor]:
         """A vector for each 0-d number, with the numbers of all processes of the ``process_group``: float64."""
@@ -83,8 +81,8 @@ class Tools:
             foreach.copy_(into, averages)
         # an average starts at its first update with ``from_update``, else at 0
         if from_update:
-            foreach.lerp_rows_(usable & started.logical_not(), into, updates, 1.0)
+            foreach.lerp_chosen_(usable & started.logical_not(), into, updates, 1.0)
         for setting, span in runs:
             chosen = usable.narrow(0, span.start, span.stop - span.start)
-            foreach.lerp_rows_(chosen, into[span], updates[span], 1 - setting["beta"])
+            foreach.lerp_chosen_(chosen, into[span], updates[span], 1 - setting["beta"])
         return None

@@ -44,7 +44,7 @@ class Measurer(Tools):
         """The L2 norm of all gradients together, and with ``beside`` that of each; None if the latter takes as long."""
 
     @abstractmethod
-    def norm_of_each(self, grads: list[Tensor]) -> Tensor:
+    def norms_of_each(self, grads: list[Tensor]) -> Tensor:
         """The L2 norm of each gradient: a float64 vector, equal on all ranks."""
 
 

@@ -22,9 +22,9 @@ from torchzero_clip.engine.company import Company, Walking
 from torchzero_clip.engine.idle import Idle
 from torchzero_clip.engine.reported_loss import Loss
 from torchzero_clip.functional.bad import BadGradients, bad_gradients, labels
-from torchzero_clip.functional.norms import combine
 from torchzero_clip.functional.processes import gathered
 from torchzero_clip.functional.shards import largest_on_all_ranks, mesh_groups
+from torchzero_clip.functional.slices import joint_of_norms
 from torchzero_clip.types import State
 
 Nonfinite: TypeAlias = Literal["propagate", "raise", "skip"]
@@ -218,7 +218,7 @@ def _joint_norms(walk: Undecided, scopes: Sequence[list[int]]) -> tuple[list[Ten
     columns = gathered(numbers.to(device), group).T.contiguous()
     # a process without parameters sends norms of 0, which do not change a joint norm
     joint, taking_part = columns.split([len(norms), len(flags)])
-    return [combine(column, 2.0) for column in joint], list(taking_part.amax(dim=1).unbind())
+    return [joint_of_norms(column, 2.0) for column in joint], list(taking_part.amax(dim=1).unbind())
 
 
 def _bad_gradients(walk: Undecided) -> BadGradients:

@@ -19,8 +19,8 @@ from torchzero_clip.engine.table import Table
 from torchzero_clip.engine.updates import Updates
 from torchzero_clip.engine.walk import Walk
 from torchzero_clip.functional.measure import Measured
-from torchzero_clip.functional.norms import combine
 from torchzero_clip.functional.processes import gathered
+from torchzero_clip.functional.slices import joint_of_norms
 
 
 @final
@@ -42,7 +42,7 @@ class Others(Company):
         if node.path == judged.judging.joint_clip and judged.joint_norm is not None:
             return measured.of_processes(judged.joint_norm.to(numbers.device).view(1, 1))
         norms = step.gradient_norms
-        beside = numbers.new_zeros(0) if norms is None else combine(norms, 2.0).to(numbers.device).view(1)
+        beside = numbers.new_zeros(0) if norms is None else joint_of_norms(norms, 2.0).to(numbers.device).view(1)
         by_process = step.tools.by_process(torch.cat([numbers, beside]).to(self._device)).to(numbers.device)
         step.gradient_norms = None if norms is None else by_process.select(1, len(numbers))
         return measured.of_processes(by_process.narrow(1, 0, len(numbers)))

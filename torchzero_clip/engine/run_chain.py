@@ -7,7 +7,7 @@ from torchzero_clip.engine.listener import Listener
 from torchzero_clip.engine.others import Others
 from torchzero_clip.engine.parts import Parts
 from torchzero_clip.engine.walk import Walk
-from torchzero_clip.functional.norms import may_look
+from torchzero_clip.functional.ways import may_look
 
 
 def run_chain(walk: Walk, chain: Chain, *, states: Any, listener: Listener | None, parts: Parts | None) -> bool:

@@ -79,7 +79,7 @@ class Updates:
             self._updates[i], self._borrowed[i], self.untouched = update, False, False
 
     def mark(self, rows: Sequence[int]) -> None:
-        """Note for `keep` that a transform has acted on updates, although they are still the gradients."""
+        """Note for `keep` that a transform has acted on updates, although it has left them equal to the gradients."""
         for i in rows if not self._maximize else ():
             if self._updates[i] is None:
                 self._updates[i] = self._grads[i]

@@ -44,7 +44,7 @@ class Walk:
     refused_by: list[str] = field(default_factory=list)
     """The gates that refused the step, and "nonfinite" if a gradient that is not finite did."""
     are_zero: bool = False
-    """True if all gradients are 0, by a norm that was measured anyway and needs no wait to read."""
+    """True if all gradients are 0. It stays False if reading a norm would wait, or no norm was measured."""
 
     def change_closure_gradients(self, chain: Chain) -> None:
         """Apply the transforms with ``target="closure"`` to the gradients that the closure left."""

@@ -27,9 +27,10 @@ from torchzero_clip.fast.workspace import Workspace
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.blocks import SHORT, Moves
 from torchzero_clip.functional.measure import Measured, scale_
-from torchzero_clip.functional.norms import JointNorm, each_norm, may_look, mesh_norm, whole_norm, whole_norms
+from torchzero_clip.functional.norms import JointNorm, joint_norm, norms_of_each
 from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.functional.shards import is_partial, locals_of
+from torchzero_clip.functional.ways import may_look
 from torchzero_clip.types import Columns, Runs, Setting, State
 
 
@@ -59,7 +60,7 @@ class Averaging(Measurer):
         all_move = may_move and bool((usable & started if from_update else usable).all())
         if all_move and foreach.fit_kernels([averages, updates]):
             moves = Moves(averages, updates, [1 - setting["beta"] for setting in each])
-            return whole_norm(into, self._scratch, beside=True, moves=moves)
+            return joint_norm(into, self._scratch, plain=True, beside=True, moves=moves)
         return super().average_(averages, updates, runs, usable, started, into=into, from_update=from_update)
 
 
@@ -118,13 +119,11 @@ class Fast(Averaging, Executor):
 
     @override
     def joint_norm(self, grads: list[Tensor], *, beside: bool) -> JointNorm | None:
-        if self._layout is None and not foreach.are_plain(grads):
-            return mesh_norm(grads, beside=beside)
-        return whole_norm(grads, self._scratch, beside=beside)
+        return joint_norm(grads, self._scratch, plain=self._layout is not None, beside=beside)
 
     @override
-    def norm_of_each(self, grads: list[Tensor]) -> Tensor:
-        return each_norm(grads, self._scratch) if self._layout is None else whole_norms(grads, self._scratch)
+    def norms_of_each(self, grads: list[Tensor]) -> Tensor:
+        return norms_of_each(grads, self._scratch, plain=self._layout is not None)
 
     @override
     def settle(self, rows: Sequence[int]) -> None:
@@ -143,7 +142,7 @@ class Fast(Averaging, Executor):
         if isinstance(op, Scale):
             if not op.does_nothing:
                 waiting = op.measured.with_targets(self.memory.writable(rows, op.over_grads))
-                scale_(waiting, op.factors, self._scratch, known=op.extent, name=str(rows[0]))
+                scale_(waiting, op.factors, self._scratch, extremes=op.extent, name=str(rows[0]))
             return
         updates = self.memory.writable(rows, False)
         if isinstance(op, Shift):

@@ -12,9 +12,9 @@ from torchzero_clip.core.elements import Elements, Flags
 from torchzero_clip.core.elementwise import Elementwise
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.measure import L2, Measured
-from torchzero_clip.functional.norms import beyond_float32, extent, may_look
 from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.functional.shards import pack
+from torchzero_clip.functional.ways import beyond_float32, extent, may_look
 from torchzero_clip.types import Setting
 
 

@@ -15,8 +15,8 @@ from torchzero_clip.fast.ops import Op, Pointwise, Scale, Shift
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.clip import inverse
 from torchzero_clip.functional.measure import by_setting
-from torchzero_clip.functional.rows import ROW
 from torchzero_clip.functional.scratch import Scratch
+from torchzero_clip.functional.short_tensors import BLOCK
 from torchzero_clip.types import Setting
 
 ON_CPU = 2**18
@@ -27,7 +27,7 @@ IN_ONE_PASS = 2**20  # without elementwise transforms, a piece is read only once
 
 ELSEWHERE = 2**24
 """Elements of a piece on other devices, 64 MiB of float32. Pieces are large, because each one takes launches. There,
-each tensor of a piece fills whole rows of `ROW` elements, so numbers are spread over rows, and not over elements."""
+each tensor of a piece fills whole blocks of `BLOCK` elements, so numbers are spread over blocks, and not elements."""
 
 ALONE_ON_CPU, ALONE = 2**17, 2**19  # longer tensors have pieces of their own, because they then need not be copied
 
@@ -42,8 +42,8 @@ class _Piece(NamedTuple):
     flat: Tensor  # the same memory as a vector
     part: int | None  # the number of the part of a long tensor; None for whole tensors
     owner: Tensor | None
-    """On other devices, the place in ``rows`` that each row of elements belongs to; None for one tensor."""
-    pads: list[Tensor]  # the unused ends of rows
+    """On other devices, the place in ``rows`` that each block of memory belongs to; None for one tensor."""
+    pads: list[Tensor]  # the unused ends of blocks
     state: list[tuple[Tensor, list[Tensor]]]
     """Memory for the state of several tensors, and for numbers spread over their elements: vectors, with views of each
     in the shapes of the tensors."""
@@ -51,8 +51,8 @@ class _Piece(NamedTuple):
     """Memory for results in half precision, None for wider dtypes: a vector, and its views in the shapes."""
 
     def laid_out(self, flat: Tensor) -> Tensor:
-        """Elements of this piece as a matrix of rows if it has an ``owner``, else unchanged."""
-        return flat if self.owner is None else flat.view(-1, ROW)
+        """Elements of this piece as a matrix of blocks if it has an ``owner``, else unchanged."""
+        return flat if self.owner is None else flat.view(-1, BLOCK)
 
 
 class _Before(NamedTuple):
@@ -246,13 +246,13 @@ def _of_elements(vector: Tensor, piece: _Piece) -> Tensor:
 def _planned(updates: Sequence[Tensor], groups: list[slice], depth: int, most: int, scratch: Scratch) -> list[_Piece]:
     """Pieces of memory. Short neighbours with equal settings share a piece, and long tensors are cut."""
     first = updates[0]
-    alone, row = (ALONE_ON_CPU, 1) if first.is_cpu else (ALONE, ROW)
+    alone, unit = (ALONE_ON_CPU, 1) if first.is_cpu else (ALONE, BLOCK)
     runs: list[_Rows] = []
     for group in groups:
         rows: list[int] = []
         sizes: list[int] = []
         for i in range(group.start, group.stop):
-            size = -(-updates[i].numel() // row) * row
+            size = -(-updates[i].numel() // unit) * unit
             if size > alone:
                 total = updates[i].numel()
                 runs += [([i], [min(most, total - k * most)], k) for k in range(-(-total // most))]
@@ -274,7 +274,7 @@ def _planned(updates: Sequence[Tensor], groups: list[slice], depth: int, most: i
 
 def _piece(run: _Rows, memory: list[Tensor], shapes: list[torch.Size], rounded: Tensor | None) -> _Piece:
     rows, sizes, part = run
-    # a tensor that is alone is not padded, because it needs no rows to tell tensors apart
+    # a tensor that is alone is not padded, because it needs no blocks to tell tensors apart
     total = sum(sizes) if part is not None or len(rows) > 1 else shapes[0].numel()
     flats = [vector.narrow(0, 0, total) for vector in (*memory, *([] if rounded is None else [rounded]))]
     if part is not None:
@@ -288,9 +288,9 @@ def _piece(run: _Rows, memory: list[Tensor], shapes: list[torch.Size], rounded: 
     pads = [flat.narrow(0, a, rest) for flat in flats[: len(memory)] for a, rest in ends if rest]
     owner = None
     if len(rows) > 1 and not flats[0].is_cpu:
-        counts = torch.tensor(sizes, device=flats[0].device) // ROW
+        counts = torch.tensor(sizes, device=flats[0].device) // BLOCK
         places = torch.arange(len(counts), device=counts.device)
-        owner = torch.repeat_interleave(places, counts, output_size=total // ROW)  # a size, so that it does not wait
+        owner = torch.repeat_interleave(places, counts, output_size=total // BLOCK)  # a size, so that it does not wait
     state = list(zip(flats[1 : len(memory)], shaped[1 : len(memory)], strict=True))
     rounding = None if rounded is None else (flats[-1], shaped[-1])
     return _Piece(rows, shaped[0], flats[0], part, owner, pads, state, rounding)

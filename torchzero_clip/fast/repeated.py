@@ -31,7 +31,7 @@ from torchzero_clip.fast.vectors import VectorStates
 from torchzero_clip.fast.workspace import StepLayout, Workspace
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.measure import L2, Measured, Slicing, by_setting, effect, scale_
-from torchzero_clip.functional.norms import whole_norm, whole_norms
+from torchzero_clip.functional.norms import joint_norm, norms_of_each
 from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.types import Group, Setting, State
 
@@ -112,7 +112,7 @@ class Planned:
             return None
         if self.is_watched:
             return self.judged.total()
-        joint = whole_norm(grads, self.workspace.scratch.knowing(grads, self.course.layout))
+        joint = joint_norm(grads, self.workspace.scratch.knowing(grads, self.course.layout), plain=True)
         return None if joint is None else joint[0]
 
     def run(self) -> Metrics:
@@ -161,7 +161,7 @@ class RepeatedScaling:
         self.needs_total = self._factor_of is not None and len(by_setting(self._settings)) == 1
 
     def find(self, step: Planned) -> tuple[Tensor | float | None, Metrics]:
-        """The factors that the end has to apply, None for 1 or if they wait in the executor, and the metrics."""
+        """The factors that the end has to apply, and the metrics. No factors if all are 1, or wait in the executor."""
         total = step.total
         if total is not None and self._factor_of is not None:
             factor = self._factor_of(total.item(), self._settings[0])
@@ -302,8 +302,8 @@ class _Measurer(Averaging):
         """None, because statistics of a planned step use the norms of the scaling or of each gradient."""
 
     @override
-    def norm_of_each(self, grads: list[Tensor]) -> Tensor:
-        return whole_norms(grads, self._scratch)
+    def norms_of_each(self, grads: list[Tensor]) -> Tensor:
+        return norms_of_each(grads, self._scratch, plain=True)
 
 
 def acting(nodes: Nodes) -> list[Node]:
@@ -325,5 +325,5 @@ def _left(waiting: Scale, step: Planned) -> Tensor | None:
     if step.course.ending.applies(waiting):
         return waiting.factor
     # a statistic has changed its state, so an ordinary step is too late: multiply here
-    scale_(waiting.measured, waiting.factors, step.workspace.scratch, known=waiting.extent)
+    scale_(waiting.measured, waiting.factors, step.workspace.scratch, extremes=waiting.extent)
     return None

@@ -33,7 +33,7 @@ class Vectors:
         self._kept: dict[str, _Kept] = {}
 
     def are_views(self, name: str, column: list[Any]) -> bool:
-        """Whether the numbers under a name are the views that `vector` made last."""
+        """True if the numbers under a name are the views that `vector` made last."""
         kept = self._kept.get(name)
         return kept is not None and len(column) == len(kept.views) and all(map(operator.is_, column, kept.views))
 
@@ -74,7 +74,7 @@ def pointers(tensors: Sequence[Tensor]) -> list[int]:
 
 
 class VectorStates(States):
-    """States whose numbers are elements of vectors. It need not collect the ``columns`` of all parameters."""
+    """States whose numbers are elements of vectors. ``columns`` are those of all parameters that exist already."""
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class VectorStates(States):
             self.undo.vector(vector, self.column(key, indices))
 
     def _vector(self, key: str, indices: Sequence[int] | None) -> Tensor | None:
-        """The vector of one key; None if its numbers cannot be one, or dicts were read, which may replace them."""
+        """The vector of one key. None if its numbers cannot form one, or authors may replace them in dicts."""
         if self.touched is not None:
             return None
         name = f"{self._path}/{key}"

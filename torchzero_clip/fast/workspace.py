@@ -30,7 +30,7 @@ class StepLayout:
         self._like = set(like)
         self._fits: dict[str, SameLayout] = {key: same_layout(tensors[key]) for key in (*like, *wider)}
         first = tensors["params"][0]
-        self.runs_in_pieces = foreach.is_real_and_wide(first.dtype) or not first.is_cpu
+        self.runs_in_pieces = first.dtype in foreach.WIDE or not first.is_cpu
         """True for float32 and float64, and on devices other than the CPU. On CPU, half precision is slow in pieces."""
 
     @classmethod
@@ -42,7 +42,7 @@ class StepLayout:
         facts = list(map(_FACTS, params))
         like = {key for key, column in tensors.items() if key == "params" or _are_like(facts, column)}
         # statistics of half precision are float32
-        is_half = not (params[0].is_cpu or foreach.is_real_and_wide(params[0].dtype))
+        is_half = not (params[0].is_cpu or params[0].dtype in foreach.WIDE)
         others = [(key, column) for key, column in tensors.items() if is_half and key not in like]
         wide = [(torch.float32, *rest) for _, *rest in facts]
         wider = {key for key, column in others if _are_like(wide, column)}

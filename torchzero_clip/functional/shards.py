@@ -108,8 +108,7 @@ def wholes(tensors: Sequence[Tensor]) -> list[Part]:
     """The local part of each tensor as one slice."""
     if any_distributed(tensors):
         return [part(summed(tensor), range(max(tensor.ndim, 1))) for tensor in tensors]
-    plain = [tensor if tensor.ndim else tensor.view(1) for tensor in tensors]
-    return [Part(tensor, tuple(range(tensor.ndim)), tensor.numel()) for tensor in plain]
+    return [Part(tensor, tuple(range(tensor.ndim)), tensor.numel()) for tensor in memories(tensors)]
 
 
 def part(tensor: Tensor, dims: Sequence[int]) -> Part:
@@ -186,8 +185,8 @@ def without_gradient(params: Sequence[Tensor], *, zeros_count: bool) -> list[Ten
     counts = all_reduce(parts, flags, ReduceOp.SUM)
     if not missing:
         return []
-    found = zip(distributed, counts, strict=True)
-    return [param for param, count in found if param.grad is None and count.item() > 0]
+    pairs = zip(distributed, counts, strict=True)
+    return [param for param, count in pairs if param.grad is None and count.item() > 0]
 
 
 def largest_on_all_ranks(values: Tensor, tensors: Sequence[Tensor]) -> Tensor:

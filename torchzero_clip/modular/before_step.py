@@ -19,7 +19,7 @@ from torchzero_clip.core.transform import Transform
 from torchzero_clip.core.undo import Spares, Undo
 from torchzero_clip.engine.checked import versions
 from torchzero_clip.engine.end import Deliver
-from torchzero_clip.engine.listener import Attached
+from torchzero_clip.engine.listener import HasListener
 from torchzero_clip.engine.nonfinite import Nonfinite, is_worth_a_warning, warn_of_skips
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.bad import BadGradients
@@ -435,7 +435,7 @@ def before_step(
     handle = BeforeStep(host, delivery, followed, Entries(followed, new=new, dropped=dropped))
     _warn_of_copies()
     _HANDLES.add(handle)
-    recorder = hook_owner(host, Attached)
+    recorder = hook_owner(host, HasListener)
     runner.listener = None if recorder is None else recorder.listener
     return handle
 

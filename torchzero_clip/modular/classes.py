@@ -99,7 +99,7 @@ def _class_of(base: type, transforms: tuple[Transform, ...], options: dict[str, 
 
 
 def _unpickled(name: str, base: type, transforms: tuple[Transform, ...], options: dict[str, Any]) -> type:
-    """The class of a pickle. It may have objects that equal no others, such as functions that cloudpickle copies."""
+    """The class of a pickle, by its unique name: transforms may hold functions, whose copies do not equal them."""
     made = vars(by_unique_name).get(name) or _class_of(base, transforms, options)
     vars(by_unique_name)[name] = made
     return made

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from torchzero_clip.checks import needs_closure
 from torchzero_clip.core.chain import Transforms, flatten
-from torchzero_clip.engine.listener import Attached
+from torchzero_clip.engine.listener import HasListener
 from torchzero_clip.modular.modular import Modular
 from torchzero_clip.modular.validation import NOT_ZERO_REDUNDANCY
 
@@ -89,7 +89,7 @@ def takes_factor(optimizer: Any, hook: int, count: int) -> bool:
     for key in reversed(hooks):
         if key == hook:
             break
-        if not isinstance(getattr(hooks[key], "__self__", None), Attached):  # the recorder reads no gradients here
+        if not isinstance(getattr(hooks[key], "__self__", None), HasListener):  # the recorder reads no gradients here
             return False
     return True
 

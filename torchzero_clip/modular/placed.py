@@ -25,7 +25,7 @@ class Placed:
     """
 
     # An optimizer makes its state of a parameter if `optimizer.state[param]` is empty. So ours is put there after that
-    # step. If the optimizer still has no state of a parameter, the entry is taken out while a step is taken.
+    # step. Where the optimizer still has no state, our entry is withdrawn during steps.
 
     def __init__(self, followed: Followed) -> None:
         self._followed = followed

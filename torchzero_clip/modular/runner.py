@@ -222,7 +222,7 @@ class Runner:
     def _take_or_skip(
         self, groups: list[Group], states: States, walk: Walk | None, go: Callable[[], object] | None = None
     ) -> None:
-        """Take a step, or skip it. A planned one passes ``go``, and no walk if nobody sees it and it is allowed."""
+        """Take a step, or skip it. A planned step passes ``go``, and a walk only if a policy or a listener sees it."""
         values, parts = self.chain_state.values, self.parts
         is_taken = walk is None
         try:

@@ -104,8 +104,8 @@ class Adam(UpdateRule):
     def apply_tensors(self, updates: list[Tensor], step: Step) -> Sequence[Tensor]:
         columns = [step.column(key) for key in (*self._keys, "step")]
         result: list[Tensor] = []
-        for setting, own in step.by_setting():
-            result += self._adam(updates[own], [column[own] for column in columns], setting)
+        for setting, span in step.by_setting():
+            result += self._adam(updates[span], [column[span] for column in columns], setting)
         return result
 
     def _adam(self, tensors: list[Tensor], state: Sequence[list[Tensor]], setting: Setting) -> list[Tensor]:

@@ -62,6 +62,6 @@ class WeightDecay(Transform):
 
     @override
     def apply_tensors(self, updates: list[Tensor], step: Step) -> Sequence[Tensor]:
-        for setting, own in step.by_setting():
-            foreach.add_(updates[own], step.params[own], alpha=setting["weight_decay"])
+        for setting, span in step.by_setting():
+            foreach.add_(updates[span], step.params[span], alpha=setting["weight_decay"])
         return updates

@@ -11,8 +11,9 @@ from torch.utils import _pytree as pytree
 from torchzero_clip.checks import boolean, non_negative
 from torchzero_clip.compat import without_autocast
 from torchzero_clip.functional.foreach import wide_dtype
-from torchzero_clip.functional.norms import beyond_float32, p_norms
 from torchzero_clip.functional.shards import Part
+from torchzero_clip.functional.slices import norms_of_slices
+from torchzero_clip.functional.ways import beyond_float32
 
 Tree = TypeVar("Tree")
 """A tensor, or a list, tuple or dict of trees."""
@@ -68,7 +69,7 @@ def per_example_global_norm_clip(grads: Tree, l2_norm_clip: float) -> tuple[Tree
         return grads, torch.zeros((), dtype=torch.int64, device="cpu")
     of_leaves = _norms(leaves)
     table = torch.stack([column.to(of_leaves[0].device) for column in of_leaves], dim=1)
-    norms = p_norms([Part(table, (1,), len(leaves))], 2.0)[0].view(-1)
+    norms = norms_of_slices([Part(table, (1,), len(leaves))], 2.0)[0].view(-1)
     factors = _factors(norms, l2_norm_clip)
     sums = [_weighted_sum(factors, leaf) for leaf in leaves]
     return pytree.tree_unflatten(sums, structure), (factors < 1).sum()
@@ -140,7 +141,7 @@ def _norms(leaves: Sequence[Tensor]) -> list[Tensor]:
     """The norms of all examples in each leaf, float64."""
     rows = [leaf.unsqueeze(-1) for leaf in leaves]
     parts = [Part(row, tuple(range(1, row.ndim)), math.prod(row.shape[1:])) for row in rows]
-    return [norms.view(-1) for norms in p_norms(parts, 2.0)]
+    return [norms.view(-1) for norms in norms_of_slices(parts, 2.0)]
 
 
 def _factors(norms: Tensor, limit: float) -> Tensor:
