@@ -292,8 +292,8 @@ def test_a_mistake_is_named_before_parameters_and_state_change(kind, dtype):
             train(optimizer, params, [grads])
     assert all(torch.equal(param, torch.ones_like(param)) for param in params)
     assert all(torch.equal(param.grad, grad) for param, grad in zip(params, grads, strict=True))
-    own = [v for s in optimizer.state.values() for k, v in s.items() if k.startswith(transform.name)]
-    assert all(bool((value == 0).all()) for value in own)
+    values = [v for s in optimizer.state.values() for k, v in s.items() if k.startswith(transform.name)]
+    assert all(bool((value == 0).all()) for value in values)
 
 
 @pytest.mark.parametrize("make", [Usual, WithFormula, lambda: Usual(0.0), lambda: WithFormula(1.0)])

@@ -38,7 +38,7 @@ def new_chain_state(nodes: Nodes, counts: Mapping[str, int]) -> ChainState:
 def complete(saved: dict[str, Any], groups: Sequence[Group], chain_state: ChainState) -> None:
     """Add the state of the whole chain to the checkpoint that torch has made of these groups."""
     # as in torch, tensors are not copied. If some were, a checkpoint in memory would mix the state of two steps
-    chain_state.take_counters(groups)
+    chain_state.adopt_counters(groups)
     chain_state.show(saved["param_groups"])
     values = [value for state in saved["state"].values() for value in state.values()]
     if saved["state"] and not any(isinstance(value, Tensor) and value.ndim for value in values):

@@ -96,7 +96,7 @@ class AdaGC(NormStatistics):
     @override
     def limit(self, tracked: Tracked, updates: list[Tensor]) -> Tensor:
         norms, usual = tracked.norms, tracked["usual"]
-        limit = tracked.where_started(tracked.by_setting(lambda own, usual: own["ratio"] * usual, usual), torch.inf)
+        limit = tracked.where_started(tracked.by_setting(lambda s, usual: s["ratio"] * usual, usual), torch.inf)
         limited, factors = tracked.limited(norms, limit)
         moved = tracked.by_setting(averaged, usual, limited)
         if not tracked.is_usual:

@@ -84,7 +84,7 @@ class AdaptiveGradientClip(Scaling):
     def factors(self, measured: Measured, updates: list[Tensor], step: Step) -> Tensor:
         weights = measured_like(measured, [step.params[i] for i in measured.indices])
         limits = replace(measured, vector=weights).by_setting(
-            step.settings, lambda norms, own: own["clip_factor"] * norms.clamp(min=own["eps"])
+            step.settings, lambda norms, s: s["clip_factor"] * norms.clamp(min=s["eps"])
         )
         finite = measured.of_slices(elements_at(step.finite, measured.indices))
         exceeds = finite & (measured.vector > limits)

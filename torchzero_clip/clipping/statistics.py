@@ -98,8 +98,8 @@ class Tracked:
         """
         tools, usable, started = self.step.tools, self.per_tensor(self.usable), self.per_tensor(self.started)
         averages, moved = self.step.stored.draft(key, self._rows)
-        known = tools.average_(averages, updates, self.shared, usable, started, into=moved, from_update=from_update)
-        return moved, tools.measure(moved, slicing, known)
+        norms = tools.average_(averages, updates, self.shared, usable, started, into=moved, from_update=from_update)
+        return moved, tools.measure(moved, slicing, norms)
 
     def __getitem__(self, key: str) -> Tensor:
         """The stored numbers under one key, not to be used after `keep`."""
@@ -152,9 +152,8 @@ class Tracked:
         """Apply ``rule`` to each setting and the elements of the vectors that share it, and concatenate."""
         if self.joint or len(self.shared) == 1:
             return rule(self.shared[0][0], *vectors)
-        columns = [vector.split([own.stop - own.start for _, own in self.shared]) for vector in vectors]
-        rows = zip(*columns, strict=True)
-        return torch.cat([rule(setting, *row) for (setting, _), row in zip(self.shared, rows, strict=True)])
+        columns = [vector.split([span.stop - span.start for _, span in self.shared]) for vector in vectors]
+        return torch.cat([rule(setting, *parts) for (setting, _), *parts in zip(self.shared, *columns, strict=True)])
 
     def per_tensor(self, vector: Tensor) -> Tensor:
         """The element of a vector that belongs to each tensor with a statistic."""
@@ -167,8 +166,8 @@ class Tracked:
             return vector.expand(self._count)
         if self._taken is None:
             return vector
-        own, one = dict(zip(self._taken, vector.unbind(), strict=True)), torch.ones_like(vector.select(0, 0))
-        return torch.stack([own.get(k, one) for k in range(self._count)])
+        by_place, one = dict(zip(self._taken, vector.unbind(), strict=True)), torch.ones_like(vector.select(0, 0))
+        return torch.stack([by_place.get(k, one) for k in range(self._count)])
 
 
 def written(ring: Tensor, count: Tensor, value: Tensor, where: Tensor) -> Tensor:

@@ -109,10 +109,10 @@ class ZClip(NormStatistics):
         warms_up = count < self.warmup_steps
         if not may_look(warms_up):
             pairs = zip(self._first(tracked, warms_up), self._later(tracked), strict=True)
-            found = [torch.where(warms_up, first, later) for first, later in pairs]
+            results = [torch.where(warms_up, first, later) for first, later in pairs]
         else:
-            found = self._first(tracked, warms_up) if warms_up else self._later(tracked)
-        mean, variance, limit, z = found
+            results = self._first(tracked, warms_up) if warms_up else self._later(tracked)
+        mean, variance, limit, z = results
         tracked.keep(mean=mean, variance=variance, started=count + 1)
         limit = limit.clamp(max=torch.inf if maximum is None else maximum)
         tracked.show(limit=limit, z=z)

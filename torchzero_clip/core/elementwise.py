@@ -155,40 +155,40 @@ class Elementwise(TensorwiseTransform):
             setting: The settings.
             at: The elements that take part. Its methods leave the others unchanged.
         """
-        own = state[: len(self.keys)]
+        old_state = state[: len(self.keys)]
         copies = [tensor.clone() for tensor in (x, *state)] if at.is_first else []
-        given = copies or [x, *state]
-        found = self.formula(given[0], given[1:], setting)
+        arguments = copies or [x, *state]
+        returned = self.formula(arguments[0], arguments[1:], setting)
         self._check_unchanged("formula", copies)
-        new, *moved = self._tensors("formula", found, [x, *own])
-        if own:
+        new, *moved = self._tensors("formula", returned, [x, *old_state])
+        if old_state:
             at = at.only_finite(x.abs())
-            first = self.start(given[0], setting) if at.started is not None else None
+            first = self.start(arguments[0], setting) if at.started is not None else None
             self._check_unchanged("start", copies)
             if first is not None:
-                first = self._tensors("start", first, own)
+                first = self._tensors("start", first, old_state)
                 new, *moved = at.unless_new([new, *moved], [x, *first])
         changed = at.compare(torch.ne, new, x, at.memory("changed", x))
-        count = at.count(changed if own else changed.mul_(x == x))  # NaN that stays NaN does not count
+        count = at.count(changed if old_state else changed.mul_(x == x))  # NaN that stays NaN does not count
         # new tensors, because a formula may return `x`, or state under another key
-        moved = [at.chosen(value, old) for value, old in zip(moved, own, strict=True)]
+        moved = [at.chosen(value, old) for value, old in zip(moved, old_state, strict=True)]
         at.write(new, x, result)
-        foreach.copy_(own, moved)
+        foreach.copy_(old_state, moved)
         return count
 
-    def _check_unchanged(self, name: str, given: Sequence[Tensor]) -> None:
-        if any(tensor._version for tensor in given if not tensor.is_inference()):
+    def _check_unchanged(self, name: str, arguments: Sequence[Tensor]) -> None:
+        if any(tensor._version for tensor in arguments if not tensor.is_inference()):
             raise RuntimeError(
                 f"{self!r}.{name} changes its arguments in place. Compute new tensors, for example by lerp instead of "
                 "lerp_"
             )
 
-    def _tensors(self, name: str, found: Any, like: Sequence[Tensor]) -> list[Tensor]:
+    def _tensors(self, name: str, returned: Any, like: Sequence[Tensor]) -> list[Tensor]:
         """The tensors that a method returned. Raise if their number, a shape or a dtype is wrong."""
-        tensors = list(_leaves(found))
+        tensors = list(_leaves(returned))
         kinds = [[(getattr(t, "shape", None), getattr(t, "dtype", None)) for t in group] for group in (tensors, like)]
-        is_pair = name == "formula" and isinstance(found, tuple | list) and len(found) == 2
-        state: Any = found[1] if is_pair else found
+        is_pair = name == "formula" and isinstance(returned, tuple | list) and len(returned) == 2
+        state: Any = returned[1] if is_pair else returned
         if kinds[0] != kinds[1] or (self.keys and isinstance(state, Tensor)):
             state = f"({''.join(f'new_{key}, ' for key in self.keys).strip()})"
             parts = (
@@ -214,8 +214,8 @@ class Elementwise(TensorwiseTransform):
         try:
             count: Any = change(x, result, state, setting, at)
         except Exception as error:
-            known = {"settings": setting, "keys of state": self.keys}
-            text = explanation(error, f"{self!r}.{'change' if is_change else 'formula'}", known)
+            names = {"settings": setting, "keys of state": self.keys}
+            text = explanation(error, f"{self!r}.{'change' if is_change else 'formula'}", names)
             if text is None:
                 raise
             raise RuntimeError(text) from error
@@ -302,16 +302,17 @@ class Elementwise(TensorwiseTransform):
         counts: dict[int, Tensor] = {}
         try:
             for k, i in enumerate(indices):
-                given = [reals(tensor) for tensor in (updates[i], *(column[k] for column in columns))]
-                x, *state = own = _of_one_dtype(given)
+                tensors = [reals(tensor) for tensor in (updates[i], *(column[k] for column in columns))]
+                x, *state = wide = _of_one_dtype(tensors)
                 numbers = [vector.select(0, k).to(x.device, x.dtype) for vector in flags.numbers]
                 at = flags.elements(k, x.device)
                 at.is_first = step.is_first
-                own[0] = torch.full_like(x, torch.nan)  # not the memory of `x`: elements that `change` forgets stay NaN
-                count = self.counted(x, own[0], [*state, *numbers], step.settings[i], at, by_formula=by_formula)
-                if at.is_first and not by_formula and may_look(x) and bool((own[0].isnan() & x.isfinite()).any()):
+                # not the memory of `x`: elements that `change` forgets stay NaN
+                wide[0] = torch.full_like(x, torch.nan)
+                count = self.counted(x, wide[0], [*state, *numbers], step.settings[i], at, by_formula=by_formula)
+                if at.is_first and not by_formula and may_look(x) and bool((wide[0].isnan() & x.isfinite()).any()):
                     raise RuntimeError(f"{self!r}.change gives NaN for finite elements{WRITE_ALL}")
-                changed = [(to, of) for to, of in zip(given, own, strict=True) if to is not of]
+                changed = [(to, of) for to, of in zip(tensors, wide, strict=True) if to is not of]
                 foreach.copy_([to for to, _ in changed], [of for _, of in changed])
                 counts[i] = count
         except BaseException:
@@ -334,13 +335,13 @@ class Elementwise(TensorwiseTransform):
         return tensor
 
 
-def _leaves(found: Any) -> Iterator[Any]:
+def _leaves(returned: Any) -> Iterator[Any]:
     """What a method returned, without the tuples and lists around it."""
-    if isinstance(found, tuple | list):
-        for part in found:  # pyright: ignore[reportUnknownVariableType]
+    if isinstance(returned, tuple | list):
+        for part in returned:  # pyright: ignore[reportUnknownVariableType]
             yield from _leaves(part)
     else:
-        yield found
+        yield returned
 
 
 def _of_one_dtype(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -64,7 +64,7 @@ class Step:
         self.states = self.stored = self.states if isinstance(self.states, States) else States.of(self.states)
         self.is_first = False
         """True if a parameter takes its first step."""
-        self.given = dict(self.global_state)
+        self.global_state_before = dict(self.global_state)
         """The state of the whole chain as it was before the transform replaced a value."""
 
     def column(self, key: str, indices: Sequence[int] | None = None) -> list[Any]:

@@ -174,14 +174,14 @@ class Transform(Explained, ABC):
 
     def structure(self) -> dict[str, str]:
         """Return the arguments that are neither settings nor defaults, as text. Checkpoints depend on them."""
-        found: dict[str, str] = {}
+        arguments: dict[str, str] = {}
         for key, parameter in inspect.signature(type(self)).parameters.items():
             varying = key in self.defaults or key in ("lr", "name", "fused")
             if not varying and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
                 text = as_text(getattr(self, key, parameter.default))
                 if text != as_text(parameter.default):
-                    found[key] = text
-        return found
+                    arguments[key] = text
+        return arguments
 
     def check(self, setting: Setting) -> None:
         """Raise if a setting is out of range."""
@@ -355,8 +355,8 @@ class TensorwiseTransform(Transform):
     @override
     def apply_tensors(self, updates: list[Tensor], step: Step) -> Sequence[Tensor]:
         """Apply `apply_tensor` to every tensor. Override this method to use other parts of the `Step`."""
-        rows = zip(updates, step.params, step.grads, step.states, step.settings, strict=True)
-        return [self.apply_tensor(u, p, g, step.loss, state, setting) for u, p, g, state, setting in rows]
+        of_each = zip(updates, step.params, step.grads, step.states, step.settings, strict=True)
+        return [self.apply_tensor(u, p, g, step.loss, state, setting) for u, p, g, state, setting in of_each]
 
 
 T = TypeVar("T", bound=Transform)

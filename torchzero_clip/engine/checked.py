@@ -81,8 +81,8 @@ def factors_of(node: Node, measured: Measured, updates: list[Tensor], step: Step
     if node.transform.pure:
         return factors
     # a copy, because factors may be a view of state, which is stored next; an expanded number stays expanded
-    own = factors.narrow(0, 0, 1) if count and is_one_number(factors) else factors
-    return own.to(factors.dtype if factors.dtype.itemsize >= 4 else widest(factors.device), copy=True).expand(count)
+    numbers = factors.narrow(0, 0, 1) if count and is_one_number(factors) else factors
+    return numbers.to(factors.dtype if factors.dtype.itemsize >= 4 else widest(factors.device), copy=True).expand(count)
 
 
 def slice_dims(scaling: Scaling, tensor: Tensor) -> tuple[int, ...]:
@@ -144,12 +144,12 @@ def _asked(method: Callable[[Tensor, Step], object], node: Node, norm: Tensor, s
         step.loss = None
     check = _watched(node, step, {"the norm": [norm]}) if step.is_first else None
     try:
-        found = method(norm, step)
+        answer = method(norm, step)
     except Exception as error:
         _explain(error, node, step)
     if check is not None:
         check()
-    return found
+    return answer
 
 
 def check_state(node: Node, step: Step) -> None:
@@ -162,7 +162,7 @@ def check_state(node: Node, step: Step) -> None:
             )
         if not node.transform.pure:  # it may be a view of state, which this and later steps overwrite
             step.metrics[key] = value.clone()
-    wrong = _put_right("init_global_state", step.global_state, step.given) if step.global_state else []
+    wrong = _put_right("init_global_state", step.global_state, step.global_state_before) if step.global_state else []
     touched = step.stored.touched or []
     for state in touched:
         if not node.has_state and len(state) > 0:
@@ -172,10 +172,10 @@ def check_state(node: Node, step: Step) -> None:
             storable(node.transform, state)
     if touched and not isinstance(node.transform, FinalRule):
         for i, begun in step.stored.begun.items():
-            own = touched[i]
-            if len(own) != len(begun):  # a transform may add state that it declares
+            entries = touched[i]
+            if len(entries) != len(begun):  # a transform may add state that it declares
                 begun = {**node.transform.possible_state(step.params[i], step.settings[i]), **begun}
-            wrong += _put_right("init_state", own, begun)
+            wrong += _put_right("init_state", entries, begun)
     if wrong:
         raise RuntimeError(f"{node.transform!r} {wrong[0]}")
 
@@ -273,8 +273,8 @@ def _check_own_memory(node: Node, step: Step, tensors: Sequence[Tensor]) -> None
 
 def _check_views(node: Node, step: Step, result: Sequence[Tensor]) -> None:
     """Raise if a transform returned a view of what a later transform must not write to."""
-    known = (*(step.stored.touched or ()), *step.stored.begun.values())
-    states = [value for state in (*known, step.global_state) for value in state.values()]
+    stored = (*(step.stored.touched or ()), *step.stored.begun.values())
+    states = [value for state in (*stored, step.global_state) for value in state.values()]
     kept = {id(value) for value in (*step.params, *step.grads, *states) if isinstance(value, Tensor)}
     for tensor in result:
         if id(tensor) not in kept and not tensor.is_inference() and id(tensor._base) in kept:
@@ -288,13 +288,13 @@ def _explain(error: Exception, node: Node, step: Step) -> NoReturn:
     """Raise the error of a method that an author wrote, with an explanation if we have one."""
     transform = node.transform
     states = step.stored.touched or step.states
-    known = {
+    names = {
         "settings": node.storage_keys,
         "state of a parameter": states[0] if states else (),
         "state of the whole chain": node.global_keys,
         **({"children": node.children} if node.children else {}),
     }
-    text = explanation(error, repr(transform), known)
+    text = explanation(error, repr(transform), names)
     if text is not None:
         raise RuntimeError(text) from error
     error.add_note(f"in {transform!r}")

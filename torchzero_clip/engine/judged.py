@@ -18,7 +18,7 @@ from torchzero_clip.functional.slices import joint_of_norms
 
 
 class Judging:
-    """What the transforms of a chain ask about the gradients before the first of them. Found once for each chain."""
+    """What the transforms of a chain ask about the gradients before the first transform. Made once for each chain."""
 
     def __init__(self, nodes: Nodes) -> None:
         keepers = [node for node in nodes if node.transform.keeps_statistics]
@@ -31,12 +31,14 @@ class Judging:
         self.norm_metric = "" if first is None else f"{first.path}/norm" * _tells_zeros(first.transform)
         """The metric that is 0 only if all gradients are 0; empty if there is none."""
         scalings = [(node.path, node.transform) for node in nodes if isinstance(node.transform, Scaling)]
-        own = [(path, scaling) for path, scaling in scalings if type(scaling).slice_dims is not Scaling.slice_dims]
-        self.dims_of: dict[str, DimsOf] = {path: partial(slice_dims, scaling) for path, scaling in own}
-        """What returns the dimensions of a slice, by path. Only of classes with their own, because it takes longer."""
+        overriding = [
+            (path, scaling) for path, scaling in scalings if type(scaling).slice_dims is not Scaling.slice_dims
+        ]
+        self.dims_of: dict[str, DimsOf] = {path: partial(slice_dims, scaling) for path, scaling in overriding}
+        """The methods that return the dimensions of a slice, by path. Only overriding ones, because calls take time."""
         joint = {path for path, scaling in scalings if scaling.slicing == Slicing(L2, "global")}
-        known = joint if self.asks_jointly else set[str]()
-        self.needs_each = {path for path, _ in scalings if path not in known} if self.is_asked else set[str]()
+        joint_is_enough = joint if self.asks_jointly else set[str]()
+        self.needs_each = {path for path, _ in scalings if path not in joint_is_enough} if self.is_asked else set[str]()
         """The paths of scalings that have to measure each tensor, because statistics need more than the joint norm."""
 
 
@@ -82,14 +84,17 @@ class Judged:
         return norms if len(norms) == len(self.grads) else self.measurer.norms_of_each(self.grads)
 
     def joined(self, scopes: Sequence[list[int]]) -> list[Tensor]:
-        """The joint norm of all gradients, 1 if one of them is not finite else 0, and the joint norm of each scope."""
+        """Three kinds of numbers: the joint norm of all gradients, a flag, and the joint norm of each scope.
+
+        The flag is 1 if some gradient is not finite, else 0.
+        """
         norms = self.measure()
         total = joint_of_norms(norms, 2.0) if len(norms) != 1 else norms.squeeze(0)
-        of_scopes = [total if len(own) == len(self.grads) else joint_of_norms(self.of(own), 2.0) for own in scopes]
+        of_scopes = [total if len(rows) == len(self.grads) else joint_of_norms(self.of(rows), 2.0) for rows in scopes]
         return [total, norms.isfinite().all().logical_not().to(total.dtype), *of_scopes]
 
     def total(self) -> Tensor | None:
-        """The joint norm of the gradients as `measured` finds it; None if each of them has to be measured for it."""
+        """The joint norm of the gradients, to the bit as in `measured`; None if that measures each of them alone."""
         if self.norms is not None:
             return self.norms.squeeze(0) if self.norms.numel() < len(self.grads) else None
         total, norms = self.measurer.joint_norm(self.grads, beside=self.listens) or (None, None)
@@ -98,12 +103,12 @@ class Judged:
         return total
 
     def before_change(self, transform: Transform) -> None:
-        """Called before a transform changes what later statistics have to judge."""
+        """Called before a transform changes updates, because later statistics need the norms of the gradients."""
         if self.judging.is_asked and not _measures_gradients(transform):
             self.measure()
 
     def before_first(self, transform: Transform) -> None:
-        """Called before each transform if there is a listener: the first one may change what it has to see."""
+        """Called before each transform if there is a listener, whose norms are those before the first transform."""
         if not (isinstance(transform, Gate) or _measures_gradients(transform)):
             self._note()
 
@@ -119,9 +124,9 @@ class Judged:
 
     def measured(self, node: Node, updates: list[Tensor]) -> Measured:
         """The norms of the updates of a scaling on this process, which may be those of the gradients too."""
-        known, count = self.norms, len(updates)
-        if node.path == self.judging.joint_clip and known is not None and len(known) < count:
-            total = known.squeeze(0)  # gates have measured the gradients jointly
+        norms, count = self.norms, len(updates)
+        if node.path == self.judging.joint_clip and norms is not None and len(norms) < count:
+            total = norms.squeeze(0)  # gates have measured the gradients jointly
             return Measured(L2, list(range(count)), total.expand(count), total, memories(updates), joint=True)
         beside = self.listens and self.before is None
         each, slicing = node.path in self.judging.needs_each, node.transform.slicing  # pyright: ignore

@@ -10,7 +10,7 @@ from typing_extensions import override
 from torchzero_clip.compat import any_distributed
 from torchzero_clip.core.nodes import Node
 from torchzero_clip.core.states import States
-from torchzero_clip.engine.executor import DeliveredScale, Executor, Host
+from torchzero_clip.engine.executor import DeliveredScale, Executor, WalkLike
 from torchzero_clip.engine.updates import Updates
 from torchzero_clip.functional.measure import Measured, scale_
 from torchzero_clip.functional.norms import JointNorm, joint_norm_of_meshes
@@ -22,7 +22,7 @@ from torchzero_clip.types import State
 
 @final
 @dataclass(eq=False)
-class Readable(Executor):
+class ReadableExecutor(Executor):
     """Does everything at once, with whole tensors. It says what any other executor has to compute."""
 
     memory: Updates
@@ -46,14 +46,14 @@ class Readable(Executor):
             self.memory.mark(rows)
             return
         # the measured tensors may be the gradients themselves: multiply the copies
-        scale_(measured.with_targets(self.memory.own(rows, over_grads)), factors)
+        scale_(measured.with_targets(self.memory.writable(rows, over_grads)), factors)
 
     @override
-    def take(self, host: Host, node: Node, rows: list[int]) -> bool:
+    def defer(self, walk: WalkLike, node: Node, rows: list[int]) -> bool:
         return False
 
     @override
-    def finish(self, host: Host, node: Node, rows: list[int], rest: Sequence[Node]) -> set[int]:
+    def finish(self, walk: WalkLike, node: Node, rows: list[int], rest: Sequence[Node]) -> set[int]:
         return set()
 
     @override

@@ -34,8 +34,8 @@ class Loss:
             return
         value = 0.0 if self.value is None else self.value
         _check_loss(value)
-        given = value if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64, device="cpu")
-        mean = given.detach().reshape(()).to(device, widest(device))
+        loss = value if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64, device="cpu")
+        mean = loss.detach().reshape(()).to(device, widest(device))
         total = torch.stack([mean * self.count, torch.full_like(mean, self.count)])
         if is_replicated:
             dist.all_reduce(total)

@@ -11,8 +11,8 @@ from torchzero_clip.compat import SameLayout, native_guard
 from torchzero_clip.core.transform import is_pure
 from torchzero_clip.engine.table import Table, taking_part
 from torchzero_clip.engine.walk import Walk
-from torchzero_clip.fast.layout import Layout
 from torchzero_clip.fast.vectors import Vectors
+from torchzero_clip.fast.workspace import StepLayout
 from torchzero_clip.types import Group, Setting, State
 
 Columns: TypeAlias = Mapping[str, list[Tensor]]
@@ -39,7 +39,7 @@ class SameTensors:
     """
 
     def __init__(
-        self, table: Table, columns: Columns, layout: Layout, counters: Sequence[str], fits: SameLayout
+        self, table: Table, columns: Columns, layout: StepLayout, counters: Sequence[str], fits: SameLayout
     ) -> None:
         self.group_of = table.group_of
         self._sizes = [len(group["params"]) for group in table.groups]
@@ -51,7 +51,7 @@ class SameTensors:
         self._fits = fits
 
     @classmethod
-    def of(cls, table: Table, columns: Columns, layout: Layout, counters: Sequence[str]) -> "SameTensors | None":
+    def of(cls, table: Table, columns: Columns, layout: StepLayout, counters: Sequence[str]) -> "SameTensors | None":
         """What later steps are compared with; None where there is no guard."""
         like = [columns[key] for key in ("params", "grads", *_shaped(columns, layout))]
         fits = native_guard(list(chain.from_iterable(like))) if table.params[0].is_cpu else None
@@ -83,9 +83,9 @@ class SameTensors:
             tensors += columns[key]
         if not self._fits(tensors) or not all(vectors.are_views(key, columns[key]) for key in self._numbers):
             return None
-        known = [vectors.known(key, columns[key]) for key in self._counters]
-        counters = [counter for counter in known if counter is not None]
-        return Gathered(columns, states, counters) if len(counters) == len(known) else None
+        vectors_of = [vectors.last(key, columns[key]) for key in self._counters]
+        counters = [vector for vector in vectors_of if vector is not None]
+        return Gathered(columns, states, counters) if len(counters) == len(self._counters) else None
 
 
 class Reader(Protocol):
@@ -165,6 +165,6 @@ class SameSettings:
         self._values = values if self._are_pure and _IMMUTABLE.issuperset(map(type, parts)) else []
 
 
-def _shaped(columns: Columns, layout: Layout) -> list[str]:
+def _shaped(columns: Columns, layout: StepLayout) -> list[str]:
     """The keys of state that is shaped like the parameters."""
     return [key for key in columns if key not in ("params", "grads") and layout.has([key])]

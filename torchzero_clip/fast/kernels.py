@@ -9,7 +9,7 @@ from torch import Tensor
 from torchzero_clip.core.kinds import Fused, Kernel
 from torchzero_clip.core.nodes import Node
 from torchzero_clip.engine.executor import DeliveredScale
-from torchzero_clip.fast.layout import Layout
+from torchzero_clip.fast.workspace import StepLayout
 from torchzero_clip.functional import foreach, short_tensors
 from torchzero_clip.functional.clip import inverse
 from torchzero_clip.functional.scratch import Scratch
@@ -26,14 +26,14 @@ class Ended(NamedTuple):
     rest: list[Node]
     fused: Fused
     kernel: Kernel
-    layout: Layout
+    layout: StepLayout
     columns: dict[str, list[Tensor]]  # parameters, gradients and state by key
 
 
 class Delivered(NamedTuple):
     """The end of a step in which the updates of all parameters were written into their gradients."""
 
-    layout: Layout
+    layout: StepLayout
     columns: dict[str, list[Tensor]]  # as in `Ended`
     scale: DeliveredScale
 
@@ -67,9 +67,9 @@ def run_kernel(
     if len(runs) == 1 and not alone:
         kernel(params, updates, state, runs[0][0], scale)
         return
-    for setting, own in runs:
-        places = range(own.start, own.stop)
-        together = [i for i in places if i not in alone] if alone else own
+    for setting, span in runs:
+        places = range(span.start, span.stop)
+        together = [i for i in places if i not in alone] if alone else span
         _call(kernel, together, columns, setting, scale)
         for i in places if alone else ():
             if i in alone:

@@ -25,10 +25,10 @@ from torchzero_clip.engine.walk import Walk, settings_of
 from torchzero_clip.fast.compared import Gathered
 from torchzero_clip.fast.fast import Averaging, Fast
 from torchzero_clip.fast.kernels import Delivered, Ended, run_kernel
-from torchzero_clip.fast.layout import Layout, Workspace
 from torchzero_clip.fast.ops import Scale
 from torchzero_clip.fast.pieces import run_pieces
 from torchzero_clip.fast.vectors import VectorStates
+from torchzero_clip.fast.workspace import StepLayout, Workspace
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.measure import L2, Measured, Slicing, by_setting, effect, scale_
 from torchzero_clip.functional.norms import joint_norm, norms_of_each
@@ -45,7 +45,7 @@ class Course:
     nodes: Nodes
     judging: Judging
     end: End
-    layout: Layout
+    layout: StepLayout
     group_of: list[int]
     maximize: bool
     keep_grads: bool
@@ -115,7 +115,7 @@ class Planned:
         joint = joint_norm(grads, self.workspace.scratch.knowing(grads, self.course.layout), plain=True)
         return None if joint is None else joint[0]
 
-    def take(self) -> Metrics:
+    def run(self) -> Metrics:
         """Change parameters and state, and return what computes the metrics."""
         course, factor = self.course, None
         metrics: Metrics = dict
@@ -123,17 +123,17 @@ class Planned:
             factor, metrics = course.scaling.find(self)
         elif self.listener is not None:
             self.judged.before_first(next(iter(acting(course.nodes))).transform)
-        course.ending.take(self, factor)
+        course.ending.finish(self, factor)
         self.metrics = metrics
         return metrics
 
-    def take_watched(self) -> None:
+    def run_watched(self) -> None:
         """Take a step that has a ``walk``, which the listener sees."""
         walk, listener = self.walk, self.listener
         if listener is not None:
             listener.begin(walk)
         try:
-            metrics = self.take()
+            metrics = self.run()
         except BaseException:
             walk.refused_by.append("error")
             raise
@@ -161,7 +161,7 @@ class RepeatedScaling:
         self.needs_total = self._factor_of is not None and len(by_setting(self._settings)) == 1
 
     def find(self, step: Planned) -> tuple[Tensor | float | None, Metrics]:
-        """The factors that the end has to apply, None for 1 or if they wait in the executor, and the metrics."""
+        """The factors that the end has to apply, and the metrics. No factors if all are 1, or wait in the executor."""
         total = step.total
         if total is not None and self._factor_of is not None:
             factor = self._factor_of(total.item(), self._settings[0])
@@ -237,12 +237,12 @@ class ByRule:
         self._settings: list[Setting] = [of_groups[g] for g in self._group_of]
         self._runs = by_setting(self._settings)
 
-    def takes(self, waiting: Scale) -> bool:
+    def applies(self, waiting: Scale) -> bool:
         """True if the end may multiply by the factors of a scaling."""
         return waiting.fits_kernels
 
-    def take(self, step: Planned, factor: Tensor | float | None) -> None:
-        """Multiply the gradients by their factor, None for 1, and end the step."""
+    def finish(self, step: Planned, factor: Tensor | float | None) -> None:
+        """Multiply the gradients by their factor, None for 1, and do the rest of the step."""
         counters = step.gathered.counters
         for counter in counters:  # before the kernel, which reads the counts
             counter.add_(1)
@@ -279,10 +279,10 @@ class ByDelivery:
     def settle(self, settings: Mapping[str, list[Setting]]) -> None:
         pass
 
-    def takes(self, waiting: Scale) -> bool:
+    def applies(self, waiting: Scale) -> bool:
         return waiting.is_one_number and waiting.fits_kernels
 
-    def take(self, step: Planned, factor: Tensor | float | None) -> None:
+    def finish(self, step: Planned, factor: Tensor | float | None) -> None:
         if factor is not None:
             self._scale(step.gathered.columns["grads"], factor)
 
@@ -322,7 +322,7 @@ def _left(waiting: Scale, step: Planned) -> Tensor | None:
     """The factors of a scaling that the end has to apply, None for 1."""
     if waiting.does_nothing:
         return None
-    if step.course.ending.takes(waiting):
+    if step.course.ending.applies(waiting):
         return waiting.factor
     # a statistic has changed its state, so an ordinary step is too late: multiply here
     scale_(waiting.measured, waiting.factors, step.workspace.scratch, extremes=waiting.extent)

@@ -125,7 +125,7 @@ class Modular(Explained, ClassMaker, Optimizer):
         listed = validation.listed_transforms(params, transforms)
         self._written = list(as_written(transforms))
         self.runner = Runner(
-            configured(Chain(*with_learning_rate(listed)), self.given),
+            configured(Chain(*with_learning_rate(listed)), self.replaced_settings),
             maximize=maximize,
             keep_grads=keep_grads,
             nonfinite=nonfinite,
@@ -302,11 +302,11 @@ class Modular(Explained, ClassMaker, Optimizer):
 
     def _append(self, group: dict[str, Any]) -> None:
         """Add a group as torch does. While the optimizer is made, torch compares it with the last group only."""
-        own = self.param_groups
-        self.param_groups = own if self.runner.is_complete else own[-1:]  # see `check_disjoint`
+        groups = self.param_groups
+        self.param_groups = groups if self.runner.is_complete else groups[-1:]  # see `check_disjoint`
         super().add_param_group(group)
-        own += [] if self.runner.is_complete else self.param_groups[-1:]
-        self.param_groups = own
+        groups += [] if self.runner.is_complete else self.param_groups[-1:]
+        self.param_groups = groups
 
     def state_dict(self) -> dict[str, Any]:
         """Return settings and state. As in torch, the tensors are the optimizer's own, and later steps change them."""

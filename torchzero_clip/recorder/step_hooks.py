@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torchzero_clip.compat import may_call_base, never_compiled
-from torchzero_clip.engine.listener import Attached
+from torchzero_clip.engine.listener import HasListener
 from torchzero_clip.engine.reported_loss import ReportedLoss
 from torchzero_clip.functional.norms import norms_of_each
 from torchzero_clip.functional.scratch import Scratch
@@ -46,7 +46,7 @@ class Depth:
         return self.count <= 0
 
 
-class StepHooks(Attached):
+class StepHooks(HasListener):
     """Measures the gradients of an optimizer that is not a `Modular`, before its step."""
 
     def __init__(self, run: Recording, optimizer: Optimizer) -> None:
