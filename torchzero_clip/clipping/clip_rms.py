@@ -64,7 +64,6 @@ class ClipRMS(Scaling):
         scratch = step.tools.scratch_for(updates)  # its memory lets later steps copy nothing to the device
         roots = made() if scratch is None else scratch.plan(f"roots {id(self)}", updates, made)
         measured.vector = measured.vector / roots
-        factors = measured.by_setting(
-            step.settings, lambda norms, s: clip_factors(measured.metric, norms, s["max_rms"])
-        )
+        metric = measured.metric
+        factors = measured.by_setting(step.settings, lambda norms, s: clip_factors(metric, norms, s["max_rms"]))
         return torch.where(measured.vector < torch.inf, factors, 1.0)

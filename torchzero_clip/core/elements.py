@@ -142,12 +142,12 @@ class Elements:
         return comparison(x, other, out=memory) if x.is_cpu else comparison(x, other)
 
     def count(self, hits: Tensor) -> Tensor:
-        """Return how many of the elements are hit in each row along the last dimension.
+        """Return how many elements are hit: a number for each vector along the last dimension.
 
         Args:
             hits: 1 or True for each element that is hit, else 0. It is overwritten.
         """
-        # a compiler computes sums over rows in the loop that changes the elements, and one sum of all in another loop
+        # sums over the last dimension: a compiler would compute the sum of all elements in a second loop over them
         hits = hits if self.mask is None else hits.mul_(self.mask)
         return hits.count_nonzero(-1) if self._scratch is None else hits.sum(-1)
 

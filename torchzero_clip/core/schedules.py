@@ -77,9 +77,7 @@ class Schedules:
     def _of(self, group: Group) -> dict[str, Schedule]:
         """The functions of a group. The group may be a copy, or may have another index than before."""
         schedules = self._find(group)
-        if (
-            schedules is None and SCHEDULE_STEP in group
-        ):  # of a copy of this optimizer, as Lightning's finetuning puts it in
+        if schedules is None and SCHEDULE_STEP in group:  # it is of a copy of this optimizer: Lightning's finetuning
             schedules = _in_use(self._defaults, group, group[SCHEDULE_STEP])
             self.of_groups.append((group["params"], schedules))
         if schedules is None:
@@ -89,9 +87,8 @@ class Schedules:
     def _find(self, group: Group) -> dict[str, Schedule] | None:
         first = next(iter(group["params"]), None)
         first = first[1] if isinstance(first, tuple) else first
-        for params, schedules in reversed(
-            self.of_groups
-        ):  # a group may have been removed, and its parameters added again
+        # the last first: a group may have been removed, and its parameters added again
+        for params, schedules in reversed(self.of_groups):
             if group["params"] is params or (params and first is params[0]):
                 return schedules
         return None

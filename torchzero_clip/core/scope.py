@@ -44,9 +44,7 @@ class Condition:
     groups: tuple[str, ...]
 
     def __str__(self) -> str:
-        arguments = [
-            repr(item) if isinstance(item, str) else getattr(item, "__name__", repr(item)) for item in self.where
-        ]
+        arguments = [repr(w) if isinstance(w, str) else getattr(w, "__name__", repr(w)) for w in self.where]
         arguments += [f"groups={self.groups!r}"] if self.groups else []
         return f".{'only' if self.keep else 'without'}({', '.join(arguments)})"
 

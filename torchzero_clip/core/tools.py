@@ -49,7 +49,7 @@ class Tools:
         return list(self.by_process(torch.stack(list(map(widened, numbers)))).unbind(dim=1))
 
     def by_process(self, numbers: Tensor) -> Tensor:
-        """The float64 vectors of all processes of the ``process_group``, as rows, from the vector of this process."""
+        """A matrix with the float64 vector of each process of the ``process_group``, from that of this process."""
         if self.process_group is None:
             return numbers.unsqueeze(0)
         takes_part = numbers.new_full((1,), float(not self.is_stand_in))

@@ -20,17 +20,15 @@ _Measuring: TypeAlias = Scaling | Elementwise
 def vector_of(numbers: Mapping[str, Tensor], nodes: Nodes, device: torch.device) -> Tensor:
     """The numbers of all transforms with joint metrics. Its length depends only on the transforms."""
     transforms = measuring(nodes)
-    vectors = [
-        numbers[node.path].to(device) if node.path in numbers else _nothing(transform, device)
-        for node, transform in transforms
-    ]
+    vectors = [numbers[n.path].to(device) if n.path in numbers else _nothing(t, device) for n, t in transforms]
     return torch.cat(vectors) if vectors else torch.zeros(0, dtype=widest(device), device=device)
 
 
 def joint_metrics(nodes: Nodes, vectors: Tensor) -> dict[str, Tensor]:
     """The metrics by their names, from a matrix with the `vector_of` each walk or process."""
     transforms = measuring(nodes)
-    columns = vectors.split([_width(transform) for _, transform in transforms], dim=1)
+    widths = [EFFECT + WIDTHS[t.slicing.metric.kind] if isinstance(t, Scaling) else SHARE for _, t in transforms]
+    columns = vectors.split(widths, dim=1)
     metrics: dict[str, Tensor] = {}
     for (node, transform), column in zip(transforms, columns, strict=True):
         metrics |= node.qualified(_metrics_of(transform, column))
@@ -41,10 +39,6 @@ def measuring(nodes: Nodes) -> list[tuple[Node, _Measuring]]:
     """The transforms whose metrics cover all parts or processes."""
     every = ((node, node.transform) for node in nodes)
     return [(node, transform) for node, transform in every if isinstance(transform, Scaling | Elementwise)]
-
-
-def _width(transform: _Measuring) -> int:
-    return EFFECT + WIDTHS[transform.slicing.metric.kind] if isinstance(transform, Scaling) else SHARE
 
 
 def _nothing(transform: _Measuring, device: torch.device) -> Tensor:

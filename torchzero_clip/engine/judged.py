@@ -31,14 +31,11 @@ class Judging:
         self.norm_metric = "" if first is None else f"{first.path}/norm" * _tells_zeros(first.transform)
         """The metric that is 0 only if all gradients are 0; empty if there is none."""
         scalings = [(node.path, node.transform) for node in nodes if isinstance(node.transform, Scaling)]
-        overriding = [
-            (path, scaling) for path, scaling in scalings if type(scaling).slice_dims is not Scaling.slice_dims
-        ]
+        overriding = [(path, s) for path, s in scalings if type(s).slice_dims is not Scaling.slice_dims]
         self.dims_of: dict[str, DimsOf] = {path: partial(slice_dims, scaling) for path, scaling in overriding}
         """The methods that return the dimensions of a slice, by path. Only overriding ones, because calls take time."""
-        joint = {path for path, scaling in scalings if scaling.slicing == Slicing(L2, "global")}
-        joint_is_enough = joint if self.asks_jointly else set[str]()
-        self.needs_each = {path for path, _ in scalings if path not in joint_is_enough} if self.is_asked else set[str]()
+        not_enough = [path for path, s in scalings if not (self.asks_jointly and s.slicing == Slicing(L2, "global"))]
+        self.needs_each = set(not_enough if self.is_asked else ())
         """The paths of scalings that have to measure each tensor, because statistics need more than the joint norm."""
 
 
@@ -84,10 +81,7 @@ class Judged:
         return norms if len(norms) == len(self.grads) else self.measurer.norms_of_each(self.grads)
 
     def joined(self, scopes: Sequence[list[int]]) -> list[Tensor]:
-        """Three kinds of numbers: the joint norm of all gradients, a flag, and the joint norm of each scope.
-
-        The flag is 1 if some gradient is not finite, else 0.
-        """
+        """The joint norm of all gradients; 1 if some gradient is not finite, else 0; the joint norm of each scope."""
         norms = self.measure()
         total = joint_of_norms(norms, 2.0) if len(norms) != 1 else norms.squeeze(0)
         of_scopes = [total if len(rows) == len(self.grads) else joint_of_norms(self.of(rows), 2.0) for rows in scopes]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torchzero_clip.core.nodes import Node
-from torchzero_clip.core.scope import NamedParam, named_params
+from torchzero_clip.core.scope import named_params
 from torchzero_clip.types import Group, State
 
 
@@ -46,12 +46,6 @@ class Table:
         """All rows."""
         return list(range(len(self.params)))
 
-    @property
-    def named_params(self) -> list[NamedParam]:
-        """The parameters with their names."""
-        named = [n for group in self.groups for n in named_params(group)]
-        return [n for n in named if n.param.grad is not None and n.param.requires_grad]
-
     def all_params(self) -> list[Tensor]:
         """All parameters of the optimizer, with or without a gradient."""
         return [param for group in self.groups for param in group["params"]]
@@ -71,7 +65,9 @@ class Table:
         if len(scope.conditions) == 0:  # `not` of a tuple breaks the graphs of `torch.compile`
             return rows
         if node.path not in self._scopes:
-            self._scopes[node.path] = {i for i, named in enumerate(self.named_params) if scope.has(named)}
+            named = [n for group in self.groups for n in named_params(group)]
+            of_rows = [n for n in named if n.param.grad is not None and n.param.requires_grad]
+            self._scopes[node.path] = {i for i, n in enumerate(of_rows) if scope.has(n)}
         chosen = self._scopes[node.path]
         return [i for i in rows if i in chosen]
 

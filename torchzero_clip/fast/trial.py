@@ -105,11 +105,9 @@ def _check_formula(transform: Elementwise, arguments: Sequence[Tensor], setting:
         )
 
 
-def _in_parts(
-    transform: Elementwise, arguments: Sequence[Tensor], setting: Setting, at: Elements, parts: int
-) -> Tensor:
+def _in_parts(transform: Elementwise, whole: Sequence[Tensor], setting: Setting, at: Elements, parts: int) -> Tensor:
     """What the formula computes from the tensors, cut into parts: the new elements and the new state, in rows."""
-    cut = [tensor.clone().chunk(parts) if tensor.ndim else [tensor] * parts for tensor in arguments]
+    cut = [tensor.clone().chunk(parts) if tensor.ndim else [tensor] * parts for tensor in whole]
     results: list[Tensor] = []
     for x, *state in zip(*cut, strict=True):
         result = torch.empty_like(x)

@@ -21,8 +21,8 @@ from torchzero_clip.modular.validation import listed_transforms
 
 _CLASSES: dict[Any, type] = {}  # by what `Modular.of` was called with
 
-by_unique_name = SimpleNamespace()
-"""Each class, also under a unique name: cloudpickle writes the code of a class that it does not find by its name."""
+classes = SimpleNamespace()
+"""The classes by their unique names. cloudpickle writes the code of a class that it does not find by its name."""
 
 
 class Ready(type):
@@ -90,18 +90,18 @@ def _class_of(base: type, transforms: tuple[Transform, ...], options: dict[str, 
         attributes = {
             "_made_of": (base, transforms, options),
             "__module__": __name__,
-            "__qualname__": f"by_unique_name.{name}",
+            "__qualname__": f"classes.{name}",
         }
         made = Ready(base.__name__, (base,), attributes | {"__init__": _constructor(base, transforms, options)})
         _CLASSES[key] = made
-        vars(by_unique_name)[name] = made
+        vars(classes)[name] = made
     return _CLASSES[key]
 
 
 def _unpickled(name: str, base: type, transforms: tuple[Transform, ...], options: dict[str, Any]) -> type:
     """The class of a pickle, by its unique name: transforms may hold functions, whose copies do not equal them."""
-    made = vars(by_unique_name).get(name) or _class_of(base, transforms, options)
-    vars(by_unique_name)[name] = made
+    made = vars(classes).get(name) or _class_of(base, transforms, options)
+    vars(classes)[name] = made
     return made
 
 

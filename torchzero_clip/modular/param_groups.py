@@ -119,11 +119,8 @@ def _check_new(group: Mapping[str, Any], others: Sequence[dict[str, Any]]) -> No
 
 def split(group: Mapping[str, Any], nodes: Nodes) -> Iterator[dict[str, Any]]:
     """Groups in which all parameters have the same overrides and learning rate, in the order of first parameters."""
-    overrides = [
-        (override["params"], {node.storage_keys[k]: v for k, v in override.items() if k != "params"})
-        for node in nodes
-        for override in node.transform.overrides
-    ]
+    pairs = [(override, node.storage_keys) for node in nodes for override in node.transform.overrides]
+    overrides = [(o["params"], {keys[k]: v for k, v in o.items() if k != "params"}) for o, keys in pairs]
     rates = [] if "lr" in group else rates_of(nodes)
     params = group["params"]
     if not (overrides or rates) or isinstance(params, set):
