@@ -28,6 +28,7 @@ from torch._C._functorch import maybe_get_bdim as maybe_get_bdim
 from torch._compile import _disable_dynamo
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch.optim import Optimizer
+from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 from typing_extensions import TypeIs
 
 if TYPE_CHECKING:
@@ -222,3 +223,8 @@ def warn_user(text: str) -> None:
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("torchzero_clip", "torch"):
         level, frame = level + 1, frame.f_back
     warnings.warn(text, stacklevel=level)
+
+
+def has_fused_kernels(tensor: Tensor) -> bool:
+    """True if torch has fused kernels of optimizers for the device of a tensor."""
+    return tensor.is_cpu or tensor.device.type in _get_fused_kernels_supported_devices()

@@ -14,7 +14,7 @@ from torchzero_clip.core.states import zero_numbers
 from torchzero_clip.core.step import Step
 from torchzero_clip.core.transform import TensorwiseTransform, Transform, latest
 from torchzero_clip.functional import foreach
-from torchzero_clip.functional.dtypes import widest
+from torchzero_clip.functional.dtypes import widest_of
 from torchzero_clip.functional.foreach import reals, wide_dtype
 from torchzero_clip.functional.measure import counted
 from torchzero_clip.functional.ways import may_look
@@ -274,7 +274,7 @@ class Elementwise(TensorwiseTransform):
             return Flags()
         started = step.live_numbers("started", rows) > 0
         usable = step.usable(started, indices=rows)
-        step.keep("started", (usable | started).to(widest(usable.device)), rows)
+        step.keep("started", (usable | started).to(widest_of(usable)), rows)
         return Flags(usable, started)
 
     def rows_of(self, step: Step) -> list[int] | None:
@@ -330,7 +330,7 @@ class Elementwise(TensorwiseTransform):
         self, tensor: Tensor, param: Tensor, grad: Tensor, loss: Tensor | float | None, state: State, setting: Setting
     ) -> Tensor:
         """Change every element of one update in place. Its gradient is assumed to be finite."""
-        norms = torch.ones(1, dtype=widest(tensor.device), device=tensor.device)
+        norms = torch.ones(1, dtype=widest_of(tensor), device=tensor.device)
         self._change_each_([tensor], Step([param], [grad], loss, [state], [setting], gradient_norms=norms))
         return tensor
 

@@ -16,7 +16,7 @@ from torchzero_clip.core.kinds import FinalRule, Gate, Scaling, UpdateRule
 from torchzero_clip.core.nodes import Node
 from torchzero_clip.core.step import Step
 from torchzero_clip.core.transform import TensorwiseTransform, Transform, storable
-from torchzero_clip.functional.dtypes import widest
+from torchzero_clip.functional.dtypes import widest_of
 from torchzero_clip.functional.foreach import is_one_number
 from torchzero_clip.functional.measure import Measured
 from torchzero_clip.hints import described, explanation
@@ -82,7 +82,7 @@ def factors_of(node: Node, measured: Measured, updates: list[Tensor], step: Step
         return factors
     # a copy, because factors may be a view of state, which is stored next; an expanded number stays expanded
     numbers = factors.narrow(0, 0, 1) if count and is_one_number(factors) else factors
-    return numbers.to(factors.dtype if factors.dtype.itemsize >= 4 else widest(factors.device), copy=True).expand(count)
+    return numbers.to(factors.dtype if factors.dtype.itemsize >= 4 else widest_of(factors), copy=True).expand(count)
 
 
 def slice_dims(scaling: Scaling, tensor: Tensor) -> tuple[int, ...]:

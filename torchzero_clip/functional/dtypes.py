@@ -28,14 +28,19 @@ def widest(device: torch.device) -> torch.dtype:
     return torch.float64 if known else torch.float32
 
 
+def widest_of(x: Tensor) -> torch.dtype:
+    """The dtype of norms and statistics of a tensor. Fake tensors pretend to be on a device that has float64."""
+    return torch.float64 if x.is_cpu or isinstance(x, FakeTensor) else widest(x.device)
+
+
 def widened(x: Tensor) -> Tensor:
     """A real tensor in the `widest` dtype of its device."""
-    return x.double() if x.is_cpu else x.to(widest(x.device))
+    return x.to(widest_of(x))
 
 
 def is_narrow(x: Tensor) -> bool:
     """True on a device without float64. There, sums and powers need more care."""
-    return not x.is_cpu and widest(x.device) == torch.float32
+    return widest_of(x) == torch.float32
 
 
 def bias_correction(beta: float, count: Tensor) -> Tensor:

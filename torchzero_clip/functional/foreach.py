@@ -16,7 +16,7 @@ from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
 from torchzero_clip.compat import FakeTensor, any_distributed
-from torchzero_clip.functional.dtypes import widest
+from torchzero_clip.functional.dtypes import widest_of
 from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.functional.shards import distributed_like, local, locals_of
 from torchzero_clip.types import Columns, Setting
@@ -187,7 +187,7 @@ def scale_(tensors: Sequence[Tensor], factors: Sequence[Tensor], *, exact: bool 
     # torch.compile cannot trace `to_real`
     wide = {d: wide_dtype(d.to_real() if d.is_complex else d) for d in dtypes}
     for tensor, factor in zip(locals_of(tensors), factors, strict=True):
-        dtype = widest(tensor.device) if exact else wide[tensor.dtype]
+        dtype = widest_of(tensor) if exact else wide[tensor.dtype]
         if tensor.is_complex():  # a complex inf times a real number is NaN, because it has the product inf * 0
             tensor, factor = torch.view_as_real(tensor), factor.unsqueeze(-1) if factor.ndim else factor
         tensor.mul_(_beside(tensor, factor, dtype))

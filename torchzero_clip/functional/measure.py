@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup, ReduceOp
 
 from torchzero_clip.checks import boolean, count, dims
 from torchzero_clip.functional import blocks, foreach, short_tensors
-from torchzero_clip.functional.dtypes import moved, widest
+from torchzero_clip.functional.dtypes import moved, widest, widest_of
 from torchzero_clip.functional.metric import Metric, parse_ord
 from torchzero_clip.functional.moments import (
     joint_moments,
@@ -180,7 +180,10 @@ class Measured:
         chunks = vector.split(list(map(math.prod, shapes)))
         columns = zip(chunks, shapes, parts, strict=True)
         # the vector is on the device of the first tensor, and tensors may be on several
-        return [moved(chunk.view(shape), p.tensor.device) for chunk, shape, p in columns]
+        return [
+            chunk.view(shape) if chunk.device == p.tensor.device else moved(chunk.view(shape), p.tensor.device)
+            for chunk, shape, p in columns
+        ]
 
     def of_slices(self, vector: Tensor) -> Tensor:
         """A vector with a number per slice from one with a number per measured tensor."""
@@ -490,7 +493,7 @@ def effect(measured: Measured, factors: Tensor) -> dict[str, Tensor]:
     factors = factors.narrow(0, 0, 1) if foreach.is_one_number(factors) else factors
     off = 1 - factors
     changed = torch.hardshrink(off, ROUNDING) != 0  # also True for NaN
-    return {"norm": total, "factor": 1 - off.mean(), "clipped": changed.mean(dtype=widest(changed.device))}
+    return {"norm": total, "factor": 1 - off.mean(), "clipped": changed.mean(dtype=widest_of(changed))}
 
 
 def effect_numbers(measured: Measured, factors: Tensor) -> Tensor:

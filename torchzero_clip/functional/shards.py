@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
 from torchzero_clip.compat import any_distributed, dtensors, is_distributed
-from torchzero_clip.functional.dtypes import widest
+from torchzero_clip.functional.dtypes import widest_of
 
 
 class Part(NamedTuple):
@@ -133,7 +133,7 @@ def pack(values: Sequence[Tensor]) -> Tensor:
     if not values:
         return torch.zeros(0, dtype=torch.float64, device="cpu")
     device, dtype = values[0].device, values[0].dtype
-    wide = torch.float64 if values[0].is_cpu else widest(device)
+    wide = torch.float64 if values[0].is_cpu else widest_of(values[0])
     if all(value.device == device and value.dtype == dtype for value in values):
         return torch.cat([value.reshape(-1) for value in values]).to(wide)  # one cast instead of one for each value
     is_meta = [value.is_meta for value in values]
@@ -181,7 +181,7 @@ def without_gradient(params: Sequence[Tensor], *, zeros_count: bool) -> list[Ten
     for param in distributed:
         mesh = param.device_mesh
         groups = tuple(mesh.get_group(k) for k in range(mesh.ndim))
-        flag = torch.full((1,), float(param.grad is not None), dtype=widest(param.device), device=param.device)
+        flag = torch.full((1,), float(param.grad is not None), dtype=widest_of(param), device=param.device)
         parts.append(Part(flag, (0,), 1, groups))
         flags.append(flag)
     counts = all_reduce(parts, flags, ReduceOp.SUM)

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from torchzero_clip.functional import foreach
-from torchzero_clip.functional.dtypes import is_narrow, widened, widest
+from torchzero_clip.functional.dtypes import is_narrow, widened, widest_of
 from torchzero_clip.functional.shards import Part, all_reduce, pack
 from torchzero_clip.functional.ways import BLOCK, may_look, power_dtype, sum_dtype
 
@@ -111,7 +111,7 @@ def _local_norms(parts: Sequence[Part], p: float) -> list[Tensor]:
     for indices in alike.values():
         tensors = [parts[i].tensor for i in indices]
         values = foreach.norms_of_each(tensors, p, power_dtype(tensors[0]))
-        wide = torch.float64 if tensors[0].is_cpu else widest(tensors[0].device)
+        wide = torch.float64 if tensors[0].is_cpu else widest_of(tensors[0])
         for i, x, value in zip(indices, tensors, values, strict=True):
             norms[i] = value.to(wide).view((1,) * x.ndim)
     return [value for value in norms if value is not None]
@@ -121,7 +121,7 @@ def local_norm(part: Part, p: float) -> Tensor:
     """The norm of every local slice of one part, of the part's ``slice_shape``. Powers may overflow or underflow."""
     x, dims = part.tensor, part.dims
     if not x.numel():
-        return x.new_full(part.slice_shape, 0.0 if p >= 0 else math.inf, dtype=widest(x.device))
+        return x.new_full(part.slice_shape, 0.0 if p >= 0 else math.inf, dtype=widest_of(x))
     if p == 0:  # float32 counts to 2**24 only
         return widened((x != 0).sum(dims, keepdim=True, dtype=torch.int64 if is_narrow(x) else torch.float64))
     # amax and amin take 17 ms for 16M elements, and vector_norm 73

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from torchzero_clip.functional.dtypes import is_narrow, widest
+from torchzero_clip.functional.dtypes import is_narrow, widest_of
 from torchzero_clip.functional.foreach import MAX32, TINY32, WIDE, wide_dtype
 
 BLOCK = 1024
@@ -34,12 +34,12 @@ def way_of(tensors: Sequence[Tensor], p: float) -> Literal["blocks", "lists", "s
 
 def power_dtype(x: Tensor) -> torch.dtype:
     """The dtype in which powers are added up: float64, but on CPU in eager mode it takes ten times as long."""
-    return wide_dtype(x.dtype) if may_look(x) else widest(x.device)
+    return wide_dtype(x.dtype) if may_look(x) else widest_of(x)
 
 
 def sum_dtype(x: Tensor) -> torch.dtype:
     """The dtype of sums of elements."""
-    return widest(x.device).to_complex() if x.is_complex() else widest(x.device)
+    return widest_of(x).to_complex() if x.is_complex() else widest_of(x)
 
 
 def may_look(*tensors: Tensor) -> bool:

@@ -9,6 +9,7 @@ from typing_extensions import override
 
 from torchzero_clip.checks import betas as check_betas
 from torchzero_clip.checks import boolean, floating_dtype, non_negative, optional
+from torchzero_clip.compat import has_fused_kernels
 from torchzero_clip.core.kinds import Fused, UpdateRule
 from torchzero_clip.core.learning_rate import LR
 from torchzero_clip.core.step import Step
@@ -137,6 +138,6 @@ class Adam(UpdateRule):
         is_adamw = kinds in ([LR], [WeightDecay, LR]) and all(t.target == "update" for t in (self, *rest))
         if not is_adamw or dtype not in TORCHS_DTYPES:
             return None
-        may_fuse = self.fused is not False and dtype in KERNELS_DTYPES
+        may_fuse = self.fused is not False and dtype in KERNELS_DTYPES and has_fused_kernels(step.params[0])
         kernel = partial(foreach.adamw_, fused=True) if may_fuse else None
         return Fused(self._keys, kernel, partial(foreach.adamw_, fused=False), ("step",))

@@ -8,7 +8,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from torchzero_clip.checks import boolean, non_negative, number, optional
-from torchzero_clip.compat import FakeTensor
+from torchzero_clip.compat import FakeTensor, has_fused_kernels
 from torchzero_clip.core.kinds import Fused, UpdateRule
 from torchzero_clip.core.learning_rate import LR
 from torchzero_clip.core.step import Step
@@ -99,7 +99,7 @@ class SGD(UpdateRule):
         # in torch 2.13, the kernel leaves half precision as it is on CPU, and has no version for fake tensors
         first = step.params[0]
         is_computed = first.dtype in foreach.WIDE or (first.is_floating_point() and not first.is_cpu)
-        if not is_computed or isinstance(first, FakeTensor):
+        if not is_computed or isinstance(first, FakeTensor) or not has_fused_kernels(first):
             return None
         kernel, loop = (partial(foreach.sgd_, fused=fused, nesterov=self.nesterov) for fused in (True, False))
         settings = [setting for setting, _ in step.by_setting()]
