@@ -10,6 +10,7 @@ from typing_extensions import override
 from torchzero_clip.checks import positive
 from torchzero_clip.core.kinds import Scaling
 from torchzero_clip.core.step import Step
+from torchzero_clip.functional.clip import within
 from torchzero_clip.functional.measure import Measured, measured_like
 from torchzero_clip.functional.shards import elements_at
 from torchzero_clip.types import Schedule, Target
@@ -87,8 +88,7 @@ class AdaptiveGradientClip(Scaling):
             step.settings, lambda norms, s: s["clip_factor"] * norms.clamp(min=s["eps"])
         )
         finite = measured.of_slices(elements_at(step.finite, measured.indices))
-        exceeds = finite & (measured.vector > limits)
-        return torch.where(exceeds, limits / measured.vector, 1.0)
+        return torch.where(finite, within(measured.vector, limits), 1.0)
 
 
 @cache

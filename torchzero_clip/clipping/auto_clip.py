@@ -8,6 +8,7 @@ from torchzero_clip.checks import percent, steps
 from torchzero_clip.clipping.statistics import NormStatistics, Tracked, one_more
 from torchzero_clip.compat import warn_user
 from torchzero_clip.core.states import zero_numbers
+from torchzero_clip.functional.clip import within
 from torchzero_clip.types import NewState, Schedule, Target
 
 
@@ -89,4 +90,4 @@ class AutoClip(NormStatistics):
         tracked.keep(started=one_more(stored, tracked["started"], tracked.usable))
         limit = stored.nanquantile(tracked.shared[0][0]["percentile"] / 100)
         tracked.show(limit=limit)
-        return torch.where(tracked.norms > limit, limit / tracked.norms, 1.0)
+        return within(tracked.norms, limit)

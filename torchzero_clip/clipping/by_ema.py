@@ -15,6 +15,7 @@ from torchzero_clip.core.elementwise import Elementwise
 from torchzero_clip.core.kinds import UpdateRule
 from torchzero_clip.core.step import Step
 from torchzero_clip.functional import foreach
+from torchzero_clip.functional.clip import within
 from torchzero_clip.functional.foreach import reals, wide_dtype
 from torchzero_clip.functional.measure import Measured, counted, scale_
 from torchzero_clip.types import NewState, Ord, Schedule, Setting, Target
@@ -136,7 +137,7 @@ class ClipNormByEMA(NormStatistics):
         size = tracked.metric(tracked.of(measured))
         if any(setting["max_ema_growth"] is not None for setting, _ in tracked.shared):
             largest = tracked.where_started(tracked.by_setting(_largest, tracked["prev"]), torch.inf)
-            shrink = torch.where(size > largest, tracked.root(largest / size), 1.0)
+            shrink = tracked.root(within(size, largest))
             scratch = tracked.step.tools.scratch_for(averages)
             scale_(measured, tracked.factors(shrink), scratch, name=f"averages {id(self)}")
             size = torch.minimum(size, largest)

@@ -12,6 +12,7 @@ from torchzero_clip.core.elements import Elements, Flags
 from torchzero_clip.core.elementwise import Elementwise
 from torchzero_clip.core.states import zero_numbers
 from torchzero_clip.core.step import Step
+from torchzero_clip.functional.clip import within
 from torchzero_clip.functional.dtypes import bias_correction
 from torchzero_clip.functional.measure import LINF, Slicing
 from torchzero_clip.types import NewState, Schedule, Setting, Target
@@ -93,8 +94,7 @@ class ClipByMaxEMA(Elementwise):
         average = tracked.by_setting(averaged, tracked["largest"], tracked.norms)
         tracked.keep(largest=average, started=count)
         limits = tracked.by_setting(_limit, average, count)
-        exceed = tracked.usable & (tracked.norms > limits)
-        ratios = torch.where(exceed, limits / tracked.norms, 1.0)
+        ratios = torch.where(tracked.usable, within(tracked.norms, limits), 1.0)
         return Flags(numbers=(limits, ratios))
 
     @override

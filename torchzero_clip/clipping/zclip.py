@@ -9,6 +9,7 @@ from typing_extensions import override
 from torchzero_clip.checks import non_negative, one_of, optional, positive, steps, unit_interval
 from torchzero_clip.clipping.statistics import NormStatistics, Tracked
 from torchzero_clip.core.states import zero_numbers
+from torchzero_clip.functional.clip import within
 from torchzero_clip.functional.dtypes import squarable
 from torchzero_clip.functional.ways import may_look
 from torchzero_clip.types import NewState, Schedule, Target
@@ -116,7 +117,7 @@ class ZClip(NormStatistics):
         tracked.keep(mean=mean, variance=variance, started=count + 1)
         limit = limit.clamp(max=torch.inf if maximum is None else maximum)
         tracked.show(limit=limit, z=z)
-        return torch.where(norm > limit, limit / norm, 1.0)
+        return within(norm, limit)
 
     def _first(self, tracked: Tracked, warms_up: Tensor) -> list[Tensor]:
         """Mean, variance, limit and z-score during the warm-up."""

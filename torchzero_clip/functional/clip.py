@@ -70,6 +70,11 @@ def clip_factors(metric: Metric, norms: Tensor, limit: float | Tensor, floor: fl
     return torch.where((norms > 0) & (norms < low), torch.full_like(norms, low) / norms, factor) if low else factor
 
 
+def within(norms: Tensor, limits: Tensor | float) -> Tensor:
+    """The factors that bring norms to at most their limits, for statistics: 1 where a norm or a limit is no number."""
+    return torch.where(norms > limits, limits / norms, 1.0)
+
+
 def clip_factor(norm: float, high: float, low: float) -> float:
     """The same for one norm, with limits in its units: a number takes a fifth of the time of a tensor."""
     return low / norm if 0 < norm < low else 1.0 if norm <= high else high / norm
