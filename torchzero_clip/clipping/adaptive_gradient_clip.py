@@ -3,7 +3,6 @@
 from dataclasses import replace
 from functools import cache
 
-import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -88,7 +87,7 @@ class AdaptiveGradientClip(Scaling):
             step.settings, lambda norms, s: s["clip_factor"] * norms.clamp(min=s["eps"])
         )
         finite = measured.of_slices(elements_at(step.finite, measured.indices))
-        return torch.where(finite, within(measured.vector, limits), 1.0)
+        return within(measured.vector, limits, finite)
 
 
 @cache

@@ -94,7 +94,7 @@ class ClipByMaxEMA(Elementwise):
         average = tracked.by_setting(averaged, tracked["largest"], tracked.norms)
         tracked.keep(largest=average, started=count)
         limits = tracked.by_setting(_limit, average, count)
-        ratios = torch.where(tracked.usable, within(tracked.norms, limits), 1.0)
+        ratios = within(tracked.norms, limits, tracked.usable)
         return Flags(numbers=(limits, ratios))
 
     @override

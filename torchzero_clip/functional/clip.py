@@ -70,9 +70,13 @@ def clip_factors(metric: Metric, norms: Tensor, limit: float | Tensor, floor: fl
     return torch.where((norms > 0) & (norms < low), torch.full_like(norms, low) / norms, factor) if low else factor
 
 
-def within(norms: Tensor, limits: Tensor | float) -> Tensor:
-    """The factors that bring norms to at most their limits, for statistics: 1 where a norm or a limit is no number."""
-    return torch.where(norms > limits, limits / norms, 1.0)
+def within(norms: Tensor, limits: Tensor | float, usable: Tensor | None = None) -> Tensor:
+    """The factors that bring norms to at most their limits, for statistics.
+
+    They are 1 where a norm or a limit is no number, and where ``usable`` is false.
+    """
+    exceeds = norms > limits if usable is None else (norms > limits) & usable
+    return torch.where(exceeds, limits / norms, 1.0)
 
 
 def clip_factor(norm: float, high: float, low: float) -> float:

@@ -52,6 +52,8 @@ def bias_correction(beta: float, count: Tensor) -> Tensor:
 
 def moved(x: Tensor, device: torch.device) -> Tensor:
     """A tensor on another device, in a dtype that the device has."""
+    if x.device == device:
+        return x
     return x.to(device, widest(device)) if x.dtype == torch.float64 else x.to(device)
 
 

@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 
-from torchzero_clip.functional.dtypes import widened, widest
 from torchzero_clip.modular.before_step import BeforeStep, chain_of
 from torchzero_clip.modular.host import unwrap
 from torchzero_clip.modular.modular import Modular
@@ -52,6 +51,9 @@ def numbers(optimizer: object) -> dict[str, float]:
         {'clip_norm/norm': 5.0, 'clip_norm/factor': 0.2, 'clip_norm/clipped': 1.0}
     """
     measured = metrics(optimizer)
-    device = next((value.device for value in measured.values() if not value.is_cpu), torch.device("cpu"))
-    values = [widened(value).to(device, widest(device)) for value in measured.values()]
+    on_device = [value for value in measured.values() if not value.is_cpu and value.is_floating_point()]
+    # all on one device, in a dtype that it has, so that one copy brings them
+    of_host = torch.zeros((), dtype=torch.float64, device="cpu")
+    like = max(on_device, key=lambda value: value.dtype.itemsize, default=of_host)
+    values = [value.to(like) for value in measured.values()]
     return finite_ones(dict(zip(measured, torch.stack(values).tolist() if values else [], strict=True)))
