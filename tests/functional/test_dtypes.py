@@ -47,6 +47,17 @@ def test_a_device_is_asked_once(monkeypatch):
     assert asked == [META]
 
 
+def test_a_device_without_memory_says_nothing(monkeypatch):
+    def zeros(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(dtypes, "_has_float64", {})
+    monkeypatch.setattr(torch, "zeros", zeros)
+    with pytest.raises(torch.OutOfMemoryError):
+        widest(META)
+    assert dtypes._has_float64 == {}
+
+
 def test_fake_tensors_say_nothing_of_a_device(monkeypatch):
     monkeypatch.setattr(dtypes, "_has_float64", {})
     with FakeTensorMode():

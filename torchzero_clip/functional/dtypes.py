@@ -15,17 +15,18 @@ _has_float64: dict[str, bool] = {}
 
 def widest(device: torch.device) -> torch.dtype:
     """The dtype of norms and statistics: float64, or float32 on a device without it, such as a GPU of Apple."""
-    known = _has_float64.get(device.type)
-    if known is None:
+    if device.type not in _has_float64:
         try:
-            known = not isinstance(torch.zeros((), dtype=torch.float64, device=device), FakeTensor)
+            asked = torch.zeros((), dtype=torch.float64, device=device)
+        except torch.OutOfMemoryError:  # which says nothing of the device, and neither does a fake tensor
+            raise
         except (TypeError, RuntimeError):
-            known = False
+            _has_float64[device.type] = False
         else:
-            if not known:  # a fake tensor says nothing of the device
+            if isinstance(asked, FakeTensor):
                 return torch.float64
-        _has_float64[device.type] = known
-    return torch.float64 if known else torch.float32
+            _has_float64[device.type] = True
+    return torch.float64 if _has_float64[device.type] else torch.float32
 
 
 def widest_of(x: Tensor) -> torch.dtype:
