@@ -154,7 +154,7 @@ def _arguments_of(function: FunctionType) -> tuple[object, ...]:
 
 
 def explanation(error: Exception, who: str, lookups: Mapping[str, Iterable[str]]) -> str | None:
-    """What an error in a method that an author wrote means; None if the error says it itself.
+    """Explain an error that was raised in an author's method. Return None if the error is clear by itself.
 
     ``lookups`` are the keys that the method can look up, by what they are keys of, such as "settings".
     """

@@ -18,7 +18,7 @@ Group: TypeAlias = dict[str, Any]
 """A param group of an optimizer."""
 
 Checkpoint: TypeAlias = Mapping[str, Any]
-"""What ``state_dict()`` of an optimizer returns: "state" by the numbers of parameters, and "param_groups"."""
+"""What ``state_dict()`` of an optimizer returns: a dict with "state" and "param_groups"."""
 
 Columns: TypeAlias = list[list[Tensor]]
 """Several lists of tensors, each with one tensor for each parameter."""

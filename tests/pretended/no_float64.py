@@ -11,11 +11,12 @@ from clipping.test_adaptive_vectors import CASES as ADAPTIVE
 from clipping.test_adaptive_vectors import METHODS, OTHERS
 from clipping.test_adaptive_vectors import tensor as adaptive_tensor
 from contract.entries import ENTRIES
-from contract.test_vectors import CASES, TARGETS, arguments, tensor
+from contract.test_vectors import CASES
 from contract.training import gradients, parameters
-from pretended import several_devices
+from pretended import several_devices, worked
 from pretended.device import CPU, CUDA, DEVICE, numbers, on_cuda, without_float64
-from pretended.several_devices import PLACES, STEPS, Start, joint, modular
+from pretended.several_devices import HOSTS, PLACES, STEPS, Start, before, joint, modular
+from pretended.worked import Agree
 from torch import Tensor, nn
 
 from torchzero_clip import (
@@ -31,12 +32,10 @@ from torchzero_clip import (
     Modular,
     SkipStep,
     ZClip,
-    before_step,
     clip_grad_norm_,
     norm,
 )
 
-Agree = Callable[..., None]
 MAKES_FLOAT64 = ("TrackJointNorm", "ClipToMedian", "Adam-float64-state")
 """Entries with state that their author makes in float64, or that stand on one device."""
 EXACT = 1e-5
@@ -47,9 +46,8 @@ def chains_functions_and_optimizers(agree: Agree) -> None:
     orders = itertools.cycle(["cuda first", "cpu first"])
     for (name, start), mixed in zip(starts().items(), orders, strict=False):
         alone = several_devices.trained(start, "cpu alone")
-        with without_float64():
-            for order in ("cuda alone", mixed):
-                agree(several_devices.trained(start, order), alone, (name, order), torch.float32)
+        for order in ("cuda alone", mixed):
+            agree(several_devices.trained(start, order), alone, (name, order), torch.float32)
 
 
 def starts() -> dict[str, Start]:
@@ -57,11 +55,11 @@ def starts() -> dict[str, Start]:
     found = {f"{e.name} {k}": start for e in entries for k, start in enumerate(several_devices.of_entry(e.make))}
     found |= {name: lambda params, act=act: act for name, act in several_devices.FUNCTIONS.items()}
     found |= several_devices.CHAINS
-    return found | {f"before {n}": several_devices.before(host, joint) for n, host in several_devices.HOSTS.items()}
+    return found | {f"before {n}": before(host, joint) for n, host in HOSTS.items()}
 
 
 def fits_float32(values: Any) -> bool:
-    """True if float32 holds all numbers of nested lists."""
+    """True if float32 holds all numbers of nested lists, in which None has none."""
     if isinstance(values, Tensor):
         narrow = values.float()
         return bool((narrow.isinf() == values.isinf()).all() and ((narrow == 0) == (values == 0)).all())
@@ -70,38 +68,11 @@ def fits_float32(values: Any) -> bool:
 
 def worked_cases(agree: Agree) -> None:
     """Those of ``vectors.json`` for transforms and functions whose numbers float32 can hold."""
-    ran = 0
-    for case in CASES:
-        shapes = [shape or () for shape in case.get("shapes", [])]
-        if case["kind"] not in ("transform", "function"):
-            continue
-        steps = [
-            [None if g is None else tensor(g, s) for g, s in zip(row, shapes, strict=True)] for row in case["steps"]
-        ]
-        wanted = [
-            [None if e is None else tensor(e, s) for e, s in zip(row, shapes, strict=True)] for row in case["expected"]
-        ]
-        if not all(fits_float32([t for t in row if t is not None]) for row in (*steps, *wanted)):
-            continue
-        params = [nn.Parameter(on_cuda(torch.zeros(shape))) for shape in shapes]
-        if case["kind"] == "transform":
-            own = [arguments(over or {}) for over in case["overrides"] or [None] * len(params)]
-            groups = [{"params": [p], **over} for p, over in zip(params, own, strict=True)]
-            optimizer = Modular(groups, TARGETS[case["target"]](**arguments(case["args"])), LR(1.0))
-        for row, expected in zip(steps, wanted, strict=True):
-            for param, grad in zip(params, row, strict=True):
-                param.grad = None if grad is None else on_cuda(grad.float())
-                nn.init.zeros_(param)
-            if case["kind"] == "function":
-                TARGETS[case["target"]](params, **arguments(case["args"]))
-                found = [param.grad for param in params]
-            else:
-                optimizer.step()
-                found = [-param.detach() for param in params]
-            pairs = [(f, w) for f, w in zip(found, expected, strict=True) if w is not None]
-            agree([f for f, _ in pairs], [w for _, w in pairs], case["id"], torch.float32)
-        ran += 1
-    assert ran > len(CASES) / 3, ran
+    cases = [case for case in CASES if case["kind"] in ("transform", "function")]
+    fitting = [case for case in cases if all(map(fits_float32, worked.steps_of(case)))]
+    for case in fitting:
+        worked.run(case, torch.float32, agree)
+    assert len(fitting) > len(CASES) / 3, len(fitting)
 
 
 def adaptive_cases(agree: Agree) -> None:
@@ -180,25 +151,19 @@ def statistics_stay_right(agree: Agree) -> None:
     ]
     found = []
     for place in (CPU, CUDA):
-        DEVICE.lacks_float64 = place == CUDA
-        try:
-            generator = torch.Generator().manual_seed(2)
-            params = [nn.Parameter(PLACES[place](torch.zeros(3)))]
-            optimizer = Modular(params, *[make() for make in chain])
-            for k in range(500):
-                size = math.nan if k == 100 else 1000.0 if k % 97 == 96 else 1.0 + k / 100
-                params[0].grad = PLACES[place](torch.randn(3, generator=generator) * size)
-                optimizer.report_loss(1.0 + 0.1 * float(torch.rand((), generator=generator)))
-                optimizer.step()
-            state = [v for own in optimizer.state.values() for v in own.values() if isinstance(v, Tensor)]
-            shared = optimizer.runner.chain_state.values
-            counts = [f"skip_step/{what}_stored" for what in ("norms", "losses")] + ["auto_clip/started"]
-            # without float64, the counts of rings go back
-            found.append(
-                [*params, *state, *(v for k, v in shared.items() if isinstance(v, Tensor) and k not in counts)]
-            )
-        finally:
-            DEVICE.lacks_float64 = False
+        generator = torch.Generator().manual_seed(2)
+        params = [nn.Parameter(PLACES[place](torch.zeros(3)))]
+        optimizer = Modular(params, *[make() for make in chain])
+        for k in range(500):
+            size = math.nan if k == 100 else 1000.0 if k % 97 == 96 else 1.0 + k / 100
+            params[0].grad = PLACES[place](torch.randn(3, generator=generator) * size)
+            optimizer.report_loss(1.0 + 0.1 * float(torch.rand((), generator=generator)))
+            optimizer.step()
+        state = [v for of_param in optimizer.state.values() for v in of_param.values() if isinstance(v, Tensor)]
+        shared = optimizer.runner.chain_state.values
+        # without float64, the counts of rings go back
+        counts = ("skip_step/norms_stored", "skip_step/losses_stored", "auto_clip/started")
+        found.append([*params, *state, *(v for k, v in shared.items() if isinstance(v, Tensor) and k not in counts)])
     agree(found[1], found[0], "statistics", torch.float32)
 
 
@@ -228,20 +193,16 @@ def moved(make: Callable[[], Any], places: list[torch.device]) -> list[Tensor]:
     rows, weights = gradients(parameters(torch.float32), STEPS), [p.detach() for p in parameters(torch.float32)]
     saved, per_part = None, STEPS // len(places)
     for part, place in enumerate(places):
-        DEVICE.lacks_float64 = place == CUDA
-        try:
-            params = [nn.Parameter(PLACES[place](weight)) for weight in weights]
-            optimizer = Modular(params, make())
-            if saved is not None:
-                optimizer.load_state_dict(saved)
-            for row in rows[part * per_part : (part + 1) * per_part]:
-                for param, grad in zip(params, row, strict=True):
-                    param.grad = PLACES[place](grad)
-                optimizer.step()
-            weights = [numbers(param).clone() for param in params]
-            saved = to_host(optimizer.state_dict())
-        finally:
-            DEVICE.lacks_float64 = False
+        params = [nn.Parameter(PLACES[place](weight)) for weight in weights]
+        optimizer = Modular(params, make())
+        if saved is not None:
+            optimizer.load_state_dict(saved)
+        for row in rows[part * per_part : (part + 1) * per_part]:
+            for param, grad in zip(params, row, strict=True):
+                param.grad = PLACES[place](grad)
+            optimizer.step()
+        weights = [numbers(param).clone() for param in params]
+        saved = to_host(optimizer.state_dict())
     return weights
 
 
@@ -257,12 +218,12 @@ def to_host(saved: Any) -> Any:
 
 
 def steps_do_not_wait(_: Agree) -> None:
-    """Warm steps wait as often as with float64: not at all, and gates once."""
+    """Warm steps do not wait, as with float64."""
     chains: dict[str, Start] = {
         "joint": modular(joint, AdamW),
         "each": modular(lambda: ClipNorm(1.0), lambda: SGD(0.1, 0.9)),
         "statistics": modular(ZClip, AdaGC, ClipNormByEMA, AdamW),
-        "before": lambda params: before(params),
+        "before": before(HOSTS["AdamW of lists"], joint),
     }
     for name, start in chains.items():
         params = [nn.Parameter(on_cuda(p.detach())) for p in parameters(torch.float32)]
@@ -273,12 +234,6 @@ def steps_do_not_wait(_: Agree) -> None:
             DEVICE.counts.clear()
             optimizer.step()
         assert (DEVICE.counts.waits, DEVICE.counts.copies) == ([], []), name
-
-
-def before(params: list[nn.Parameter]) -> Any:
-    optimizer = torch.optim.AdamW(params, lr=0.01, foreach=True)
-    before_step(optimizer, joint())
-    return optimizer
 
 
 CHECKS: dict[str, Callable[[Agree], None]] = {
@@ -292,14 +247,9 @@ CHECKS: dict[str, Callable[[Agree], None]] = {
     "without float64, checkpoints": checkpoints_move,
     "without float64, waits": steps_do_not_wait,
 }
-SWITCHES = ("without float64, chains", "without float64, statistics", "without float64, checkpoints")
-"""The checks that compare with the device that has float64, and switch by themselves."""
 
 
 def run(name: str, agree: Agree) -> None:
     """Run one check."""
-    if name in SWITCHES:
-        CHECKS[name](agree)
-        return
     with without_float64():
         CHECKS[name](agree)

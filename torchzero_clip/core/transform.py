@@ -101,12 +101,14 @@ class Transform(Explained, ABC):
     """
 
     pure: bool = False
-    """True if the methods are functions of their arguments and of attributes that stay as they are.
+    """True if the result of each method depends only on its arguments and on the attributes of the transform.
 
-    They then change nothing but updates and state, do not read ``step.grads``, and return no views of state. A check
-    only raises, and `UpdateRule.kernel` returns the same function for the same settings. The optimizer saves copies and
-    may plan its steps. A subclass that overrides a method has to set it again. The first step of a parameter tries out
-    what can be seen.
+    The methods of a pure transform change only updates, state and metrics. They do not read ``step.grads``, and return
+    no views of state. Its checks do nothing but raise. `UpdateRule.kernel` returns the same function for the same
+    settings. The optimizer then needs fewer copies, and may plan its steps.
+
+    A subclass that overrides a method has to set it again. The first step of a parameter raises an error if it sees
+    that the promise does not hold.
     """
 
     def __init_subclass__(cls, **kwargs: object) -> None:
@@ -397,7 +399,7 @@ def treats_each_alone(transform: Transform) -> bool:
 
 
 def is_pure(transform: Transform) -> bool:
-    """True if a class says that it is pure, and nobody has replaced a method of this transform."""
+    """True if the class is pure, and no method of this object was replaced."""
     return transform.pure and CALLED.isdisjoint(vars(transform))
 
 

@@ -257,12 +257,17 @@ class _Unreadable(Sequence[Tensor]):
         raise RuntimeError(self._text)
 
 
+def _stored(step: Step) -> list[object]:
+    """All values of the state that a transform has seen."""
+    states = (*(step.stored.touched or ()), *step.stored.begun.values(), step.global_state)
+    return [value for state in states for value in state.values()]
+
+
 def _check_own_memory(node: Node, step: Step, tensors: Sequence[Tensor]) -> None:
     """Raise if factors or metrics of a pure transform share memory with its state."""
     if isinstance(tensors[0], FakeTensor):
         return
-    states = (*(step.stored.touched or ()), *step.stored.begun.values(), step.global_state)
-    numbers = [value for state in states for value in state.values() if type(value) is Tensor and value.numel()]
+    numbers = [value for value in _stored(step) if type(value) is Tensor and value.numel()]
     # not by storages, of which the elements of a vector of numbers have one each
     if not {number.data_ptr() for number in numbers}.isdisjoint(tensor.data_ptr() for tensor in tensors):
         raise RuntimeError(
@@ -273,9 +278,7 @@ def _check_own_memory(node: Node, step: Step, tensors: Sequence[Tensor]) -> None
 
 def _check_views(node: Node, step: Step, result: Sequence[Tensor]) -> None:
     """Raise if a transform returned a view of what a later transform must not write to."""
-    stored = (*(step.stored.touched or ()), *step.stored.begun.values())
-    states = [value for state in (*stored, step.global_state) for value in state.values()]
-    kept = {id(value) for value in (*step.params, *step.grads, *states) if isinstance(value, Tensor)}
+    kept = {id(value) for value in (*step.params, *step.grads, *_stored(step)) if isinstance(value, Tensor)}
     for tensor in result:
         if id(tensor) not in kept and not tensor.is_inference() and id(tensor._base) in kept:
             raise RuntimeError(

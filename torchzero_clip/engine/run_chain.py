@@ -1,4 +1,4 @@
-"""Runs a chain: a step that no gate has refused, from the gradients to the new parameters."""
+"""Takes a step that no gate has refused, from the gradients to the new parameters."""
 
 from typing import Any
 

@@ -39,23 +39,24 @@ class SameTensors:
     """
 
     def __init__(
-        self, table: Table, columns: Columns, layout: StepLayout, counters: Sequence[str], fits: SameLayout
+        self, table: Table, columns: Columns, shaped: Sequence[str], counters: Sequence[str], fits: SameLayout
     ) -> None:
         self.group_of = table.group_of
         self._sizes = [len(group["params"]) for group in table.groups]
         self._all_take_part = sum(self._sizes) == len(table.params)
         self._state = [key for key in columns if key not in ("params", "grads")]
-        self._shaped = _shaped(columns, layout)  # the keys of state that is shaped like the parameters
+        self._shaped = shaped  # the keys of state that is shaped like the parameters
         self._counters = counters  # the keys of step counts that a kernel reads
-        self._numbers = [key for key in self._state if key not in (*self._shaped, *counters)]
+        self._numbers = [key for key in self._state if key not in (*shaped, *counters)]
         self._fits = fits
 
     @classmethod
     def of(cls, table: Table, columns: Columns, layout: StepLayout, counters: Sequence[str]) -> "SameTensors | None":
         """What later steps are compared with; None where there is no guard."""
-        like = [columns[key] for key in ("params", "grads", *_shaped(columns, layout))]
-        fits = native_guard(list(chain.from_iterable(like))) if table.params[0].is_cpu else None
-        return None if fits is None else cls(table, columns, layout, counters, fits)
+        shaped = [key for key in columns if key not in ("params", "grads") and layout.has([key])]
+        like = chain.from_iterable(columns[key] for key in ("params", "grads", *shaped))
+        fits = native_guard(list(like)) if table.params[0].is_cpu else None
+        return None if fits is None else cls(table, columns, shaped, counters, fits)
 
     def gathered(self, groups: list[Group], kept: Mapping[Tensor, State], vectors: Vectors) -> Gathered | None:
         """The tensors of a step; None if they are not laid out as in the step of the plan."""
@@ -163,8 +164,3 @@ class SameSettings:
         # every step checks values that can change in place, such as tensors, and values of transforms that are not
         # pure, whose checks may have effects
         self._values = values if self._are_pure and _IMMUTABLE.issuperset(map(type, parts)) else []
-
-
-def _shaped(columns: Columns, layout: StepLayout) -> list[str]:
-    """The keys of state that is shaped like the parameters."""
-    return [key for key in columns if key not in ("params", "grads") and layout.has([key])]

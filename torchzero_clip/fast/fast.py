@@ -34,6 +34,8 @@ from torchzero_clip.functional.shards import is_partial, locals_of
 from torchzero_clip.functional.ways import may_look
 from torchzero_clip.types import Columns, Runs, Setting, State
 
+_DTYPE_AND_DEVICE = attrgetter("dtype", "device")
+
 
 class Averaging(Measurer):
     """Moves long averages piece by piece, on CPU measuring each piece while it is in the cache."""
@@ -334,9 +336,6 @@ class Fast(Averaging, Executor):
                 if call is not None and chosen:
                     params, updates, *state = [[column[i] for i in chosen] for column in columns]
                     call(params, updates, state, setting, None)
-
-
-_DTYPE_AND_DEVICE = attrgetter("dtype", "device")
 
 
 def _call_for(fused: Fused, tensors: Sequence[Tensor]) -> Kernel | None:

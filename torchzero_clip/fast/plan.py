@@ -42,11 +42,11 @@ class Plan(NamedTuple):
     @classmethod
     def of(cls, walk: Walk, ended: Ended | Delivered, options: Options) -> "Plan | None":
         """A plan of a step; None if it cannot be repeated."""
-        table, nodes = walk.table, acting(walk.nodes)
-        first = [node for node in nodes[:1] if isinstance(node.transform, Scaling)]
+        table, acts = walk.table, acting(walk.nodes)
+        first = [node for node in acts[:1] if isinstance(node.transform, Scaling)]
         last = [ended.node, *ended.rest] if isinstance(ended, Ended) else []
         # state that is new enters the optimizer after the step, so the next one gathers other tensors
-        if options[2:] != (None, None) or not nodes or nodes != [*first, *last] or table.new_states:
+        if options[2:] != (None, None) or not acts or acts != [*first, *last] or table.new_states:
             return None
         if any(node.transform.scope.limited or node.transform.target != "update" for node in walk.nodes):
             return None
@@ -61,16 +61,6 @@ class Plan(NamedTuple):
         may_read = not maximize and table.params[0].dtype == torch.float32 and all(map(Tensor.numel, table.params))
         scaling = RepeatedScaling(first[0], table.group_of, may_read=may_read) if first else None
         settings = SameSettings(walk, [ending] if scaling is None else [scaling, ending])
-        course = Course(
-            walk.nodes,
-            walk.judged.judging,
-            walk.end,
-            ended.layout,
-            table.group_of,
-            maximize,
-            keep_grads,
-            not (maximize or keep_grads),
-            scaling,
-            ending,
-        )
+        nodes, judging, end = walk.nodes, walk.judged.judging, walk.end
+        course = Course(nodes, judging, end, ended.layout, table.group_of, maximize, keep_grads, scaling, ending)
         return cls(options, course, tensors, settings)

@@ -1,4 +1,4 @@
-"""What a planned step does: at most one scaling, and then the end, which is the kernel of a rule or a delivery."""
+"""What a planned step does: it applies at most one scaling, and ends by the kernel of a rule or by a delivery."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ from torchzero_clip.types import Group, Setting, State
 Metrics: TypeAlias = Callable[[], dict[str, Tensor]]  # computes the metrics of a step when they are read
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Course:
     """What all steps by one plan do, without a tensor of a step."""
 
@@ -49,9 +49,12 @@ class Course:
     group_of: list[int]
     maximize: bool
     keep_grads: bool
-    in_place: bool  # updates are the gradients themselves; else they need memory beside them
     scaling: "RepeatedScaling | None"
     ending: "ByRule | ByDelivery"
+
+    def __post_init__(self) -> None:
+        self.in_place = not (self.maximize or self.keep_grads)
+        """True if updates are the gradients themselves; else they need memory beside them."""
 
 
 @dataclass(eq=False)
@@ -122,7 +125,7 @@ class Planned:
         if course.scaling is not None:
             factor, metrics = course.scaling.find(self)
         elif self.listener is not None:
-            self.judged.before_first(next(iter(acting(course.nodes))).transform)
+            self.judged.before_first(acting(course.nodes)[0].transform)
         course.ending.finish(self, factor)
         self.metrics = metrics
         return metrics

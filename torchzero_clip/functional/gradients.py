@@ -24,7 +24,7 @@ NamedTensors: TypeAlias = list[tuple[str | None, Tensor]]
 
 
 def listed(name: str, tensors: Tensors) -> list[Any]:
-    """What a tensor or an iterable has, as a list that can be read twice; `named_tensors` checks its items."""
+    """A tensor, or the items of an iterable, in a list. `named_tensors` checks the items."""
     is_iterable = isinstance(tensors, Iterable)  # pyright: ignore[reportUnnecessaryIsInstance]
     items = [tensors] if isinstance(tensors, Tensor) else list(tensors) if is_iterable else []
     # a list of parameters is callable too, because it is a module
@@ -78,7 +78,7 @@ def with_gradients(
 
 
 def warn_of_no_gradients(params: Tensors, parameters: Sequence[Tensor]) -> None:
-    """Warn that a call changes nothing, because none of the ``parameters``, which were ``params``, has a gradient."""
+    """Warn that a call changes nothing, because no parameter has a gradient. ``parameters`` lists the ``params``."""
     # in a pipeline or with experts, one of several processes may have none
     if torch.compiler.is_compiling() or (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return

@@ -20,10 +20,12 @@ def norms_of_slices(parts: Sequence[Part], p: float) -> list[Tensor]:
             p._replace(tensor=p.tensor.to(sum_dtype(p.tensor)).abs()) if p.tensor.is_complex() else p for p in parts
         ]
     is_power = p != 0 and math.isfinite(p)
-    others = [i for i, part in enumerate(parts) if not part.tensor.is_cpu] if is_power else []
-    narrow = [i for i in others if is_narrow(parts[i].tensor)]
+    elsewhere = [i for i, part in enumerate(parts) if not part.tensor.is_cpu] if is_power else []
+    narrow = {i for i in elsewhere if is_narrow(parts[i].tensor)}
     if narrow:  # a plain norm might be inf or 0, and to look would wait
-        return _some_rescaled(parts, narrow, p)
+        of_narrow = iter(_rescaled([parts[i] for i in narrow], p))
+        of_others = iter(norms_of_slices([part for i, part in enumerate(parts) if i not in narrow], p))
+        return [next(of_narrow if i in narrow else of_others) for i in range(len(parts))]
     norms = _local_norms(parts, p)
     if any(part.groups for part in parts):
         norms = merged(parts, norms, p)
@@ -41,15 +43,6 @@ def norms_of_slices(parts: Sequence[Part], p: float) -> list[Tensor]:
     if not torch.cat(suspicious).any():
         return norms
     return _redone(parts, norms, [i for i, flags in enumerate(suspicious) if flags.any()], p)
-
-
-def _some_rescaled(parts: Sequence[Part], narrow: Sequence[int], p: float) -> list[Tensor]:
-    """The norms of slices, those of ``narrow`` on rescaled values."""
-    others = [i for i in range(len(parts)) if i not in set(narrow)]
-    norms = norms_of_slices([parts[i] for i in others], p) if others else []
-    of_narrow = _rescaled([parts[i] for i in narrow], p)
-    by_index = dict(zip([*others, *narrow], [*norms, *of_narrow], strict=True))
-    return [by_index[i] for i in range(len(parts))]
 
 
 def joint_of_norms(norms: Tensor, p: float) -> Tensor:
