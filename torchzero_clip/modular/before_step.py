@@ -172,8 +172,7 @@ class BeforeStep:
             if self._is_wrapped or may_call_base(optimizer):
                 self._depth += 1
                 return None
-            if self._is_open:
-                self._end(is_taken=False)  # the step before raised an error and was called without the wrapper
+            self._end(is_taken=False)  # the step before raised an error and was called without the wrapper
         is_of_torch = type(optimizer).__module__.startswith("torch.optim")
         if not self._is_wrapped and self.runner.policy.may_skip and not is_of_torch:
             raise RuntimeError(
@@ -316,23 +315,23 @@ class BeforeStep:
     def after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """End the step, unless it is that of a base class."""
         self._depth -= 1
-        if self._depth <= 0 and self._is_open:
+        if self._depth <= 0:
             self._end(is_taken=True)
 
     def begin(self) -> None:
         """The wrapper has been called, and catches a `RefusedStep`."""
-        if self._is_open:
-            self._end(is_taken=False)  # the step before raised an error and was called without the wrapper
+        self._end(is_taken=False)  # the step before, if it raised an error and was called without the wrapper
         self._is_wrapped = True
 
     def finish(self) -> None:
         """The wrapper ends."""
         self._is_wrapped = False
-        if self._is_open:
-            self._end(is_taken=False)
+        self._end(is_taken=False)
 
     def _end(self, *, is_taken: bool) -> None:
-        """End the step. If the optimizer has raised, undo what the transforms did to state."""
+        """End the step, unless it has ended. If the optimizer has raised, undo what the transforms did to state."""
+        if not self._is_open:
+            return
         optimizer = self._optimizer
         self._depth = 0
         if self._has_scaled:
