@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = ["core", "engine", "modular", "checkpoints", "contract", "optimizers"]
 DOOR = '''"""What is left of the fast way: every step takes the readable one."""
 
-from torchzero_clip.engine.readable import Readable
+from torchzero_clip.engine.readable import ReadableExecutor
 
 
 class FastWay:
@@ -28,7 +28,7 @@ class FastWay:
         return None
 
     def executor(self, updates, columns):
-        return Readable(updates)
+        return ReadableExecutor(updates)
 '''
 
 

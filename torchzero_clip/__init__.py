@@ -38,8 +38,8 @@ from torchzero_clip.functional.grads import clip_grad_norm_ as clip_grad_norm_
 from torchzero_clip.functional.grads import clip_grad_value_ as clip_grad_value_
 from torchzero_clip.functional.grads import normalize_grads_ as normalize_grads_
 from torchzero_clip.functional.norms import norm as norm
-from torchzero_clip.functional.norms import replicated as replicated
 from torchzero_clip.functional.norms import rms as rms
+from torchzero_clip.functional.shards import replicated as replicated
 from torchzero_clip.functional.total import clip_grads_with_norm_ as clip_grads_with_norm_
 from torchzero_clip.functional.total import get_total_norm as get_total_norm
 from torchzero_clip.hints import did_you_mean as _did_you_mean
@@ -67,10 +67,10 @@ else:
         """A name that is imported late. Raise the error of the package for a name that it does not have."""
         if name == "__all__":
             return __dir__()
-        known = [] if name.startswith("_") else __dir__()  # imports the late ones, and their modules
-        if known and name in globals():
+        names = [] if name.startswith("_") else __dir__()  # imports the late ones, and their modules
+        if names and name in globals():
             return globals()[name]
-        hint = _did_you_mean(name, known, listed=False)
+        hint = _did_you_mean(name, names, listed=False)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
 
     def __dir__() -> list[str]:

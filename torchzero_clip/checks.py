@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 Check: TypeAlias = Callable[[str, Any], object]
 
@@ -21,7 +22,7 @@ HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """Arguments of torch's optimizers that do not change the result of a step. The compiler adds one to param groups."""
 
 
-def as_number(value: Any) -> Any:
+def as_number(value: object) -> Any:
     """The value. A number of NumPy becomes an int or a float, which ``weights_only`` loading needs."""
     kind: type = type(value)
     if isinstance(value, Real) and kind not in (bool, int, float):
@@ -29,7 +30,7 @@ def as_number(value: Any) -> Any:
     return value
 
 
-def as_builtin(value: Any) -> Any:
+def as_builtin(value: object) -> Any:
     """As `as_number`, also in lists, which become tuples."""
     return tuple(map(as_builtin, value)) if isinstance(value, tuple | list) else as_number(value)  # pyright: ignore[reportUnknownVariableType]
 
@@ -37,25 +38,25 @@ def as_builtin(value: Any) -> Any:
 def is_numeric(value: object) -> bool:
     """True for a number, and for a tuple or list of numbers and Nones with at least one number."""
     items = value if isinstance(value, tuple | list) else (value,)
-    numbers = [isinstance(item, int | float) and not isinstance(item, bool) for item in items]
-    return any(numbers) and all(given or item is None for given, item in zip(numbers, items, strict=True))
+    numbers = [isinstance(item, int | float) and not isinstance(item, bool) for item in items if item is not None]
+    return any(numbers) and all(numbers)
 
 
 def are_parameters(value: object) -> bool:
     """True for a module, and for what may hold or yield its parameters."""
     if isinstance(value, nn.Module) or inspect.isgenerator(value):
         return True
-    items: list[Any] = list(value) if isinstance(value, list | tuple) else []  # pyright: ignore[reportUnknownArgumentType]
+    items: list[object] = list(value) if isinstance(value, list | tuple) else []  # pyright: ignore[reportUnknownArgumentType]
     return bool(items) and all(isinstance(i, Tensor) or (isinstance(i, dict) and "params" in i) for i in items)
 
 
-def needs_closure(optimizer_class: Any) -> bool:
+def needs_closure(optimizer_class: type[Optimizer]) -> bool:
     """True if each step of an optimizer needs a closure, as that of L-BFGS does."""
     closure = inspect.signature(optimizer_class.step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
-def takes_one(function: Any) -> bool:
+def takes_one(function: Callable[..., object]) -> bool:
     """False if a function cannot be called with one argument."""
     try:
         inspect.signature(function).bind(None)
@@ -227,9 +228,9 @@ def dims(name: str, value: object) -> None:
 def same_in_all_groups(owner: object, groups: Sequence[Mapping[str, object]], keys: Iterable[str]) -> None:
     """Raise if groups differ in a setting of a transform that has one statistic for all tensors."""
     for key in keys:
-        found = [settings[key] for settings in groups]
-        if others := [value for value in found if value != found[0]]:
+        values = [settings[key] for settings in groups]
+        if others := [value for value in values if value != values[0]]:
             raise ValueError(
                 f"{key} must be the same in every param group for {owner!r}, which has one statistic for all "
-                f"tensors; got {found[0]} and {others[0]}"
+                f"tensors; got {values[0]} and {others[0]}"
             )

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -28,6 +28,7 @@ from torch._C._functorch import maybe_get_bdim as maybe_get_bdim
 from torch._compile import _disable_dynamo
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch.optim import Optimizer
+from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 from typing_extensions import TypeIs
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def never_a_frame(function: _F) -> _F:
 
 
 def leave_uncompiled() -> None:
-    """Called while a compiler traces: run the traced function uncompiled."""
+    """Let the compiler that is tracing run this function uncompiled."""
     torch._dynamo.skip_frame()
 
 
@@ -96,7 +97,7 @@ def is_restored_by_checkpoint() -> bool:
     if not hasattr(calls, "_top_saved_tensors_default_hooks"):
         return False
     # the hooks of a checkpoint inside the one that restores are above the hooks that restore
-    above: list[Any] = []
+    above: list[tuple[object, object]] = []
     try:
         while (hooks := calls._top_saved_tensors_default_hooks(True)) is not None:
             if "recomputation" in hooks[0].__qualname__:
@@ -114,9 +115,9 @@ def is_capturing() -> bool:
     return torch.backends.cuda.is_built() and torch.cuda.is_current_stream_capturing()
 
 
-def cpu_by_default() -> AbstractContextManager[Any]:
-    """A context in which tensors that are made without a device are on the CPU, as by torch's optimizers."""
-    # it does nothing if the CPU is the default, because within `torch.device` every call of torch takes longer
+def cpu_by_default() -> AbstractContextManager[object]:
+    """A context in which new tensors without a device are on the CPU, as in torch's optimizers."""
+    # not entered if the CPU is the default, because every call of torch takes longer within it
     return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
 
 
@@ -153,10 +154,10 @@ def native_guard(tensors: Sequence[Tensor]) -> SameLayout | None:
 
 
 def _in_python(tensors: Sequence[Tensor]) -> SameLayout:
-    known = [(of, list(map(of, tensors))) for of in (type, _LAYOUT, Tensor.is_neg, Tensor.stride)]
+    looks = [(of, list(map(of, tensors))) for of in (type, _LAYOUT, Tensor.is_neg, Tensor.stride)]
 
     def fits(others: Sequence[Tensor]) -> bool:
-        return all(list(map(of, others)) == own for of, own in known) and len(set(map(id, others))) == len(others)
+        return all(list(map(of, others)) == look for of, look in looks) and len(set(map(id, others))) == len(others)
 
     return fits
 
@@ -175,16 +176,13 @@ def may_call_base(optimizer: Optimizer) -> bool:
     return len({step.__wrapped__ for step in steps if getattr(step, "hooked", False)}) > 1
 
 
-def may_be_template(groups: Sequence[Mapping[str, Any]], *, is_first: bool) -> bool:
-    """True for a step with rate 0. torch.distributed.checkpoint takes one with gradients of 0, to make state exist."""
-    has_rates = False
-    for group in groups:
-        rate = group.get("lr")
-        if rate is not None:
-            if (isinstance(rate, Tensor) and not rate.is_cpu) or rate != 0:  # to look at values waits for the device
-                return False
-            has_rates = True
-    return has_rates or is_first  # to look at the gradients waits too
+def may_be_template(groups: Sequence[Mapping[str, object]], *, is_first: bool) -> bool:
+    """True if all rates are 0. torch.distributed.checkpoint takes such a step, with gradients of 0, to create state."""
+    # neither rates on a device nor gradients are read here, because reading waits for the device
+    rates = [group["lr"] for group in groups if group.get("lr") is not None]
+    if any((isinstance(rate, Tensor) and not rate.is_cpu) or rate != 0 for rate in rates):
+        return False
+    return len(rates) > 0 or is_first
 
 
 def is_distributed(tensor: object) -> "TypeIs[DTensor]":
@@ -193,7 +191,7 @@ def is_distributed(tensor: object) -> "TypeIs[DTensor]":
 
 
 def any_distributed(tensors: Sequence[object]) -> bool:
-    """Whether a tensor in a list is distributed."""
+    """True if one of these is a distributed tensor."""
     kinds = set(map(type, tensors))
     return not kinds <= _ORDINARY and any(issubclass(kind, _distributed_types()) for kind in kinds)
 
@@ -204,15 +202,15 @@ def fully_sharded(model: nn.Module) -> list[Any]:
     return [] if kind is None else [module for module in model.modules() if isinstance(module, kind)]
 
 
-def dtensors() -> Any:
+def dtensors() -> ModuleType:
     """The module `torch.distributed.tensor`, for code that has a distributed tensor already."""
     return importlib.import_module("torch.distributed.tensor")
 
 
 def _distributed_types() -> tuple[type, ...]:
     module = sys.modules.get("torch.distributed.tensor")
-    found = getattr(module, "DTensor", None)  # another thread may be importing the module
-    return () if found is None else (found,)
+    kind = getattr(module, "DTensor", None)  # another thread may be importing the module
+    return () if kind is None else (kind,)
 
 
 _ORDINARY = {Tensor, nn.Parameter}
@@ -225,3 +223,8 @@ def warn_user(text: str) -> None:
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("torchzero_clip", "torch"):
         level, frame = level + 1, frame.f_back
     warnings.warn(text, stacklevel=level)
+
+
+def has_fused_kernels(tensor: Tensor) -> bool:
+    """True if torch has fused kernels of optimizers for the device of a tensor."""
+    return tensor.is_cpu or tensor.device.type in _get_fused_kernels_supported_devices()

@@ -6,7 +6,7 @@ import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from types import FunctionType
-from typing import Any, ParamSpec, Self, TypeVar
+from typing import Any, NoReturn, ParamSpec, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -44,20 +44,20 @@ NEEDED = {
 """What to write for an argument that a call lacks."""
 
 
-def nearest(name: str, known: Iterable[str], likeness: float = 0.75) -> str | None:
-    """The known name that a user probably meant; None if known names have less than this share in common with it."""
-    by_lower = {key.lower(): key for key in known}
+def nearest(name: str, names: Iterable[str], likeness: float = 0.75) -> str | None:
+    """The one of ``names`` that a user probably meant; None if none has at least this share in common with it."""
+    by_lower = {key.lower(): key for key in names}
     meant = [key for key in MEANT.get(name, ()) if key.lower() in by_lower]
     close = meant or difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=likeness)
     return by_lower[close[0].lower()] if close else None
 
 
-def did_you_mean(name: str, known: Iterable[str], *, listed: bool = True) -> str:
-    """The end of a message about an unknown name: the name that was meant, or with ``listed`` all known names."""
-    known = list(known)
-    if close := nearest(name, known):
+def did_you_mean(name: str, names: Iterable[str], *, listed: bool = True) -> str:
+    """The end of a message about an unknown name: the one of ``names`` that was meant, or with ``listed`` all."""
+    names = list(names)
+    if close := nearest(name, names):
         return f"; did you mean {close!r}?"
-    return f"; there are: {', '.join(known) or 'none'}" if listed else ""
+    return f"; there are: {', '.join(names) or 'none'}" if listed else ""
 
 
 def explained(function: Callable[P, T]) -> Callable[P, T]:
@@ -83,8 +83,8 @@ class Explained:
         return super().__new__(cls)
 
 
-def check_call(kind: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Raise a TypeError with the way out for a call that does not fit. It leaves rare cases to Python's own error."""
+def check_call(kind: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
+    """Raise a TypeError with the way out for a call that does not fit. Rare cases keep the error of Python."""
     signature = inspect.signature(kind)
     try:
         signature.bind(*args, **kwargs)
@@ -124,7 +124,7 @@ def check_call(kind: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[
         )
 
 
-def _class_for_frameworks(kind: Callable[..., Any], key: str, args: Iterable[object]) -> str:
+def _class_for_frameworks(kind: Callable[..., object], key: str, args: Iterable[object]) -> str:
     """The end of a message about an argument that the caller of `Modular` may be a framework for."""
     if not hasattr(kind, "of"):
         return ""
@@ -135,29 +135,31 @@ def _class_for_frameworks(kind: Callable[..., Any], key: str, args: Iterable[obj
 def check_override(kind: type, name: str) -> None:
     """Raise a TypeError if the optimizer could not call a method of a class, because it takes other arguments."""
     method, base = vars(kind)[name], next(vars(base)[name] for base in reversed(kind.__mro__) if name in vars(base))
-    if not (inspect.isfunction(method) and inspect.isfunction(base)) or _taken(method) == _taken(base):
+    if not (inspect.isfunction(method) and inspect.isfunction(base)) or _arguments_of(method) == _arguments_of(base):
         return
-    own, expected = inspect.signature(method), inspect.signature(base).parameters
+    signature, expected = inspect.signature(method), inspect.signature(base).parameters
     try:
-        own.bind(*expected)
-        if list(own.parameters) != list(expected) and own.parameters.keys() == expected.keys():
+        signature.bind(*expected)
+        if list(signature.parameters) != list(expected) and signature.parameters.keys() == expected.keys():
             raise TypeError("in another order")
     except TypeError:
         written = f"def {name}({', '.join(expected)})"
-        raise TypeError(f"{kind.__name__}.{name} takes ({', '.join(own.parameters)}): write {written}") from None
+        raise TypeError(f"{kind.__name__}.{name} takes ({', '.join(signature.parameters)}): write {written}") from None
 
 
-def _taken(function: FunctionType) -> tuple[object, ...]:
+def _arguments_of(function: FunctionType) -> tuple[object, ...]:
     """The arguments of a function as its code names them: a signature takes 100 times as long, in each import."""
     code = function.__code__
     return code.co_argcount, code.co_varnames[: code.co_argcount + code.co_kwonlyargcount], code.co_flags & 0x0C
 
 
-def explanation(error: Exception, who: str, known: Mapping[str, Iterable[str]]) -> str | None:
-    """What an error in a method that an author wrote means; None if the error says it itself."""
-    # ``known`` has the keys that it can look up, by what they are
+def explanation(error: Exception, who: str, lookups: Mapping[str, Iterable[str]]) -> str | None:
+    """Explain an error that was raised in an author's method. Return None if the error is clear by itself.
+
+    ``lookups`` are the keys that the method can look up, by what they are keys of, such as "settings".
+    """
     if isinstance(error, KeyError) and error.args and isinstance(error.args[0], str):
-        key, keys = error.args[0], {kind: list(names) for kind, names in known.items()}
+        key, keys = error.args[0], {kind: list(names) for kind, names in lookups.items()}
         if key == "lr" and key not in keys["settings"]:
             return f"{who} looked up 'lr', by which the chain multiplies after the rule: return the step for lr = 1"
         for kind, names in keys.items():
@@ -173,7 +175,7 @@ def explanation(error: Exception, who: str, known: Mapping[str, Iterable[str]]) 
             f"{who} looked up a key in a list. step.settings and step.states have a dict for each parameter: zip them "
             "with the updates. The state that formula and change get has a tensor for each of keys, in this order"
         )
-    if not known.get("keys of state", True) and str(error).endswith(("list index out of range", "got 0)")):
+    if not lookups.get("keys of state", True) and str(error).endswith(("list index out of range", "got 0)")):
         return f"{who} has no state, because its class has no keys: write keys = ('average',)"
     return None
 
@@ -186,13 +188,13 @@ def described(value: object) -> str:
     return f"a tensor of shape {tuple(value.shape)} of {value.dtype}{layout}"
 
 
-class Named(dict[str, Any]):
-    """Values by their names. The KeyError for an unknown name lists the known names."""
+class Named(dict[str, Tensor]):
+    """Values by their names. The KeyError for an unknown name lists the names that exist."""
 
-    def __missing__(self, key: str) -> Any:
+    def __missing__(self, key: str) -> NoReturn:
         reason = did_you_mean(key, self) if self else ", because no step was taken yet"
         raise KeyError(f"{key!r} was not measured{reason}")
 
     @override
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return OrderedDict, (), None, None, iter(self.items())  # which torch.load takes with weights_only=True

@@ -2,7 +2,6 @@
 
 import importlib
 from functools import partial
-from typing import Any
 
 from torchzero_clip.checks import at_least_one, count, finite, instance, positive
 from torchzero_clip.per_sample.private.clipper import PrivateGradientClipper
@@ -10,8 +9,8 @@ from torchzero_clip.per_sample.private.poisson import check_sample_rate
 from torchzero_clip.per_sample.private.poisson import poisson_loader as poisson_loader
 
 try:
-    _dp: Any = importlib.import_module("dp_accounting")
-    _accountant: Any = importlib.import_module("dp_accounting.pld").PLDAccountant
+    _dp = importlib.import_module("dp_accounting")
+    _accountant = importlib.import_module("dp_accounting.pld").PLDAccountant
 except ModuleNotFoundError as error:
     text = 'pip install ".[private]" in an environment of its own, because dp-accounting needs an old attrs'
     raise ModuleNotFoundError(f"torchzero_clip.private needs the extra private: {text}", name=error.name) from error
@@ -94,5 +93,5 @@ def _check_delta(value: float) -> None:
         raise ValueError(f"delta must be below 1, got {value}")
 
 
-def _event(multiplier: float, steps: int, sample_rate: float) -> Any:
+def _event(multiplier: float, steps: int, sample_rate: float) -> object:
     return _dp.SelfComposedDpEvent(_dp.PoissonSampledDpEvent(sample_rate, _dp.GaussianDpEvent(multiplier)), steps)

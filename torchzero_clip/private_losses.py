@@ -1,4 +1,4 @@
-"""Which parameters are trained privately, so that nobody reports a loss beside them, which is private too."""
+"""Which parameters are trained privately. Their loss is private too, so reporting it raises an error."""
 
 import weakref
 from collections.abc import Collection, Iterable, Mapping
@@ -19,7 +19,7 @@ _OWNERS: "weakref.WeakSet[TrainsPrivately]" = weakref.WeakSet()
 
 
 def declare(owner: TrainsPrivately) -> None:
-    """From now on, losses beside the parameters of this object raise. It ends when the object is deleted."""
+    """Refuse losses of the parameters of this object until it is deleted."""
     _OWNERS.add(owner)
 
 
@@ -29,9 +29,9 @@ def private_ids() -> set[int]:
 
 
 def refuse_loss(groups: Iterable[Mapping[str, Any]], what: str) -> None:
-    """Raise a RuntimeError if one of the parameters of some param groups is trained privately.
+    """Raise a RuntimeError if a parameter of these param groups is trained privately.
 
-    ``what`` brings the loss: the subject of a sentence.
+    ``what`` is the subject of the error: who reports the loss.
     """
     private = private_ids()
     if private and any(id(param) in private for group in groups for param in group["params"]):

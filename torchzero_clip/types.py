@@ -17,13 +17,16 @@ NewState: TypeAlias = dict[str, Any]
 Group: TypeAlias = dict[str, Any]
 """A param group of an optimizer."""
 
+Checkpoint: TypeAlias = Mapping[str, Any]
+"""What ``state_dict()`` of an optimizer returns: a dict with "state" and "param_groups"."""
+
 Columns: TypeAlias = list[list[Tensor]]
-"""Several lists of tensors, each with one entry for each parameter."""
+"""Several lists of tensors, each with one tensor for each parameter."""
 
 Runs: TypeAlias = Sequence[tuple[Setting, slice]]
 """Each setting, with the range of the parameters that share it."""
 
-Schedule: TypeAlias = Callable[[int], Any]
+Schedule: TypeAlias = Callable[[int], object]
 """A setting as a function of the number of steps that were taken before."""
 
 Ord: TypeAlias = float | Tensor | Literal["l0", "l1", "l2", "l3", "l4", "linf", "mad", "std", "var", "sum"]

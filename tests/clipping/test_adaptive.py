@@ -32,13 +32,13 @@ def passed(transform, gradients, shape=(1,), **kwargs):
     """What leaves a transform, for one parameter that gets one gradient after the other."""
     param = nn.Parameter(torch.zeros(shape, dtype=torch.float64))
     optimizer = Modular([param], transform, LR(1.0), **kwargs)
-    found = []
+    updates = []
     for gradient in gradients:
         param.data = torch.zeros(shape, dtype=torch.float64)
         param.grad = torch.as_tensor(gradient, dtype=torch.float64).expand(shape).clone()
         optimizer.step()
-        found.append((-param.detach()).clone())
-    return torch.stack(found).squeeze()
+        updates.append((-param.detach()).clone())
+    return torch.stack(updates).squeeze()
 
 
 FOLLOWING = {
@@ -53,8 +53,8 @@ FOLLOWING = {
 
 def test_adagc_does_not_remember_a_zero():
     """The reference freezes a tensor with one gradient of 0 in the warm-up, such as the first matrix of LoRA."""
-    found = passed(AdaGC(warmup_steps=3), [0.5, 0.0, 0.4, 0.4, 0.4])
-    torch.testing.assert_close(found, torch.tensor([0.5, 0.0, 0.4, 0.4, 0.4], dtype=torch.float64))
+    updates = passed(AdaGC(warmup_steps=3), [0.5, 0.0, 0.4, 0.4, 0.4])
+    torch.testing.assert_close(updates, torch.tensor([0.5, 0.0, 0.4, 0.4, 0.4], dtype=torch.float64))
     assert passed(AdaGC(warmup_steps=2), [0.0] * 4 + [0.3] * 3)[-3:].tolist() == pytest.approx([0.3] * 3)
 
 
@@ -76,8 +76,8 @@ def test_adagc_counts_steps_of_the_warm_up_that_all_tensors_took():
 def test_elements_that_are_first_seen_late_pass():
     """SPAM's reference holds an element that is first seen after step 20 at 0 for ever."""
     gradients = [[1.0, 0.0]] * 30 + [[1.0, 2.0]] * 3
-    found = passed(SpikeAwareClip(), gradients, (2,))
-    assert found[-3:, 1].tolist() == [2.0] * 3
+    updates = passed(SpikeAwareClip(), gradients, (2,))
+    assert updates[-3:, 1].tolist() == [2.0] * 3
 
 
 @pytest.mark.parametrize("fast", [True, False])
@@ -85,37 +85,37 @@ def test_elements_that_spike_are_cut_in_both_ways_to_run(fast):
     torch.manual_seed(0)
     gradients = torch.randn(30, 70_000)
     gradients[25, ::1000] = 500.0
-    found = passed(SpikeAwareClip(4.0, 0.9), gradients, (70_000,), fast=fast)
-    assert torch.equal(found[:19], gradients[:19].double())
-    assert (found[25, ::1000] < 5).all()
+    updates = passed(SpikeAwareClip(4.0, 0.9), gradients, (70_000,), fast=fast)
+    assert torch.equal(updates[:19], gradients[:19].double())
+    assert (updates[25, ::1000] < 5).all()
     square = torch.zeros(70_000, dtype=torch.float64)
     for t, gradient in enumerate(gradients.double()):
         limit = (4 * square).sqrt()
         cut = (gradient.abs() > limit) & (limit > 0) if t >= 19 else torch.zeros_like(gradient, dtype=torch.bool)
         expected = torch.where(cut, torch.copysign(limit, gradient), gradient)
-        torch.testing.assert_close(found[t], expected)
+        torch.testing.assert_close(updates[t], expected)
         square = 0.9 * square + 0.1 * expected.square()
 
 
 @pytest.mark.slow
 def test_a_spike_right_after_another_is_cut_as_far():
     """Stable-SPAM's reference sets back its count every 1000 steps: ten steps later, a spike leaves at 72.6."""
-    found = passed(ClipByMaxEMA(), [1.0] * 1010 + [100.0])
-    assert found[-1].item() == pytest.approx(1.16, abs=0.02)
+    updates = passed(ClipByMaxEMA(), [1.0] * 1010 + [100.0])
+    assert updates[-1].item() == pytest.approx(1.16, abs=0.02)
 
 
 def test_constant_norms_of_zclip():
-    found = passed(ZClip(max_norm=None, warmup_steps=3), [1.0] * 5 + [1.5])
-    assert found[-1].item() == pytest.approx(1.0)
+    updates = passed(ZClip(max_norm=None, warmup_steps=3), [1.0] * 5 + [1.5])
+    assert updates[-1].item() == pytest.approx(1.0)
     assert passed(ZClip(max_norm=None, warmup_steps=3), [1.0] * 5 + [1 + 1e-6])[-1].item() == 1 + 1e-6
 
 
 def test_autoclip_takes_the_percentile_of_a_full_window():
     norms = [float(x) for x in torch.rand(40, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 0.1]
-    found = passed(AutoClip(80.0, window=10), norms)
+    updates = passed(AutoClip(80.0, window=10), norms)
     for t, norm in enumerate(norms):
         window = torch.tensor(norms[max(0, t - 9) : t + 1], dtype=torch.float64)
-        assert found[t].item() == pytest.approx(min(norm, window.quantile(0.8).item()))
+        assert updates[t].item() == pytest.approx(min(norm, window.quantile(0.8).item()))
 
 
 @pytest.mark.parametrize(("shape", "unit_dim"), [((3, 4), 0), ((3, 4), 1), ((2, 3, 4), -1), ((5,), 0), ((), 0)])
@@ -129,9 +129,9 @@ def test_units_of_agc(shape, unit_dim):
     w, g = (x.movedim(unit_dim, 0).flatten(1) if x.ndim > 1 else x.view(1, -1) for x in (weight, gradient))
     limit = 0.1 * w.norm(dim=1, keepdim=True).clamp(min=1e-3)
     expected = g * (limit / g.norm(dim=1, keepdim=True)).clamp(max=1)
-    found = weight - param.detach()
-    found = found.movedim(unit_dim, 0).flatten(1) if found.ndim > 1 else found.view(1, -1)
-    torch.testing.assert_close(found, expected)
+    updates = weight - param.detach()
+    updates = updates.movedim(unit_dim, 0).flatten(1) if updates.ndim > 1 else updates.view(1, -1)
+    torch.testing.assert_close(updates, expected)
 
 
 def test_agc_leaves_a_tensor_with_one_bad_unit_alone():

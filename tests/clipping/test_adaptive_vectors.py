@@ -57,12 +57,12 @@ def test_worked_cases(name, fast):
     weights = [tensor(p) for p in case["params"]] if case["params"] else [torch.zeros_like(grad) for grad in first]
     params = [torch.nn.Parameter(weight.clone()) for weight in weights]
     optimizer = Modular(params, transform, LR(1.0), nonfinite="propagate", fast=fast)
-    for given, expected in zip(case["steps"], case["expected"], strict=True):
+    for now, expected in zip(case["steps"], case["expected"], strict=True):
         skipped = optimizer.metrics().get("skipped_steps", torch.tensor(0)).item()
-        for param, weight, grad in zip(params, weights, given["grads"], strict=True):
+        for param, weight, grad in zip(params, weights, now["grads"], strict=True):
             param.data, param.grad = weight.clone(), tensor(grad)
-        if "loss" in given:
-            optimizer.report_loss(numbers(given["loss"]))
+        if "loss" in now:
+            optimizer.report_loss(numbers(now["loss"]))
         optimizer.step()
         if "grads" in expected:
             for param, weight, result in zip(params, weights, expected["grads"], strict=True):

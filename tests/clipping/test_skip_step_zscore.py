@@ -20,7 +20,7 @@ def optimizer_for(**settings):
 def skips(values, *, losses=None, **settings):
     """The indices of the steps that were skipped."""
     param, optimizer = optimizer_for(**settings)
-    found = []
+    skipped = []
     for t, value in enumerate(values):
         before = optimizer.metrics()["skipped_steps"].item()
         param.grad = torch.tensor([value], dtype=torch.float64)
@@ -28,27 +28,27 @@ def skips(values, *, losses=None, **settings):
             optimizer.report_loss(losses[t])
         optimizer.step()
         if optimizer.metrics()["skipped_steps"].item() > before:
-            found.append(t)
-    return found
+            skipped.append(t)
+    return skipped
 
 
 def by_hand(values, sigma, window):
     """The rule in a loop of its own, for finite values."""
-    stored, skipped, found = [], [], []
+    stored, skipped, skips = [], [], []
     for t, value in enumerate(values):
         large = False
         if len(stored) >= max(2, window // 2 - 1):
-            known = torch.tensor(stored[-window:], dtype=torch.float64)
-            deviation = max(known.std().item(), known.mean().item() / 1000)
-            large = value > known.mean().item() + sigma * deviation
+            window_of_values = torch.tensor(stored[-window:], dtype=torch.float64)
+            deviation = max(window_of_values.std().item(), window_of_values.mean().item() / 1000)
+            large = value > window_of_values.mean().item() + sigma * deviation
         if large:
-            found.append(t)
+            skips.append(t)
             skipped.append(value)
             if len(skipped) >= max(3, window // 8):
                 stored, skipped = skipped, []
         else:
             stored, skipped = [*stored, value][-window:], []
-    return found
+    return skips
 
 
 @pytest.mark.quick_cases(2)
@@ -59,9 +59,9 @@ def test_it_is_the_rule(seed, sigma, window):
     values = torch.rand(120, generator=generator, dtype=torch.float64) + 0.5
     values[torch.randint(0, 120, (8,), generator=generator)] *= 20
     values[60:] *= 3
-    found = skips(values.tolist(), sigma=sigma, window=window)
-    assert found == by_hand(values.tolist(), sigma, window)
-    assert found
+    skipped = skips(values.tolist(), sigma=sigma, window=window)
+    assert skipped == by_hand(values.tolist(), sigma, window)
+    assert skipped
 
 
 def test_a_second_spike_is_skipped_too():

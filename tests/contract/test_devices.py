@@ -97,3 +97,16 @@ def test_cuda_agrees_with_cpu(entry, dtype, tolerance):
     train(Modular(on_device, entry.make()), on_device, [[g.cuda() for g in row] for row in grads])
     for a, b in zip(on_device, params, strict=True):
         torch.testing.assert_close(a.cpu(), b, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.mps
+@pytest.mark.skipif(not torch.backends.mps.is_available(), reason="needs a GPU of Apple")
+@pytest.mark.parametrize("entry", [e for e in ENTRIES if "float64" not in e.name], ids=str)
+def test_mps_agrees_with_cpu(entry):
+    params = parameters(torch.float32)
+    on_device = [nn.Parameter(p.detach().to("mps")) for p in params]
+    grads = gradients(params, 3)
+    train(Modular(params, entry.make()), params, grads)
+    train(Modular(on_device, entry.make()), on_device, [[g.to("mps") for g in row] for row in grads])
+    for a, b in zip(on_device, params, strict=True):
+        torch.testing.assert_close(a.cpu(), b, rtol=2e-5, atol=2e-5)

@@ -39,9 +39,9 @@ class Model(nn.Module):
 
 def rows(count=5):
     """Gradients; those of the second step are skipped."""
-    found = gradients(parameters(), count)
-    found[1] = [g * 1e6 for g in found[1]]
-    return found
+    grads = gradients(parameters(), count)
+    grads[1] = [g * 1e6 for g in grads[1]]
+    return grads
 
 
 def after_three_steps():

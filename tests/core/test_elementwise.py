@@ -162,9 +162,9 @@ def test_state_is_declared_by_keys_and_statistics():
 
 def test_names_of_memory_are_those_of_the_author():
     scratch, x = Scratch(), torch.ones(4)
-    own = scratch.memory("blocks", 4, x).fill_(1.0)
+    of_optimizer = scratch.memory("blocks", 4, x).fill_(1.0)
     Elements(scratch=scratch).memory("blocks", x).fill_(2.0)
-    assert own.tolist() == [1.0] * 4
+    assert of_optimizer.tolist() == [1.0] * 4
 
 
 class Wrong(Elementwise):

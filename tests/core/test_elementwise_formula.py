@@ -208,7 +208,7 @@ class DoublesByChange(ClipValueGrowth):
 def test_a_subclass_that_overrides_one_method_is_followed_in_both_ways(kind, expected, fast):
     results, _ = outputs(kind(), [[[4.0]], [[8.0]]], fast=fast)
     assert [row[0][0] for row in results] == expected
-    assert not kind().stays_finite()
+    assert not kind.keeps_finite
 
 
 @pytest.mark.slow
@@ -216,7 +216,7 @@ def test_a_subclass_that_overrides_one_method_is_followed_in_both_ways(kind, exp
 @pytest.mark.parametrize("kind", [ClipToUsual, ClipToUsualInPlace])
 def test_a_compiled_step_with_a_formula_is_one_graph(kind):
     params, others = ([nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2, 2))] for _ in range(2))
-    optimizer, other = (Modular(own, kind(0.9, 0.5), SGD(0.1)) for own in (params, others))
+    optimizer, other = (Modular(each, kind(0.9, 0.5), SGD(0.1)) for each in (params, others))
     rows = [[torch.full_like(p, scale) for p in params] for scale in (1.0, 3.0, torch.inf, 0.5)]
     train(other, others, rows)
     train(optimizer, params, rows[:1])
@@ -232,12 +232,12 @@ def acts_on_elements(made):
     return isinstance(made, Elementwise) and made.acts_with(made.defaults)
 
 
-def assert_traced(call, *given):
+def assert_traced(call, *tensors):
     """In one graph, with the results of a call that is not compiled."""
     torch._dynamo.reset()
-    own, others = ([tensor.clone() for tensor in given] for _ in range(2))
-    found = torch.compile(call, backend="eager", fullgraph=True)(*own)
-    torch.testing.assert_close((found, own), (call(*others), others))
+    copies, others = ([tensor.clone() for tensor in tensors] for _ in range(2))
+    result = torch.compile(call, backend="eager", fullgraph=True)(*copies)
+    torch.testing.assert_close((result, copies), (call(*others), others))
 
 
 @pytest.mark.slow
@@ -251,16 +251,16 @@ def test_every_change_and_every_formula_is_one_graph_and_counts_in_rows(entry):
     flags = transform.flags([x], step, None)
     for by_formula in {not transform.has_change, transform.has_formula}:
         numbers = (flags.of_formula() if by_formula else flags).numbers
-        given = [x, torch.empty_like(x), *(state[key] for key in transform.keys), *(n[0].float() for n in numbers)]
+        arguments = [x, torch.empty_like(x), *(state[key] for key in transform.keys), *(n[0].float() for n in numbers)]
         for flag in (None, torch.tensor(True)):
 
-            def call(x, result, *own, flag=flag, by_formula=by_formula):
+            def call(x, result, *state_and_numbers, flag=flag, by_formula=by_formula):
                 at = Elements(flag, flag, finite=flag is None, scratch=Scratch())
-                return transform.counted(x, result, own, setting, at, by_formula=by_formula)
+                return transform.counted(x, result, state_and_numbers, setting, at, by_formula=by_formula)
 
-            assert_traced(call, *given)
+            assert_traced(call, *arguments)
             # the compiler computes sums over rows in the loop that changes the elements
-            copies = [tensor.clone() for tensor in given]
+            copies = [tensor.clone() for tensor in arguments]
             assert call(*copies).tolist() == (copies[1] != x).sum(-1).tolist()
 
 

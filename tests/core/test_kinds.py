@@ -18,10 +18,10 @@ from torchzero_clip import (
 from torchzero_clip.core import chain, kinds
 
 
-def test_base_classes_have_three_flags():
+def test_base_classes_have_six_flags():
     bases = [Transform, TensorwiseTransform, chain.Composite, Chain, Scaling, UpdateRule, kinds.FinalRule, Gate]
     flags = {key for base in bases for key, value in vars(base).items() if isinstance(value, bool)}
-    assert flags == {"each_alone", "keeps_statistics", "needs_loss"}
+    assert flags == {"each_alone", "pure", "keeps_statistics", "needs_loss", "has_factor", "has_kernel"}
 
 
 @pytest.mark.parametrize(

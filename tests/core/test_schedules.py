@@ -137,9 +137,9 @@ def test_a_table_of_values_needs_none_for_the_step_after_the_last():
     again = Modular(other, ClipNorm(lambda step: table[step]), SGD())
     again.load_state_dict(optimizer.state_dict())  # of a run that has ended
     before = values(other)
-    for given, own in ((optimizer, params), (again, other)):
+    for each, its_params in ((optimizer, params), (again, other)):
         with pytest.raises(IndexError) as caught:
-            train(given, own, rows[:1])
+            train(each, its_params, rows[:1])
         assert "of step 3" in caught.value.__notes__[0]
     assert_equal(other, before)
     table.append(0.7)
@@ -216,8 +216,8 @@ def test_a_group_that_comes_back_may_have_another_function_or_number(change, lim
     optimizer = Modular([{"params": [param]} for param in params], ClipNorm(lambda step: 1.0 + step), SGD(1.0))
     train(optimizer, params, [[torch.ones(2)] * 2])
     optimizer.add_param_group(change(optimizer.param_groups.pop()))
-    for own, limit in zip([2.0, 3.0], limits, strict=True):
-        assert [g["max_norm"] for g in optimizer.param_groups] == [own, limit]
+    for first, limit in zip([2.0, 3.0], limits, strict=True):
+        assert [g["max_norm"] for g in optimizer.param_groups] == [first, limit]
         optimizer.step()
 
 

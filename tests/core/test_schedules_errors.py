@@ -14,8 +14,8 @@ NEEDED = {"value": 1.0, "max_norm": 1.0, "limit": 1.0, "lr": 0.1, "weight_decay"
 
 def concrete():
     """The transforms that a user makes."""
-    found = {name: getattr(torchzero_clip, name) for name in torchzero_clip.__all__}
-    kinds = [kind for kind in found.values() if inspect.isclass(kind) and issubclass(kind, Transform)]
+    exported = {name: getattr(torchzero_clip, name) for name in torchzero_clip.__all__}
+    kinds = [kind for kind in exported.values() if inspect.isclass(kind) and issubclass(kind, Transform)]
     return [
         kind for kind in kinds if not inspect.isabstract(kind) and kind.__name__ not in ("Chain", "Wrap", "Elementwise")
     ]

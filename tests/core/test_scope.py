@@ -324,9 +324,9 @@ def test_only_numbered_parts_of_a_group_count_as_the_group():
     ],
 )
 def test_a_transform_without_parameters_is_named(clip):
-    with pytest.warns(UserWarning, match=r"^'(outer/clip_norm|clip_norm|outer)' acts on no parameter: ") as found:
+    with pytest.warns(UserWarning, match=r"^'(outer/clip_norm|clip_norm|outer)' acts on no parameter: ") as caught:
         Modular(model(), clip(), SGD(0.1))
-    assert len(found) == 1
+    assert len(caught) == 1
 
 
 def test_a_function_of_a_scope_takes_the_parameter_alone():

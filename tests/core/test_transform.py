@@ -14,9 +14,9 @@ def test_the_learning_rate_is_no_setting_of_an_author(base):
     def construct(self):
         base.__init__(self, {"lr": 0.1})
 
-    own = type("Own", (base,), {"__init__": construct, "apply_tensors": lambda self, updates, step: updates})
+    kind = type("Own", (base,), {"__init__": construct, "apply_tensors": lambda self, updates, step: updates})
     with pytest.raises(ValueError, match=r"Own\(\) has a setting 'lr', .* pass lr= to super\(\).__init__"):
-        Modular(parameters(), own(), SGD(0.1))
+        Modular(parameters(), kind(), SGD(0.1))
 
 
 def test_a_check_of_a_setting_that_does_not_exist_is_an_error():

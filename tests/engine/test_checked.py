@@ -25,7 +25,7 @@ from torchzero_clip.core.kinds import FinalRule
 SHAPES = [(2,), (2, 2)]
 
 
-def own(base, settings=None, **members):
+def derived(base, settings=None, **members):
     """A transform with these members, made as late as the table of mistakes asks for it."""
 
     def make():
@@ -39,32 +39,32 @@ def tensorwise(body, **members):
     def apply_tensor(self, tensor, param, grad, loss, state, setting):
         return body(tensor, param, grad, loss, state, setting)
 
-    return own(TensorwiseTransform, apply_tensor=apply_tensor, **members)
+    return derived(TensorwiseTransform, apply_tensor=apply_tensor, **members)
 
 
 def joint(body, base=Transform, **members):
-    return own(base, apply_tensors=lambda self, updates, step: body(updates, step), **members)
+    return derived(base, apply_tensors=lambda self, updates, step: body(updates, step), **members)
 
 
 def elementwise(body, **members):
     def change(self, x, result, state, setting, at):
         return body(x, result, state, setting, at)
 
-    return own(Elementwise, change=change, **{"keys": ("average",), **members})
+    return derived(Elementwise, change=change, **{"keys": ("average",), **members})
 
 
 def formula(body, **members):
     members["formula"] = lambda self, x, state, setting: body(x, state, setting)
-    return own(Elementwise, **{"keys": ("average",), "keeps_statistics": False, **members})
+    return derived(Elementwise, **{"keys": ("average",), "keeps_statistics": False, **members})
 
 
 def scaling(body, **members):
-    return own(Scaling, factors=lambda self, measured, updates, step: body(measured, updates, step), **members)
+    return derived(Scaling, factors=lambda self, measured, updates, step: body(measured, updates, step), **members)
 
 
 def gate(body, accept=lambda step: None, **members):
-    members |= {"accept": lambda self, norm, step: accept(step), "refuses": lambda self, *given: body(*given)}
-    return own(Gate, **members)
+    members |= {"accept": lambda self, norm, step: accept(step), "refuses": lambda self, *arguments: body(*arguments)}
+    return derived(Gate, **members)
 
 
 def of_param(**state):
@@ -113,14 +113,14 @@ ones = torch.ones_like
 MISTAKES = {
     # the class
     "another signature": (
-        own(TensorwiseTransform, apply_tensor=lambda self, tensor, state: tensor),
+        derived(TensorwiseTransform, apply_tensor=lambda self, tensor, state: tensor),
         "Own.apply_tensor takes (self, tensor, state): write def apply_tensor(self, tensor, param, grad, loss",
     ),
     "a start without settings": (
-        own(Elementwise, start=lambda self, x: (x,)), "Own.start takes (self, x): write def start(self, x, setting)"
+        derived(Elementwise, start=lambda self, x: (x,)), "Own.start takes (self, x): write def start(self, x, setting)"
     ),
     "exchanged arguments": (
-        own(Elementwise, formula=lambda self, x, setting, state: (x, ())),
+        derived(Elementwise, formula=lambda self, x, setting, state: (x, ())),
         "Own.formula takes (self, x, setting, state): write def formula(self, x, state, setting)",
     ),
     "keys without a comma": (elementwise(ones, keys="average"), "keys of Own is a string: write keys = ('average',)"),
@@ -309,7 +309,7 @@ MISTAKES = {
         "replaced the state 'n', a tensor of shape () of torch.float32, by 1.0 (float)",
     ),
     "state in an attribute": (
-        own(Transform, apply_tensors=write_in_attribute),
+        derived(Transform, apply_tensors=write_in_attribute),
         "stored 1 (int) in its attribute 'count', which checkpoints do not have: store it in state, which init_state",
     ),
     "a float as a metric": (
@@ -321,6 +321,24 @@ MISTAKES = {
     ),
     "a float as a metric of a gate": (
         gate(lambda norm, step: norm > 1e9, lambda step: put(step.metrics, "x", 1.0)), "has 1.0 (float) as metric 'x'"
+    ),
+    # what a class promises
+    "a pure joint transform that reads gradients": (
+        joint(lambda updates, step: [g.clone() for g in step.grads], pure=True),
+        "reads step.grads, and its class says pure = True: write pure = False there",
+    ),
+    "a pure scaling that reads gradients": (
+        scaling(lambda measured, updates, step: measured.vector * len(step.grads), pure=True), "reads step.grads, and"
+    ),
+    "a pure scaling that returns its state": (
+        scaling(lambda measured, updates, step: step.global_state["y"].expand(2),
+                init_global_state=of_chain(y=zero), pure=True),
+        "returned or showed a view of its state, and its class says pure = True: return clones",
+    ),
+    "a pure scaling that shows its state": (
+        scaling(lambda measured, updates, step: after(put(step.metrics, "y", step.global_state["y"]), measured.vector),
+                init_global_state=of_chain(y=zero), pure=True),
+        "returned or showed a view of its state",
     ),
     # what is written to
     "a gate that counts in refuses": (
@@ -414,7 +432,9 @@ def test_what_may_only_be_read_is_compared_in_the_first_step(name, fast):
 
 def test_the_mistakes_are_seen_where_they_first_happen():
     assert len(MISTAKES) + len(LATE) > 24
-    silent = own(Transform, apply_tensors=lambda self, updates, step: [p.sub_(1) for p in step.params] and updates)()
+    silent = derived(
+        Transform, apply_tensors=lambda self, updates, step: [p.sub_(1) for p in step.params] and updates
+    )()
     params = parameters(shapes=SHAPES)
     optimizer = Modular(params, Mul(1.0), silent, Adam())
     with pytest.raises(RuntimeError, match=r"Own\({'limit': 2.0}\) wrote to the parameters"):
@@ -448,8 +468,8 @@ def test_what_was_read_of_state_stays_as_it_was_when_the_state_is_replaced(fast)
     state = of_chain(norms=torch.ones(1), first=zero)
     optimizer = Modular(params, scaling(previous, init_global_state=state)(), SGD(1.0), fast=fast)
     train(optimizer, params, [[torch.tensor(3.0)], [torch.tensor(2.0)]])
-    found = [optimizer.metrics()["own/previous"], optimizer.param_groups[0]["own/first"], *params]
-    assert [x.item() for x in found] == [3.0, 3.0, -9.0]
+    values = [optimizer.metrics()["own/previous"], optimizer.param_groups[0]["own/first"], *params]
+    assert [x.item() for x in values] == [3.0, 3.0, -9.0]
 
 
 def test_settings_of_groups_are_refused_by_the_name_of_the_transform():
@@ -484,7 +504,7 @@ def test_an_error_that_explains_itself_is_the_authors():
     def apply_tensor(self, tensor, param, grad, other, state, setting):
         return tensor * (setting["limit"] > 3)
 
-    has_no_limit = own(TensorwiseTransform, {"limit": None}, apply_tensor=apply_tensor)
+    has_no_limit = derived(TensorwiseTransform, {"limit": None}, apply_tensor=apply_tensor)
     optimizer = Modular(params, has_no_limit())
     optimizer.report_loss(1.0)
     with pytest.raises(TypeError, match="not supported between instances of 'NoneType' and 'int'") as raised:

@@ -58,10 +58,10 @@ def step(optimizer, params, gradient):
     """Take one step, and return the texts of its warnings."""
     for param in params:
         param.grad = None if gradient is None else torch.full_like(param, gradient)
-    with warnings.catch_warnings(record=True) as found:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         optimizer.step()
-    return [str(warning.message) for warning in found]
+    return [str(warning.message) for warning in caught]
 
 
 @each_host
@@ -69,7 +69,7 @@ def step(optimizer, params, gradient):
 def test_no_gradients_for_20_steps_give_one_warning(host, chain):
     params = parameters(shapes=[(2,), (1,)])
     optimizer = host(params, *chain())
-    said = {k: found for k in range(1, 60) if (found := step(optimizer, params, None))}
+    said = {k: texts for k in range(1, 60) if (texts := step(optimizer, params, None))}
     assert list(said) == [20]
     assert said[20][0].startswith(NONE)
 
@@ -79,7 +79,7 @@ def test_no_gradients_for_20_steps_give_one_warning(host, chain):
 def test_gradients_of_zero_for_20_steps_give_one_warning(host, chain):
     params = parameters(shapes=[(2,), (1,)])
     optimizer = host(params, *chain())
-    said = {k: found for k in range(1, 60) if (found := step(optimizer, params, 0.0))}
+    said = {k: texts for k in range(1, 60) if (texts := step(optimizer, params, 0.0))}
     assert list(said) == [20]
     assert said[20][0].startswith(ZERO)
 
@@ -91,7 +91,7 @@ def test_gradients_that_become_zero_later(host, chain, count):
     params = parameters(shapes=[(2,), (1,)])
     optimizer = host(params, *chain())
     assert [step(optimizer, params, 1.0) for _ in range(count)] == [[]] * count
-    said = {k: found for k in range(1, 60) if (found := step(optimizer, params, 0.0))}
+    said = {k: texts for k in range(1, 60) if (texts := step(optimizer, params, 0.0))}
     ((k, (text,)),) = said.items()
     assert text.startswith(ZERO)
     assert 20 <= k <= 52  # planned steps do not look at the norms of each tensor in every step

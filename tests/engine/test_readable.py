@@ -73,8 +73,8 @@ def test_fused_has_no_meaning_in_the_readable_way(fused, amsgrad):
     defined = Modular(usual, Adam(0.1, amsgrad=amsgrad), fast=False)
     torchs = torch.optim.Adam(theirs, 0.1, amsgrad=amsgrad)
     for row in gradients(params, 20):
-        for own, each in ((params, optimizer), (theirs, torchs), (usual, defined)):
-            set_grads(own, row)
+        for its_params, each in ((params, optimizer), (theirs, torchs), (usual, defined)):
+            set_grads(its_params, row)
             each.step()
     assert_equal(params, usual)
     torch.testing.assert_close(params, theirs, rtol=1e-5, atol=1e-6)

@@ -36,10 +36,10 @@ def step(optimizer, params, gradient):
     """Take one step, and return the texts of its warnings."""
     for param in params:
         param.grad = torch.full_like(param, gradient)
-    with warnings.catch_warnings(record=True) as found:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         optimizer.step()
-    return [str(warning.message) for warning in found]
+    return [str(warning.message) for warning in caught]
 
 
 @each_host
@@ -48,7 +48,7 @@ def test_a_lasting_change_warns_at_20_refused_steps_and_at_every_doubling(host):
     optimizer, handle = host(params, SkipStep(max_ratio=10.0), ClipNorm(1, dim="global"))
     for _ in range(3):
         assert step(optimizer, params, 2.0) == []
-    said = {k: found for k in range(1, 171) if (found := step(optimizer, params, 300.0))}
+    said = {k: texts for k in range(1, 171) if (texts := step(optimizer, params, 300.0))}
     assert list(said) == [20, 40, 80, 160]
     for k, (text,) in said.items():
         assert text.startswith(f"{k} steps in a row were skipped. 'skip_step' refused the last one: ")
@@ -181,12 +181,12 @@ def test_no_metric_is_that_of_an_earlier_step(host, fast):
             if event == "no gradients":
                 params[0].grad = params[1].grad = None
             optimizer.step()
-            found = {name: value.item() for name, value in handle.metrics().items() if name not in COUNTS}
+            metrics = {name: value.item() for name, value in handle.metrics().items() if name not in COUNTS}
             if event == "taken":
-                assert found["z_clip/norm"] == k
+                assert metrics["z_clip/norm"] == k
                 continue
-            assert set(found) <= {"skip_step/mean"}
-            assert event in ("gate", "nonfinite") or not found
+            assert set(metrics) <= {"skip_step/mean"}
+            assert event in ("gate", "nonfinite") or not metrics
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=str)

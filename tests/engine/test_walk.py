@@ -47,8 +47,8 @@ def calls_of(function):
 
     def record(frame, event, _):
         code = frame.f_code
-        own = code.co_filename.startswith(PACKAGE) and not code.co_filename.startswith(HOOKED)
-        if event == "call" and own and code.co_name not in COMPREHENSIONS | HOOKS:
+        is_ours = code.co_filename.startswith(PACKAGE) and not code.co_filename.startswith(HOOKED)
+        if event == "call" and is_ours and code.co_name not in COMPREHENSIONS | HOOKS:
             calls.append(code)
 
     sys.setprofile(record)

@@ -1,4 +1,4 @@
-"""Tests in this folder have the mark `fast_way`: the others must also pass if `Modular` always takes `Readable`."""
+"""Tests in this folder have the mark `fast_way`: all others must also pass if `Modular` never takes the fast way."""
 
 from pathlib import Path
 

@@ -143,18 +143,18 @@ class Run:
 
     def facts(self, *, metrics: bool) -> dict:
         """All that a user can see, as tensors and values by name."""
-        found = {f"param {i}": param.detach() for i, param in enumerate(self.params)}
-        found |= {f"grad {i}": param.grad for i, param in enumerate(self.params)}
+        facts = {f"param {i}": param.detach() for i, param in enumerate(self.params)}
+        facts |= {f"grad {i}": param.grad for i, param in enumerate(self.params)}
         for i, param in enumerate(self.params):
-            found |= {f"state {i} {key}": value for key, value in self.optimizer.state.get(param, {}).items()}
+            facts |= {f"state {i} {key}": value for key, value in self.optimizer.state.get(param, {}).items()}
         for i, group in enumerate(self.optimizer.param_groups):
-            found |= {f"group {i} {key}": value for key, value in group.items() if key != "params"}
-            found[f"group {i}"] = [next((k for k, p in enumerate(self.params) if p is q), -1) for q in group["params"]]
-        found |= {f"seen {i}": value for i, value in enumerate(self.seen)}
+            facts |= {f"group {i} {key}": value for key, value in group.items() if key != "params"}
+            facts[f"group {i}"] = [next((k for k, p in enumerate(self.params) if p is q), -1) for q in group["params"]]
+        facts |= {f"seen {i}": value for i, value in enumerate(self.seen)}
         optimizer = self.optimizer
-        found["said"] = optimizer.skipped_by, optimizer.steps_taken, str(optimizer.bad_gradients)
-        found |= recorded(self)
-        return found | ({f"metric {key}": value for key, value in self.optimizer.metrics().items()} if metrics else {})
+        facts["said"] = optimizer.skipped_by, optimizer.steps_taken, str(optimizer.bad_gradients)
+        facts |= recorded(self)
+        return facts | ({f"metric {key}": value for key, value in self.optimizer.metrics().items()} if metrics else {})
 
 
 def recorded(run: Run) -> dict:
@@ -199,9 +199,9 @@ def setting(**choices: list):
     """Write a setting to a group, where it has one."""
 
     def event(run: Run, draw: random.Random) -> None:
-        own, (key, values) = group(run, draw), draw.choice(list(choices.items()))
-        if key in own:
-            own[key] = draw.choice(values)
+        chosen, (key, values) = group(run, draw), draw.choice(list(choices.items()))
+        if key in chosen:
+            chosen[key] = draw.choice(values)
 
     return event
 
@@ -311,7 +311,7 @@ def reordered(run: Run, draw: random.Random) -> None:
 
 
 def replaced_groups(run: Run, draw: random.Random) -> None:
-    run.optimizer.param_groups = [dict(own) for own in run.optimizer.param_groups]
+    run.optimizer.param_groups = [dict(old) for old in run.optimizer.param_groups]
 
 
 def added(run: Run, draw: random.Random) -> None:
@@ -349,9 +349,9 @@ def listened(run: Run, draw: random.Random) -> None:
 
 def counted(run: Run, draw: random.Random) -> None:
     """Write a counter of the optimizer, as a loader may."""
-    own, key = group(run, draw), draw.choice(["schedule_step", "skipped_steps", "consecutive_skips"])
-    if key in own:
-        own[key] = draw.randrange(20)
+    chosen, key = group(run, draw), draw.choice(["schedule_step", "skipped_steps", "consecutive_skips"])
+    if key in chosen:
+        chosen[key] = draw.randrange(20)
 
 
 def reported(run: Run, draw: random.Random) -> None:

@@ -58,7 +58,7 @@ class Joint(ChainMap):
     """The settings of the transforms and of the optimizer. A value is written where the key is."""
 
     def __setitem__(self, key, value):
-        next(own for own in self.maps if key in own)[key] = value
+        next(owner for owner in self.maps if key in owner)[key] = value
 
 
 class Whole(Run):
@@ -77,8 +77,8 @@ class Whole(Run):
             groups = [{"params": self.params[:cut]}, {"params": self.params[cut:], "lr": draw.choice([0.01, 0.003])}]
         self.rule = {"lr": 0.01, "amsgrad": draw.random() < 0.2, "weight_decay": draw.choice([0.0, 0.01]), **kind}
         self.options = {**draw.choice([{}] * 4 + [{"nonfinite": "skip"}]), "fast": fast}
-        given = draw.getrandbits(30)
-        self.transforms = lambda: list(flatten([FRONTS[name](random.Random(given))]))
+        seed_of_front = draw.getrandbits(30)
+        self.transforms = lambda: list(flatten([FRONTS[name](random.Random(seed_of_front))]))
         self.start(groups)
 
     def start(self, groups):
@@ -110,19 +110,19 @@ class Whole(Run):
         return {key.removeprefix("adam/"): value for key, value in state.items() if key.startswith("adam/")}
 
     def facts(self, *, metrics):
-        found = {f"param {i}": param.detach() for i, param in enumerate(self.params)}
+        facts = {f"param {i}": param.detach() for i, param in enumerate(self.params)}
         for g, group in enumerate(self.optimizer.param_groups):
             settings = self.chain.param_groups[g].items()
-            found |= {f"group {g} {key}": value for key, value in settings if not key.startswith(OF_RULE)}
+            facts |= {f"group {g} {key}": value for key, value in settings if not key.startswith(OF_RULE)}
             for i, param in enumerate(group["params"]):
-                found |= {f"rule {g} {i} {key}": value for key, value in self.of_rule(param).items()}
+                facts |= {f"rule {g} {i} {key}": value for key, value in self.of_rule(param).items()}
                 state = self.chain.state.get(param, {})
-                found |= {f"state {g} {i} {k}": value for k, value in state.items() if not k.startswith("adam/")}
-        found |= {f"seen {i}": value for i, value in enumerate(self.seen)}
-        found["skipped"] = self.chain.metrics().get("skipped_steps", torch.tensor(0)).item()
+                facts |= {f"state {g} {i} {k}": value for k, value in state.items() if not k.startswith("adam/")}
+        facts |= {f"seen {i}": value for i, value in enumerate(self.seen)}
+        facts["skipped"] = self.chain.metrics().get("skipped_steps", torch.tensor(0)).item()
         if self.recorder is not None:
-            found["recorded"] = self.recorder.record().norm
-        return found | ({f"metric {key}": value for key, value in self.chain.metrics().items()} if metrics else {})
+            facts["recorded"] = self.recorder.record().norm
+        return facts | ({f"metric {key}": value for key, value in self.chain.metrics().items()} if metrics else {})
 
     def has_metrics(self):
         return bool(set(self.chain.metrics()) - {"skipped_steps"})
@@ -149,7 +149,7 @@ class Before(Whole):
 
     def groups(self):
         pairs = zip(self.handle.param_groups, self.optimizer.param_groups, strict=True)
-        return [Joint(own, of_rule) for own, of_rule in pairs]
+        return [Joint(of_handle, of_rule) for of_handle, of_rule in pairs]
 
     def copy(self, twin):
         """A copy has no transforms."""
@@ -220,13 +220,13 @@ def exchanged_group(run, draw):
 
 def exchanged(run, draw):
     """Another parameter takes the place of one."""
-    own = draw.choice(run.optimizer.param_groups)["params"]
-    k = draw.randrange(len(own))
-    param = nn.Parameter(own[k].detach().clone() + 1)
+    params = draw.choice(run.optimizer.param_groups)["params"]
+    k = draw.randrange(len(params))
+    param = nn.Parameter(params[k].detach().clone() + 1)
     param.grad = torch.ones_like(param)
-    place = next(i for i, other in enumerate(run.params) if other is own[k])
-    run.optimizer.state.pop(own[k], None)
-    run.params[place] = own[k] = param
+    place = next(i for i, other in enumerate(run.params) if other is params[k])
+    run.optimizer.state.pop(params[k], None)
+    run.params[place] = params[k] = param
 
 
 def recorded(run, draw):
@@ -268,11 +268,11 @@ def compare(seed, runs, steps, is_same, happens=HAPPENS):
     events, log = random.Random(f"events {seed}"), []
     for _ in range(steps):
         name = events.choice([*happens, "closure"]) if events.random() < 0.3 else None
-        scale, own, reads = 10 ** events.uniform(-2, 1), events.randrange(2**30), events.random() < 0.5
+        scale, seed_of_draw, reads = 10 ** events.uniform(-2, 1), events.randrange(2**30), events.random() < 0.5
         log.append(name)
         errors = []
         for run in runs:
-            draw = random.Random(own)
+            draw = random.Random(seed_of_draw)
             run.fill(scale, draw)
             kept = [dict(group) for group in run.groups()]
             if name in happens:
@@ -282,11 +282,11 @@ def compare(seed, runs, steps, is_same, happens=HAPPENS):
                 for group, before in zip(run.groups(), kept, strict=True):
                     group.update(before)
         reads = reads and all(run.has_metrics() for run in runs)  # copies of a Modular have those of before
-        found = [run.facts(metrics=reads) for run in runs]
+        facts = [run.facts(metrics=reads) for run in runs]
         assert errors[0] == errors[1], (seed, log, errors)
-        assert set(found[0]) == set(found[1]), (seed, log, set(found[0]) ^ set(found[1]))
-        different = [key for key in found[0] if not is_same(key, found[0][key], found[1][key])]
-        assert not different, (seed, log, {key: (found[0][key], found[1][key]) for key in different[:2]})
+        assert set(facts[0]) == set(facts[1]), (seed, log, set(facts[0]) ^ set(facts[1]))
+        different = [key for key in facts[0] if not is_same(key, facts[0][key], facts[1][key])]
+        assert not different, (seed, log, {key: (facts[0][key], facts[1][key]) for key in different[:2]})
 
 
 def near(key, one, other):
@@ -330,14 +330,14 @@ def is_before(kind, name, seed, steps=16):
 @pytest.fixture
 def scaled(monkeypatch):
     """Notes for each factor of all gradients whether the optimizer takes it."""
-    found, own = [], BeforeStep._scale
+    have_scaled, original = [], BeforeStep._scale
 
     def scale(handle, grads, factor):
-        own(handle, grads, factor)
-        found.append(handle._has_scaled)
+        original(handle, grads, factor)
+        have_scaled.append(handle._has_scaled)
 
     monkeypatch.setattr(BeforeStep, "_scale", scale)
-    return found
+    return have_scaled
 
 
 pytestmark = [
@@ -387,9 +387,9 @@ def test_a_recorder_leaves_the_factor_to_a_fused_optimizer(order, monkeypatch):
     recorder = Recorder(optimizer) if order == "before" else None
     handle = before_step(optimizer, ClipNorm(0.1, dim="global"))
     recorder = Recorder(optimizer) if order == "after" else recorder
-    scaled, own = [], handle._scale
+    scaled, original = [], handle._scale
     monkeypatch.setattr(
-        handle.runner.delivery, "scale", lambda *args: (own(*args), scaled.append(optimizer.grad_scale))
+        handle.runner.delivery, "scale", lambda *args: (original(*args), scaled.append(optimizer.grad_scale))
     )
     train(optimizer, params, gradients(params, 6))
     assert len(scaled) == 6

@@ -162,8 +162,11 @@ def test_every_bit_is_that_of_torchs_kernel_in_several_groups(name, dtype, pause
     (ours, theirs), second = GROUPS[name]
     params, other = twins(dtype)
 
-    def groups(own):
-        return [{"params": own[:2]}, {"params": own[2:], **copy.deepcopy(second)}]  # schedulers write to tensors
+    def groups(tensors):
+        return [
+            {"params": tensors[:2]},
+            {"params": tensors[2:], **copy.deepcopy(second)},
+        ]  # schedulers write to tensors
 
     def pause(k):
         for param in [*params[2:], *other[2:]] if pauses and k in (0, 1, 2, 6) else ():

@@ -94,11 +94,11 @@ def test_operations_for_each_tensor_where_no_operation_takes_lists(name):
     ids=["clip_grad_norm_ global", "clip_grad_norm_", "clip_grad_value_"],
 )
 def test_operations_of_functions_do_not_grow_with_the_number_of_tensors(call, most):
-    found = []
+    totals = []
     for count in (20, 80):
         with FakeTensorMode():
             params = parameters(count)
             with Count() as counted:
                 call(params)
-        found.append(counted.operations.total())
-    assert 0 < found[0] == found[1] <= most
+        totals.append(counted.operations.total())
+    assert 0 < totals[0] == totals[1] <= most

@@ -34,9 +34,9 @@ def test_the_transform_of_an_author_is_called_with_pieces(monkeypatch):
 
 @pytest.mark.slow
 def test_the_transform_of_an_author_takes_no_more_operations_than_ours():
-    own = [operations_of_a_step(lambda: [IN_PLACE(), AdamW()], count) for count in (20, 80)]
+    theirs = [operations_of_a_step(lambda: [IN_PLACE(), AdamW()], count) for count in (20, 80)]
     ours = operations_of_a_step(lambda: [ClipValueByEMA(ema_init="update"), AdamW()], 20)
-    assert own == [ours + 2] * 2  # it multiplies by `factor`, and sets the first limits to inf
+    assert theirs == [ours + 2] * 2  # it multiplies by `factor`, and sets the first limits to inf
     formula = [operations_of_a_step(lambda: [CLIP(), AdamW()], count) for count in (20, 80)]
     assert formula[0] == formula[1] <= ours
 
@@ -63,7 +63,7 @@ def test_only_the_readable_way_runs_the_formula_of_a_class_with_change(monkeypat
 )
 def test_long_gradients_are_changed_in_place_before_another_optimizer(made, dtype):
     """A gradient longer than a piece, a short one, and in the second step one that is not finite."""
-    found = []
+    results = []
     for fast in (True, False):
         params = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in ((300_000,), (7,), (2, 150_000))]
         before_step(optimizer := torch.optim.SGD(params, lr=0.0), made(), ClipValue(0.7), fast=fast)
@@ -74,6 +74,6 @@ def test_long_gradients_are_changed_in_place_before_another_optimizer(made, dtyp
                 param.grad = grad
             optimizer.step()
             assert all(param.grad is grad for param, grad in zip(params, grads, strict=True))
-            found.append(grads)
-    for own, other in zip(found[:3], found[3:], strict=True):
-        torch.testing.assert_close(own, other, equal_nan=True)
+            results.append(grads)
+    for one, other in zip(results[:3], results[3:], strict=True):
+        torch.testing.assert_close(one, other, equal_nan=True)

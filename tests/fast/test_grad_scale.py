@@ -50,10 +50,10 @@ def test_plain_steps_steps_of_a_scaler_and_scales_of_users_follow_each_other(tra
             scaler.update()
             assert "grad_scale" not in vars(optimizer)
         elif event == "user":
-            optimizer.grad_scale = own = torch.tensor(8.0)
+            optimizer.grad_scale = of_user = torch.tensor(8.0)
             optimizer.step()
-            assert optimizer.grad_scale is own
-            assert own.item() == 8.0
+            assert optimizer.grad_scale is of_user
+            assert of_user.item() == 8.0
             del optimizer.grad_scale
         else:
             optimizer.step()
@@ -88,12 +88,12 @@ def test_an_interrupt_between_two_lines_leaves_no_scale(place, monkeypatch):
     params, optimizer, handle = made()
     writes = []
 
-    def setter(own, name, value):
+    def setter(target, name, value):
         if name in ("_scale_before", "_has_scaled", "grad_scale"):
             writes.append(name)
             if len(writes) == place + 1:
                 raise KeyboardInterrupt
-        object.__setattr__(own, name, value)
+        object.__setattr__(target, name, value)
 
     monkeypatch.setattr(type(handle), "__setattr__", setter, raising=False)
     monkeypatch.setattr(torch.optim.AdamW, "__setattr__", setter, raising=False)

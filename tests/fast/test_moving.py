@@ -120,8 +120,8 @@ def test_a_momentum_that_has_not_begun_begins_as_in_torch(chain, fused, momentum
 
 @pytest.mark.parametrize(("fused", "in_chain"), [(None, {"fused": False}), (True, {})], ids=["loop", "fused"])
 def test_the_usual_two_groups_move_and_come_back(fused, in_chain):
-    def groups(given):
-        return [{"params": given[:1], "weight_decay": 0.3}, {"params": given[1:], "weight_decay": 0.0}]
+    def groups(tensors):
+        return [{"params": tensors[:1], "weight_decay": 0.3}, {"params": tensors[1:], "weight_decay": 0.0}]
 
     params = parameters()
     old = optim.AdamW(groups(params), 0.1, fused=fused)
@@ -141,12 +141,12 @@ def test_adam_goes_on_after_double_as_torchs_does():
     params, others = parameters(), parameters()
     optimizer, reference = Modular(params, Adam(0.1, fused=False)), torch.optim.Adam(others, 0.1, foreach=False)
     grads = gradients(params, 4)
-    for either, own in ((optimizer, params), (reference, others)):
-        train(either, own, grads[:2])
-        for param in own:
+    for either, its_params in ((optimizer, params), (reference, others)):
+        train(either, its_params, grads[:2])
+        for param in its_params:
             param.grad, param.data = None, param.data.double()
         either.load_state_dict(either.state_dict())
-        train(either, own, [[grad.double() for grad in row] for row in grads[2:]])
+        train(either, its_params, [[grad.double() for grad in row] for row in grads[2:]])
     assert_equal(params, others)
 
 

@@ -9,7 +9,7 @@ from contract.training import gradients, parameters, set_grads, train, values
 from engine.test_walk import calls_of
 from fast.comparison import short_pieces
 from fast.runs import CLIPS, EVENTS, RULES, Run, same
-from modular.test_origin import found, model, step
+from modular.test_origin import model, step, warnings_of
 from torch import nn
 
 from torchzero_clip import SGD, Adam, AdamW, ClipNorm, ClipNormByEMA, Modular, Scaling
@@ -24,11 +24,11 @@ def compare(seed: str, clip: str, rule: str, steps: int) -> None:
     events, log = random.Random(f"events {seed}"), []
     for _ in range(steps):
         name = events.choice([*EVENTS, "closure"]) if events.random() < 0.2 else None
-        scale, own, reads = 10 ** events.uniform(-2, 1), events.randrange(2**30), events.random() < 0.5
+        scale, seed_of_draw, reads = 10 ** events.uniform(-2, 1), events.randrange(2**30), events.random() < 0.5
         log.append(name)
-        found, errors = [], []
+        results, errors = [], []
         for run in runs:
-            draw = random.Random(own)
+            draw = random.Random(seed_of_draw)
             run.fill(scale, draw)
             kept = [dict(group) for group in run.optimizer.param_groups]
             try:
@@ -40,11 +40,11 @@ def compare(seed: str, clip: str, rule: str, steps: int) -> None:
             if name == "invalid":
                 for group, before in zip(run.optimizer.param_groups, kept, strict=True):
                     group.update(before)
-            found.append(run.facts(metrics=reads))
+            results.append(run.facts(metrics=reads))
         assert errors[0] == errors[1], (seed, log, errors)
-        assert list(found[0]) == list(found[1]), (seed, log, set(found[0]) ^ set(found[1]))
-        different = [key for key in found[0] if not same(found[0][key], found[1][key])]
-        assert not different, (seed, log, {key: (found[0][key], found[1][key]) for key in different[:2]})
+        assert list(results[0]) == list(results[1]), (seed, log, set(results[0]) ^ set(results[1]))
+        different = [key for key in results[0] if not same(results[0][key], results[1][key])]
+        assert not different, (seed, log, {key: (results[0][key], results[1][key]) for key in different[:2]})
 
 
 @pytest.fixture
@@ -54,9 +54,9 @@ def planned(monkeypatch):
     begin = FastWay.begin
 
     def counted(self, *args):
-        found = begin(self, *args)
-        taken.append(found is not None)
-        return found
+        results = begin(self, *args)
+        taken.append(results is not None)
+        return results
 
     monkeypatch.setattr(FastWay, "begin", counted)
     return taken
@@ -103,7 +103,16 @@ class Own(ClipNorm):
 
 
 class OwnRule(SGD):
-    """Says nothing of plans."""
+    """Says nothing of plans, and its kernel may be another one in each step."""
+
+    def kernel(self, rest, step):
+        return super().kernel(rest, step)
+
+
+class PureRule(OwnRule):
+    """Promises that its kernel is the same one for the same settings."""
+
+    pure = True
 
 
 class Half(ClipNorm):
@@ -146,8 +155,8 @@ def test_scalings_of_other_authors_are_planned_too(make, closes, planned):
             optimizer.step()
         runs.append(values(params))
     assert planned[-1]
-    for own, expected in zip(*runs, strict=True):
-        torch.testing.assert_close(own, expected, rtol=1e-12, atol=0)
+    for ours, expected in zip(*runs, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-12, atol=0)
 
 
 def test_checks_of_other_authors_run_once_in_every_planned_step(planned):
@@ -163,7 +172,7 @@ def test_checks_of_other_authors_run_once_in_every_planned_step(planned):
 @pytest.mark.parametrize(
     "chain",
     [
-        pytest.param([ClipNorm(1.0), OwnRule()], id="a subclass of a rule"),
+        pytest.param([ClipNorm(1.0), OwnRule()], id="a rule that is not pure"),
         pytest.param([ClipNorm(1.0), ClipNorm(2.0), AdamW()], id="two clips"),
         pytest.param([AdamW(), ClipNorm(1.0)], id="a clip after the rule"),
         pytest.param([ClipNorm(1.0).only(lambda p: p.ndim > 1), AdamW()], id="a scope"),
@@ -178,8 +187,52 @@ def test_what_is_never_planned(chain, planned):
     assert planned == []
 
 
+def test_a_rule_of_another_author_that_is_pure_is_planned(planned):
+    params = parameters()
+    train(Modular(params, ClipNorm(1.0), PureRule(0.1)), params, gradients(params, 8))
+    assert planned[-1]
+
+
+class ByNumber(Scaling):
+    """Says a factor for a joint norm, which is ``wrong`` times that of `factors`."""
+
+    pure = True
+
+    def __init__(self, wrong=1.0):
+        self.wrong = wrong
+        super().__init__({"limit": 0.5}, dim="global")
+
+    def factors(self, measured, updates, step):
+        return measured.by_norm(lambda norms: (0.5 / norms).clamp(max=1.0))
+
+    def factor(self, norm, setting):
+        return self.wrong * min(1.0, setting["limit"] / norm)
+
+
+def test_the_factor_of_another_author_is_called_with_numbers(planned):
+    runs = []
+    for fast in (True, False):
+        params = parameters()
+        optimizer = Modular(params, ByNumber(), SGD(0.1), fast=fast)
+        train(optimizer, params, gradients(params, 12))
+        runs.append(values(params))
+    assert planned[-1]
+    for ours, expected in zip(*runs, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-8)
+
+
+def test_a_factor_that_is_not_that_of_factors_is_refused_before_a_change():
+    params = parameters()
+    optimizer = Modular(params, ByNumber(0.5), SGD(0.1))
+    train(optimizer, params, gradients(params, 3))
+    before = values(params)
+    with pytest.raises(RuntimeError, match=r"ByNumber.*factor returned .* and its factors .*delete factor"):
+        train(optimizer, params, gradients(params, 1))
+    assert all(map(torch.equal, values(params), before))
+
+
 def test_without_the_guard_of_torch_there_is_no_plan(planned, monkeypatch):
-    monkeypatch.setattr("torchzero_clip.fast.plan.native_guard", lambda tensors: None)
+    monkeypatch.setattr("torchzero_clip.fast.compared.native_guard", lambda tensors: None)
     params = parameters()
     train(Modular(params, ClipNorm(1.0), AdamW()), params, gradients(params, 8))
     assert planned == []
@@ -226,11 +279,11 @@ def test_factors_that_are_patched_are_called(planned, monkeypatch):
     optimizer = Modular(params, clip, AdamW())
     train(optimizer, params, gradients(params, 6))
     assert planned[-1]
-    own = ClipNorm.factors
+    original = ClipNorm.factors
 
     def patched(*args):
         calls.append(None)
-        return own(clip, *args[-3:])
+        return original(clip, *args[-3:])
 
     monkeypatch.setattr(clip, "factors", patched)
     train(optimizer, params, gradients(params, 8))
@@ -269,6 +322,6 @@ def test_planned_steps_leave_the_search_to_zero_grad(steps):
         step(module, optimizer, Modular.zero_grad)
     assert (optimizer.runner.fast_way.plan is not None) == (steps > 3)
     module.append(nn.Linear(1, 1))
-    texts = found(lambda: [step(module, optimizer, Modular.zero_grad) for _ in range(2 * steps + 2)])
+    texts = warnings_of(lambda: [step(module, optimizer, Modular.zero_grad) for _ in range(2 * steps + 2)])
     assert len(texts) == 1
     assert "the module has a gradient of '2.weight' and of 1 more parameters" in texts[0]

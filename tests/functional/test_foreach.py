@@ -116,7 +116,7 @@ def test_clamping_keeps_nan_and_takes_limits_beyond_the_dtype():
 def test_rows_that_are_not_chosen_may_end_anywhere(dtype):
     tensors = [torch.zeros(2), torch.zeros(3)]
     ends = [torch.full((2,), 8.0, dtype=dtype), torch.full((3,), math.nan, dtype=dtype)]
-    foreach.lerp_rows_(torch.tensor([True, False]), tensors, ends, 0.25)
+    foreach.lerp_chosen_(torch.tensor([True, False]), tensors, ends, 0.25)
     assert [tensor.tolist() for tensor in tensors] == [[2, 2], [0, 0, 0]]
     foreach.lerp_where_(torch.tensor([True, False, False]), tensors[1], torch.tensor([4.0, math.nan, math.inf]), 0.25)
     assert tensors[1].tolist() == [1, 0, 0]
@@ -183,5 +183,5 @@ def test_the_kind_of_tensors():
     assert [foreach.is_one_number(v) for v in (torch.ones(1), torch.ones(1).expand(4), torch.ones(4))] == [
         True, True, False,
     ]  # fmt: skip
-    assert [foreach.is_real_and_wide(d) for d in (HALF, FLOAT, DOUBLE, torch.complex64)] == [False, True, True, False]
+    assert [d in foreach.WIDE for d in (HALF, FLOAT, DOUBLE, torch.complex64)] == [False, True, True, False]
     assert [foreach.wide_dtype(d) for d in (HALF, FLOAT, DOUBLE)] == [FLOAT, FLOAT, DOUBLE]

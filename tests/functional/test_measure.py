@@ -8,8 +8,8 @@ from oracles.clipping import metric as metric_of
 
 from torchzero_clip.functional.measure import (
     NOTHING,
+    Resources,
     Slicing,
-    Way,
     counted,
     effect,
     effect_numbers,
@@ -85,9 +85,9 @@ def test_plain_tensors_have_the_same_norms_in_fewer_operations(order, dtype, dim
         Slicing.checked(order, dim, False, 1),
         Scratch(),
     )
-    usual = measure(tensors, slicing, each=True)
+    usual = measure(tensors, slicing, resources=Resources(each=True))
     for _ in range(2):
-        quick = measure(tensors, slicing, way=Way(True, scratch), each=True)
+        quick = measure(tensors, slicing, resources=Resources(True, scratch, each=True))
         torch.testing.assert_close((quick.vector, quick.total), (usual.vector, usual.total), rtol=1e-6, atol=0)
         if dim != 0:
             torch.testing.assert_close(quick.tensor_norms, usual.tensor_norms, rtol=1e-6, atol=0)
@@ -121,7 +121,7 @@ def vector(*numbers):
 @pytest.mark.parametrize("dim", [None, 0])
 def test_each_slice_is_scaled_by_its_factor(plain, dim):
     tensors = [torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([5.0, 6.0])]
-    measured = measure(tensors, Slicing.checked(2, dim, False, 1), way=Way(plain, Scratch()))
+    measured = measure(tensors, Slicing.checked(2, dim, False, 1), resources=Resources(plain, Scratch()))
     scale_(measured, vector(2.0, 0.5) if dim is None else vector(2.0, 1.0, 0.5))
     assert tensors[0].tolist() == ([[2, 4], [6, 8]] if dim is None else [[2, 2], [6, 4]])
     assert tensors[1].tolist() == [2.5, 3.0]
@@ -137,7 +137,7 @@ def test_each_slice_is_scaled_by_its_factor(plain, dim):
 def test_a_factor_beyond_float32():
     for plain in (True, False):
         tensor = torch.tensor([1e-30, 2e-30])
-        scale_(measure([tensor], Slicing.checked(2, None, False, 1), way=Way(plain)), vector(1e50))
+        scale_(measure([tensor], Slicing.checked(2, None, False, 1), resources=Resources(plain)), vector(1e50))
         assert tensor.tolist() == pytest.approx([1e20, 2e20])
 
 

@@ -5,9 +5,8 @@ import torch
 from torch import nn
 
 from torchzero_clip import AdamW, ClipNorm, Modular, ZClip, before_step
-from torchzero_clip.integrations.attaching import attached, check_trained
+from torchzero_clip.integrations.attaching import attached, check_recorder, check_trained
 from torchzero_clip.modular.before_step import chain_of
-from torchzero_clip.recorder.recorder import check_given
 
 
 def sgd(params):
@@ -74,4 +73,4 @@ def test_a_function_that_returns_no_handle_is_refused(wrong):
 
 def test_transforms_in_the_place_of_the_recorder_are_refused():
     with pytest.raises(TypeError, match=r"recorder must be .* got list: .* as transforms=\[...\]"):
-        check_given([ClipNorm(1)])
+        check_recorder([ClipNorm(1)])

@@ -196,7 +196,7 @@ def test_a_recorder_of_any_optimizer_can_be_given(tmp_path):
     class Given(Two):
         def configure_optimizers(self):
             both = super().configure_optimizers()
-            own._given = Recorder(both[1], model=self)
+            own._to_record = Recorder(both[1], model=self)
             return both
 
     own = LightningCallback()

@@ -38,7 +38,7 @@ def sharded_is_one_process() -> None:
             rows[5][0][0] = 1e6
             rows[6][2][-1] = torch.nan
             optimizer, reference = make(params), make(plain)
-            handle, other = (before_step(own, *chain(), nonfinite="skip") for own in (optimizer, reference))
+            handle, other = (before_step(each, *chain(), nonfinite="skip") for each in (optimizer, reference))
             train(reference, plain, rows)
             train_sharded(optimizer, params, rows)
             torch.testing.assert_close(full(params), values(plain), rtol=1e-12, atol=1e-12, msg=name)
@@ -82,10 +82,10 @@ def sharded_resumes(way: str) -> None:
 def stages_are_one_process() -> None:
     """Each process has half of the parameters, and the group joins them."""
     rank = dist.get_rank()
-    own = slice(0, 2) if rank == 0 else slice(2, 4)
+    stage = slice(0, 2) if rank == 0 else slice(2, 4)
     for make in OPTIMIZERS.values():
         for chain in (CHAINS["joint"], CHAINS["gate"], CHAINS["statistics"]):
-            plain, params = parameters(torch.float64), parameters(torch.float64)[own]
+            plain, params = parameters(torch.float64), parameters(torch.float64)[stage]
             optimizer, reference = make(params), make(plain)
             handle = before_step(optimizer, *chain(), process_group=dist.group.WORLD, nonfinite="skip")
             other = before_step(reference, *chain(), nonfinite="skip")
@@ -93,11 +93,11 @@ def stages_are_one_process() -> None:
                 if k == 5:
                     row[0][0] = torch.nan
                 set_grads(plain, row)
-                set_grads(params, row[own])
+                set_grads(params, row[stage])
                 reference.step()
                 optimizer.step()
                 assert handle.skipped_by == other.skipped_by
-            torch.testing.assert_close(values(params), values(plain)[own], rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(values(params), values(plain)[stage], rtol=1e-12, atol=1e-12)
             torch.testing.assert_close(handle.metrics(), other.metrics(), rtol=1e-9, atol=1e-12)
 
 
@@ -108,8 +108,8 @@ def a_model_that_is_sharded_afterwards() -> None:
     plain = parameters(torch.float64, SHAPES)
     model = nn.ParameterList(value.clone() for value in values(plain))
     optimizer, reference = (torch.optim.SGD(params, 0.1) for params in (model.parameters(), plain))
-    for own in (optimizer, reference):
-        before_step(own, ClipNorm(0.5, dim="global"))
+    for each in (optimizer, reference):
+        before_step(each, ClipNorm(0.5, dim="global"))
     fully_shard(model)
     params = list(model.parameters())
     optimizer.param_groups[0]["params"][:] = params

@@ -58,7 +58,10 @@ def trained(chain: list, bucket: int | None, fast: bool) -> tuple[list, dict, li
 
 def local_state(optimizer: Modular) -> dict:
     state = optimizer.state_dict()["state"]
-    return {i: {k: v.to_local() if isinstance(v, DTensor) else v for k, v in own.items()} for i, own in state.items()}
+    return {
+        i: {k: v.to_local() if isinstance(v, DTensor) else v for k, v in of_param.items()}
+        for i, of_param in state.items()
+    }
 
 
 def fsdp2_equals_the_ordinary_step() -> None:

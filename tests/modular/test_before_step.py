@@ -100,18 +100,18 @@ KEYS = "ema", "prev", "started"  # the state of a ClipNormByEMA
 class Allocations(TorchDispatchMode):
     """Notes operations that copy a large tensor, or return one in new memory."""
 
-    def __init__(self, known):
+    def __init__(self, allowed):
         super().__init__()
-        self.known, self.found = known, []
+        self.allowed, self.operations = allowed, []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        known = self.known | {tensor.untyped_storage().data_ptr() for tensor in given}
+        arguments = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        allowed = self.allowed | {tensor.untyped_storage().data_ptr() for tensor in arguments}
         for tensor in out if isinstance(out, list | tuple) else [out]:
             is_large = isinstance(tensor, torch.Tensor) and tensor.numel() >= 300_000
-            if is_large and (tensor.untyped_storage().data_ptr() not in known or "copy" in str(func)):
-                self.found.append(str(func))
+            if is_large and (tensor.untyped_storage().data_ptr() not in allowed or "copy" in str(func)):
+                self.operations.append(str(func))
         return out
 
 
@@ -134,10 +134,10 @@ def test_nothing_of_the_size_of_a_parameter_is_copied(chain, fused):
         for param in params:
             param.grad = torch.randn(500, 600)
         states = [value for state in handle._followed.state.values() for value in state.values()]
-        own = [tensor for param in params for tensor in (param, param.grad)] + states
-        with Allocations({tensor.untyped_storage().data_ptr() for tensor in own}) as seen:
+        held = [tensor for param in params for tensor in (param, param.grad)] + states
+        with Allocations({tensor.untyped_storage().data_ptr() for tensor in held}) as seen:
             optimizer.step()
-        assert k < 2 or seen.found == []  # before, memory for pieces is allocated once
+        assert k < 2 or seen.operations == []  # before, memory for pieces is allocated once
     assert handle.skipped_steps == (6 if isinstance(chain[0], SkipStep) else 0)
 
 
@@ -420,8 +420,8 @@ class Counts(torch.optim.Optimizer):
 
 def counted(optimizer):
     group = {key: copy.deepcopy(value) for key, value in optimizer.param_groups[0].items() if key != "params"}
-    own = {key: copy.deepcopy(getattr(optimizer, key, None)) for key in ("steps", "total", "kept", "new")}
-    return repr((group, own, {k: v for k, v in optimizer.state.items() if isinstance(k, str)}))
+    counts = {key: copy.deepcopy(getattr(optimizer, key, None)) for key in ("steps", "total", "kept", "new")}
+    return repr((group, counts, {k: v for k, v in optimizer.state.items() if isinstance(k, str)}))
 
 
 @pytest.mark.parametrize("how", ["gate", "nonfinite"])
@@ -705,8 +705,8 @@ def test_the_checkpoint_of_the_optimizer_has_the_state_and_loads_into_the_same_t
     saved = through_file(optimizer.state_dict())
     assert set(saved["param_groups"][0]["before_step"]) == {"settings", "each"}
     with torch.no_grad():
-        for param, own in zip(others, params, strict=True):
-            param.copy_(own)
+        for param, source in zip(others, params, strict=True):
+            param.copy_(source)
     second.load_state_dict(saved)
     assert "settings" in saved["param_groups"][0]["before_step"]  # the checkpoint of the caller is not changed
     train(optimizer, params, rows[5:])
@@ -724,8 +724,8 @@ def test_the_checkpoint_of_the_optimizer_has_the_state_and_loads_into_the_same_t
     fourth = torch.optim.AdamW(parameters())
     before_step(fourth, ZClip(warmup_steps=2), dropped=["clip_norm_by_ema", "auto_clip"])
     fourth.load_state_dict(saved)
-    own, theirs = (o.state_dict()["param_groups"][0]["before_step"]["settings"] for o in (fourth, optimizer))
-    assert own["z_clip/started"] != 0 if "z_clip/started" in own else own.keys() < theirs.keys()
+    ours, theirs = (o.state_dict()["param_groups"][0]["before_step"]["settings"] for o in (fourth, optimizer))
+    assert ours["z_clip/started"] != 0 if "z_clip/started" in ours else ours.keys() < theirs.keys()
 
 
 def test_a_checkpoint_that_was_loaded_before_the_call_is_taken_over():
@@ -737,8 +737,8 @@ def test_a_checkpoint_that_was_loaded_before_the_call_is_taken_over():
     saved = through_file([optimizer.state_dict(), values(params)])
     second = torch.optim.AdamW(others)
     with torch.no_grad():
-        for param, own in zip(others, params, strict=True):
-            param.copy_(own)
+        for param, source in zip(others, params, strict=True):
+            param.copy_(source)
     second.load_state_dict(saved[0])
     before_step(second, ClipNormByEMA())
     train(optimizer, params, rows[5:])
@@ -853,11 +853,11 @@ def test_a_deleted_optimizer_is_freed_at_once():
     optimizer = sgd([weight])
     handle = before_step(optimizer, ClipNorm(1))
     stepped(optimizer, weight, 3.0, 4.0)
-    found = weakref.ref(optimizer)
+    reference = weakref.ref(optimizer)
     gc.disable()
     try:
         del optimizer
-        assert found() is None
+        assert reference() is None
     finally:
         gc.enable()
     with pytest.raises(ReferenceError):
@@ -884,7 +884,7 @@ def test_schedulers_of_torch_find_their_step(is_first):
 @pytest.mark.parametrize("transform", [ClipNorm(0.01, dim="global"), ZClip(warmup_steps=2), ClipValue(1e-3)], ids=repr)
 def test_a_gradient_scaler_shows_unscaled_gradients(transform, fused, unscaled):
     params, others = parameters(), parameters()
-    optimizer, plain = (torch.optim.AdamW(own, 0.01, fused=fused) for own in (params, others))
+    optimizer, plain = (torch.optim.AdamW(ours, 0.01, fused=fused) for ours in (params, others))
     handle, other = before_step(optimizer, transform), before_step(plain, copy.deepcopy(transform))
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
     for k, row in enumerate(gradients(params, 8)):
@@ -901,8 +901,8 @@ def test_a_gradient_scaler_shows_unscaled_gradients(transform, fused, unscaled):
             continue
         set_grads(others, row)
         plain.step()
-    for own, theirs in zip(params, others, strict=True):
-        torch.testing.assert_close(own, theirs, rtol=0, atol=1e-6 if fused else 1e-7)
+    for ours, theirs in zip(params, others, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6 if fused else 1e-7)
     for key, value in other.metrics().items():
         torch.testing.assert_close(handle.metrics()[key], value)
 
@@ -1055,8 +1055,8 @@ def test_a_compiled_step_is_the_step():
         set_grads(others, row)
         plain.step()
     assert handle.skipped_steps == 1
-    for own, theirs in zip(params, others, strict=True):
-        torch.testing.assert_close(own, theirs, rtol=0, atol=1e-6)
+    for ours, theirs in zip(params, others, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
 
 
 def test_an_optimizer_of_parts_of_the_parameters_is_refused_without_naming_the_one_inside():
@@ -1084,9 +1084,9 @@ def test_a_limit_that_reads_parameters_is_that_of_a_chain():
         return optimizer
 
     handles = []
-    found, _ = trained(with_transform)
+    ours, _ = trained(with_transform)
     expected, _ = trained(lambda params: Modular(params, AdaptiveGradientClip(0.01), SGD(lr=0.1)))
-    torch.testing.assert_close(values(found), values(expected))
+    torch.testing.assert_close(values(ours), values(expected))
     metrics = handles[0].metrics()
     assert metrics["adaptive_gradient_clip/clipped"].item() > 0
     assert not [key for key, value in metrics.items() if value.requires_grad]

@@ -70,9 +70,9 @@ def test_stateless_chains_are_our_functions(name, chain):
         set_grads(others, row)
         function(others)
         plain.step()
-    for own, theirs in zip(params, others, strict=True):
-        torch.testing.assert_close(own, theirs, rtol=1e-11, atol=1e-11)
-        torch.testing.assert_close(own.grad, theirs.grad, rtol=1e-11, atol=1e-11)
+    for ours, theirs in zip(params, others, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.quick_cases(6)

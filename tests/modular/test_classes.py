@@ -255,10 +255,10 @@ def test_copies_of_an_optimizer_have_its_class_and_train_as_it_does(kind, copied
     train(optimizer, params, gradients(params, 2))
     twin = copied(optimizer)
     assert type(twin) is kind
-    own = [param for group in twin.param_groups for param in group["params"]]
+    twins = [param for group in twin.param_groups for param in group["params"]]
     train(optimizer, params, gradients(params, 3, seed=2))
-    train(twin, own, gradients(params, 3, seed=2))
-    assert_equal(own, params)
+    train(twin, twins, gradients(params, 3, seed=2))
+    assert_equal(twins, params)
 
 
 LOADS = """
@@ -272,11 +272,11 @@ print(classes[0])
 
 @pytest.mark.slow
 def test_another_process_loads_the_class():
-    given = [module.dumps(Clipped).hex() for module in (pickle, cloudpickle)]
-    found = subprocess.run(
-        [sys.executable, "-c", LOADS, *given], capture_output=True, text=True, timeout=120, check=True
+    pickles = [module.dumps(Clipped).hex() for module in (pickle, cloudpickle)]
+    process = subprocess.run(
+        [sys.executable, "-c", LOADS, *pickles], capture_output=True, text=True, timeout=120, check=True
     )
-    assert found.stdout.strip() == repr(Clipped)
+    assert process.stdout.strip() == repr(Clipped)
 
 
 def test_subclasses():

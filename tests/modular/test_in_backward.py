@@ -82,30 +82,30 @@ def run(make, params, grads, bucket, *, fast=True, schedules=True):
         schedules: There is a scheduler of torch.
     """
 
-    def optimizer_of(own):
-        optimizer = Modular(named(own), make(), fast=fast)
+    def optimizer_of(trained):
+        optimizer = Modular(named(trained), make(), fast=fast)
         handle = None if bucket is None else step_in_backward(optimizer, bucket_bytes=bucket)
         return optimizer, handle, ExponentialLR(optimizer, 0.9) if schedules else None
 
-    own, metrics = list(params[:-1]), []
-    optimizer, handle, scheduler = optimizer_of(own)
+    trained, metrics = list(params[:-1]), []
+    optimizer, handle, scheduler = optimizer_of(trained)
     for k, row in enumerate(grads):
         if k == 2:
             saved = through_file(optimizer.state_dict())
             if handle is not None:
                 handle.remove()
-            optimizer, handle, scheduler = optimizer_of(own)
+            optimizer, handle, scheduler = optimizer_of(trained)
             optimizer.load_state_dict(saved)
-            optimizer.add_param_group({"params": named(params[-1:], len(own))})
-            own.append(params[-1])
+            optimizer.add_param_group({"params": named(params[-1:], len(trained))})
+            trained.append(params[-1])
             scheduler = ExponentialLR(optimizer, 0.9) if schedules else None
         optimizer.zero_grad()
         by_hand = 1 if k == 4 else 0
-        backward(own[by_hand:], row[by_hand : len(own)])
-        for param, grad in zip(own[:by_hand], row, strict=False):
+        backward(trained[by_hand:], row[by_hand : len(trained)])
+        for param, grad in zip(trained[:by_hand], row, strict=False):
             param.grad = grad.clone()
         if bucket is not None:
-            assert [p.grad is None for p in own] == [i >= by_hand for i in range(len(own))]
+            assert [p.grad is None for p in trained] == [i >= by_hand for i in range(len(trained))]
         optimizer.step()
         if scheduler is not None:
             scheduler.step()
@@ -265,10 +265,10 @@ def test_groups_rates_and_settings_of_their_own():
             optimizer.zero_grad()
         return params, optimizer
 
-    (params, optimizer), (own_params, own) = trained(False), trained(True)
-    assert own.param_groups[0]["schedule_step"] == 3
+    (params, optimizer), (own_params, other) = trained(False), trained(True)
+    assert other.param_groups[0]["schedule_step"] == 3
     assert_equal_to_rounding(own_params, params)
-    assert_equal_to_rounding(own.state_dict(), optimizer.state_dict())
+    assert_equal_to_rounding(other.state_dict(), optimizer.state_dict())
 
 
 def test_a_closure_gives_gradients_in_the_step():
@@ -342,7 +342,7 @@ def test_hooks_never_read_a_value_from_the_device(entry):
         for _ in range(2):
             for param in params:
                 param.grad = torch.empty_like(param)
-                handle.take(param)
+                handle.collect(param)
             optimizer.step()
         assert all(value.device.type == "cuda" for value in optimizer.metrics().values())
 
@@ -393,8 +393,8 @@ def test_kinds_declare_whether_they_treat_each_tensor_alone():
     refused = {entry.name for entry in ENTRIES if not takes_part(entry)}
     joint = {entry.name for entry in ENTRIES if entry.joint}
     # authors' own Scaling and Transform do not say so, and AdaGC has a joint warm-up
-    own = {"ClipByWeights", "ClipToMedian", "ClipValueByEMA-tfm", "target grad", "AdaGC-at once"}
-    assert refused == joint | own
+    undeclared = {"ClipByWeights", "ClipToMedian", "ClipValueByEMA-tfm", "target grad", "AdaGC-at once"}
+    assert refused == joint | undeclared
     step_in_backward(Modular(parameters(), Doubled(), SGD(0.1)))
 
 
@@ -446,7 +446,7 @@ def test_a_listener_is_refused_also_later():
         Recorder(optimizer)
     assert optimizer.runner.listener is None
     start = values(params)
-    optimizer.runner.listener = recorder._run
+    optimizer.runner.listener = recorder._recording
     with pytest.raises(RuntimeError, match="a Recorder"):
         backward(params, gradients(params, 1)[0])
     assert_equal(params, start)
@@ -618,12 +618,12 @@ def test_copies_take_ordinary_steps():
     model = Model(parameters())
     optimizer = Modular(model, SGD(1.0))
     step_in_backward(optimizer)
-    twin, own = copy.deepcopy((model, optimizer))
+    twin, copied = copy.deepcopy((model, optimizer))
     start = values(twin.parameters())
     backward(list(twin.parameters()), gradients(list(twin.parameters()), 1)[0])
     assert_equal(twin.parameters(), start)
-    own.step()
-    assert own.runner.parts is None
+    copied.step()
+    assert copied.runner.parts is None
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 from contract.entries import TrackJointNorm
-from contract.training import gradients, parameters, stepped, train
+from contract.training import gradients, parameters, stepped, train, values
 from versions import needs_compiler
 
 from torchzero_clip import SGD, AdamW, ClipNorm, Modular, SkipStep, step_in_backward
@@ -177,3 +177,20 @@ def test_a_compiled_step_leaves_the_count():
             step()
             train(optimizer, params, scaled(params, 1.0))
     assert optimizer.steps_taken == 3
+
+
+@pytest.mark.parametrize("option", ["maximize", "keep_grads", "fast"])
+def test_an_option_may_be_changed_between_steps(option):
+    runs = []
+    for late in (False, True):
+        params = parameters()
+        value = option != "fast"
+        optimizer = Modular(params, ClipNorm(0.5), AdamW(), **({} if late else {option: value}))
+        if late:
+            setattr(optimizer, option, value)
+        assert getattr(optimizer, option) is value
+        train(optimizer, params, gradients(params, 6))
+        runs.append([*values(params), *(param.grad for param in params)])
+    assert all(map(torch.equal, *runs))
+    with pytest.raises(TypeError, match=option):
+        setattr(optimizer, option, "no")

@@ -20,7 +20,7 @@ def backward(module):
     module(torch.ones(1, 2)).sum().backward()
 
 
-def found(run):
+def warnings_of(run):
     """The warnings that a call gives."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -52,13 +52,13 @@ def test_parameters_that_were_replaced_are_named_once(change, named, steps):
     for _ in range(steps):
         step(module, optimizer)
     change(module)
-    texts = found(lambda: [step(module, optimizer) for _ in range(8)])
+    texts = warnings_of(lambda: [step(module, optimizer) for _ in range(8)])
     assert len(texts) == 1
     assert f"the module has a gradient of {named}" in texts[0]
     assert "fully_shard and load_state_dict(assign=True)" in texts[0]
     assert "add_param_group" in texts[0]
     optimizer.load_state_dict(optimizer.state_dict())
-    assert found(lambda: step(module, optimizer)) == []
+    assert warnings_of(lambda: step(module, optimizer)) == []
 
 
 def test_a_load_starts_the_search_anew():
@@ -81,12 +81,12 @@ def test_what_is_meant_gives_no_warning():
     copied = copy.deepcopy(frozen)
     module.append(nn.Linear(1, 1))
     frozen.add_param_group({"params": list(module[2].parameters())})
-    texts = found(lambda: [step(module, optimizer) for optimizer in (frozen, some, listed, copied)])
+    texts = warnings_of(lambda: [step(module, optimizer) for optimizer in (frozen, some, listed, copied)])
     assert texts == []
     module = model()
     tied = Modular(module, ClipNorm(1), Adam())
     module.append(nn.Linear(1, 1)).requires_grad_(True)[2].requires_grad_(False)
-    assert found(lambda: [step(module, tied) for _ in range(4)]) == []
+    assert warnings_of(lambda: [step(module, tied) for _ in range(4)]) == []
 
 
 def test_the_optimizer_does_not_keep_the_module_alive():

@@ -174,9 +174,9 @@ def test_the_parameters_of_a_removed_group_are_freed():
     first, second = (nn.Parameter(torch.zeros(2)) for _ in range(2))
     optimizer = Modular([first], ClipNorm(1.0), SGD(0.1))
     optimizer.add_param_group({"params": [second]})
-    found = weakref.ref(second)
+    reference = weakref.ref(second)
     del optimizer.param_groups[1], second
-    assert found() is None
+    assert reference() is None
 
 
 def test_functions_of_a_group_that_is_added_later_leave_the_others_alone():

@@ -54,8 +54,8 @@ def train(optimizer, model, rows):
 
 
 def rows_of(count, dtype=torch.float32, names=NAMES):
-    found = gradients([torch.zeros(SHAPE, dtype=dtype) for _ in names], count)
-    return [dict(zip(names, row, strict=True)) for row in found]
+    grads = gradients([torch.zeros(SHAPE, dtype=dtype) for _ in names], count)
+    return [dict(zip(names, row, strict=True)) for row in grads]
 
 
 def start(dtype=torch.float32):
@@ -90,10 +90,10 @@ def test_state_goes_to_the_parameter_of_its_name(kind, chain, way, groups):
     other = model_of({name: param.detach() for name, param in model.named_parameters()})
     second, _ = made(kind, other, GROUPS[groups], chain)
     set_optimizer_state_dict(other, second, saved, options=options)
-    expected, found = own_state(optimizer, model), own_state(second, other)
+    expected, loaded = own_state(optimizer, model), own_state(second, other)
     assert any(expected.values())
     for name in NAMES:
-        assert_same_checkpoint(found[name], expected[name])
+        assert_same_checkpoint(loaded[name], expected[name])
     train(optimizer, model, rows[5:])
     train(second, other, rows[5:])
     for name in NAMES:  # joint norms add up in another order
@@ -111,15 +111,15 @@ def test_parts_of_a_pipeline_are_split_anew(kind, chain):
     saved = {}
     for names in (["a", "b"], ["c", "d"]):
         part = model_of(initial, names)
-        own = before_optimizer(kind, part, chain)
-        train(own, part, [{name: row[name] for name in names} for row in rows[:5]])
+        of_part = before_optimizer(kind, part, chain)
+        train(of_part, part, [{name: row[name] for name in names} for row in rows[:5]])
         halfway |= {name: param.detach() for name, param in part.named_parameters()}
-        saved |= copy.deepcopy(get_optimizer_state_dict(part, own, options=options))
+        saved |= copy.deepcopy(get_optimizer_state_dict(part, of_part, options=options))
     for names in (["a"], ["d", "b", "c"], NAMES):
         part = model_of(halfway, names)
-        own = before_optimizer(kind, part, chain)
-        set_optimizer_state_dict(part, own, copy.deepcopy(saved), options=options)
-        train(own, part, [{name: row[name] for name in names} for row in rows[5:]])
+        of_part = before_optimizer(kind, part, chain)
+        set_optimizer_state_dict(part, of_part, copy.deepcopy(saved), options=options)
+        train(of_part, part, [{name: row[name] for name in names} for row in rows[5:]])
         for name in names:
             assert torch.equal(getattr(part, name), getattr(whole, name))
 
@@ -133,15 +133,15 @@ def before_optimizer(kind, part, chain):
 
 def by_names(optimizer, state_dict):
     """The pre-hook of torch's documentation: state goes to the parameter that has the same name."""
-    found = copy.deepcopy(optimizer.state_dict())
-    own, saved = found["param_groups"][0], state_dict["param_groups"][0]
-    own.update({key: value for key, value in saved.items() if key not in ("params", "param_names")})
-    found["state"] = {}
-    for number, name in zip(own["params"], own["param_names"], strict=True):
+    renumbered = copy.deepcopy(optimizer.state_dict())
+    group, saved = renumbered["param_groups"][0], state_dict["param_groups"][0]
+    group.update({key: value for key, value in saved.items() if key not in ("params", "param_names")})
+    renumbered["state"] = {}
+    for number, name in zip(group["params"], group["param_names"], strict=True):
         index = saved["params"][saved["param_names"].index(name)]
         if index in state_dict["state"]:
-            found["state"][number] = copy.deepcopy(state_dict["state"][index])
-    return found
+            renumbered["state"][number] = copy.deepcopy(state_dict["state"][index])
+    return renumbered
 
 
 @pytest.mark.parametrize("order", ["hook first", "transforms first", "hook first, no transforms yet"])
@@ -222,17 +222,17 @@ def test_a_load_before_the_call_rounds_nothing(kind, dtype):
     optimizer, _ = made(kind, model, [NAMES], "joint too")
     train(optimizer, model, rows_of(4, dtype))
     for param in model.parameters():
-        own = optimizer.state[param]["before_step"]
-        own["clip_norm_by_ema/prev"].fill_(257 + 2**-40)
-        own["clip_norm_by_ema/ema"].fill_(1 / 3)
+        of_param = optimizer.state[param]["before_step"]
+        of_param["clip_norm_by_ema/prev"].fill_(257 + 2**-40)
+        of_param["clip_norm_by_ema/ema"].fill_(1 / 3)
     saved, expected = through_file(optimizer.state_dict()), copy.deepcopy(own_state(optimizer, model))
     other = model_of(start(dtype))
     cls, options = OPTIMIZERS[kind]
     second = cls(other.parameters(), **copy.deepcopy(options))
     second.load_state_dict(saved)
     before_step(second, *CHAINS["joint too"](), module=other)
-    for name, own in own_state(second, other).items():
-        assert_same_checkpoint(own, expected[name])
+    for name, of_param in own_state(second, other).items():
+        assert_same_checkpoint(of_param, expected[name])
 
 
 class Casts(torch.optim.AdamW):
@@ -248,7 +248,7 @@ class Casts(torch.optim.AdamW):
 
         saved = copy.deepcopy(state_dict)
         params = [param for group in self.param_groups for param in group["params"]]
-        state = {params[i]: cast(own, params[i]) for i, own in saved["state"].items()}
+        state = {params[i]: cast(of_param, params[i]) for i, of_param in saved["state"].items()}
         groups = zip(saved["param_groups"], self.param_groups, strict=True)
         self.__setstate__({"state": state, "param_groups": [{**new, "params": old["params"]} for new, old in groups]})
 
@@ -286,7 +286,7 @@ def test_state_appears_after_the_first_step_of_its_parameter():
     rows = rows_of(4)
     assert not optimizer.state
     train(optimizer, model, [{name: row[name] for name in "abd"} for row in rows[:2]])
-    assert {name for name, own in own_state(optimizer, model).items() if own} == set("abd")
+    assert {name for name, of_param in own_state(optimizer, model).items() if of_param} == set("abd")
     model.c.requires_grad_(True)
     train(optimizer, model, rows[2:])
     assert all(own_state(optimizer, model).values())
@@ -318,9 +318,9 @@ def test_an_optimizer_may_make_its_state_later():
     optimizer = Late(model.parameters())
     before_step(optimizer, ClipNormByEMA())
     train(optimizer, model, rows[:1])
-    assert [set(own) for own in optimizer.state.values()] == [{"before_step"}] * 4
+    assert [set(of_param) for of_param in optimizer.state.values()] == [{"before_step"}] * 4
     train(optimizer, model, rows[1:])
-    assert [set(own) for own in optimizer.state.values()] == [{"sum", "before_step"}] * 4
+    assert [set(of_param) for of_param in optimizer.state.values()] == [{"sum", "before_step"}] * 4
 
 
 def test_an_optimizer_without_state_saves_an_entry_of_each_trainable_parameter():
@@ -328,7 +328,7 @@ def test_an_optimizer_without_state_saves_an_entry_of_each_trainable_parameter()
     optimizer, _ = made("SGD", model, [NAMES], "some")
     model.c.requires_grad_(False)
     train(optimizer, model, [{name: row[name] for name in "abd"} for row in rows_of(2)])
-    assert [bool(own) for own in own_state(optimizer, model).values()] == [False, True, False, True]
+    assert [bool(of_param) for of_param in own_state(optimizer, model).values()] == [False, True, False, True]
     state_dict = optimizer.state_dict()
     assert state_dict["state"][0] == {}
     assert [i for i, state in state_dict["state"].items() if state] == [1, 3]
@@ -382,10 +382,10 @@ def test_state_that_is_moved_by_hand_goes_along_if_it_fits(shape):
     for param in model.parameters():
         param.grad = torch.ones_like(param)
     optimizer.step()
-    own = optimizer.state[new]["before_step"]
-    assert own["clip_norm_by_ema/ema"].shape == shape
+    moved = optimizer.state[new]["before_step"]
+    assert moved["clip_norm_by_ema/ema"].shape == shape
     if shape != SHAPE:
-        torch.testing.assert_close(own["clip_norm_by_ema/ema"], torch.full(shape, 0.5))
+        torch.testing.assert_close(moved["clip_norm_by_ema/ema"], torch.full(shape, 0.5))
 
 
 def test_tensors_that_a_trainer_replaces_by_equal_ones_stay():
@@ -425,8 +425,8 @@ def test_the_checkpoint_trains_without_transforms(kind):
     one, other = (cls(m.parameters(), **copy.deepcopy(options)) for m in (bare, twin))
     saved = through_file(optimizer.state_dict())
     one.load_state_dict(copy.deepcopy(saved))  # torch shares the tensors with what it loads
-    for own in saved["state"].values():
-        own.pop("before_step")
+    for of_param in saved["state"].values():
+        of_param.pop("before_step")
     for group in saved["param_groups"]:
         group.pop("before_step")
     other.load_state_dict(saved)
@@ -447,8 +447,8 @@ def test_the_call_may_come_after_the_first_step_and_before_a_load(way):
     train(second, other, rows[:1])
     before_step(second, *CHAINS["joint too"]())
     set_optimizer_state_dict(other, second, saved, options=WAYS[way])
-    for name, own in own_state(second, other).items():
-        assert_same_checkpoint(own, own_state(optimizer, model)[name])
+    for name, of_param in own_state(second, other).items():
+        assert_same_checkpoint(of_param, own_state(optimizer, model)[name])
 
 
 @pytest.mark.parametrize("kind", ["AdamW", "SGD"])

@@ -98,12 +98,12 @@ def test_a_repeated_step_is_one_step_in_the_readable_way(chain):
 
 @pytest.mark.parametrize("chain", ["zclip", "ema", "schedule"])
 def test_a_recorder_leaves_out_a_step_that_was_not_taken(chain):
-    *_, found = run(chain, fails={1, 3}, recorder=True)
+    *_, recorder = run(chain, fails={1, 3}, recorder=True)
     *_, expected = run(chain, fails=(), recorder=True)
-    reasons = found.record().reasons
+    reasons = recorder.record().reasons
     assert [k for k, reason in enumerate(reasons) if reason] == [1, 4]
     assert {reason for reason in reasons if reason} == {"error"}
-    taken = [norm for norm, reason in zip(found.record().norm.tolist(), reasons, strict=True) if not reason]
+    taken = [norm for norm, reason in zip(recorder.record().norm.tolist(), reasons, strict=True) if not reason]
     assert taken == expected.record().norm.tolist()
 
 

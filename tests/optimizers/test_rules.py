@@ -50,3 +50,16 @@ def test_a_model_may_change_its_dtype_between_steps(chain, fused):
         params = list(model.to(dtype).parameters())
         train(optimizer, params, [[torch.ones_like(param) for param in params]])
         assert all(param.isfinite().all() for param in model.parameters())
+
+
+@pytest.mark.parametrize("rule", [Adam(), SGD(0.1, 0.9)], ids=["Adam", "SGD"])
+def test_kernels_that_a_device_lacks_are_not_called(rule, monkeypatch):
+    monkeypatch.setattr(f"torchzero_clip.optimizers.{rule.name}.has_fused_kernels", lambda tensor: False)
+    monkeypatch.setattr(torch, "_fused_adamw_", None)
+    monkeypatch.setattr(torch, "_fused_sgd_", None)
+    param = torch.nn.Parameter(torch.ones(3))
+    optimizer = Modular([param], rule)
+    for _ in range(2):
+        param.grad = torch.ones(3)
+        optimizer.step()
+    assert (param < 1).all()

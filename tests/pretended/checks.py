@@ -13,17 +13,18 @@ from clipping.test_adaptive_vectors import CASES as ADAPTIVE
 from clipping.test_adaptive_vectors import METHODS, OTHERS, TOLERANCE
 from clipping.test_adaptive_vectors import tensor as adaptive_tensor
 from contract.entries import ENTRIES, Entry
-from contract.test_vectors import CASES, TARGETS, arguments, tensor
+from contract.test_vectors import CASES
 from contract.training import gradients, parameters
+from pretended import no_float64, worked
 from pretended.costs import costs_are_bounded
 from pretended.device import CPU, CUDA, DEVICE, Graph, install, numbers, on_cuda, pretended
+from pretended.several_devices import PLACES, numbers_are_those_of_the_cpu
 from torch import Tensor, nn
 
 from torchzero_clip import LR, AdamW, ClipNorm, Modular, SkipStep
 
 DTYPES = [torch.float32, torch.bfloat16]
 """Of the entries. The worked cases have float64."""
-PLACES = {CPU: torch.Tensor.clone, CUDA: on_cuda}
 Chain = Callable[[], Any]
 
 
@@ -46,32 +47,9 @@ def agree(actual: list[Tensor], expected: list[Tensor], what: object, dtype: tor
 
 def worked_cases() -> None:
     """A third of those of ``vectors.json`` for transforms and functions."""
-    dtype = torch.float64
     for case in CASES[::3]:
-        shapes = [shape or () for shape in case.get("shapes", [])]
-        if case["kind"] == "transform":
-            params = params_of([torch.zeros(shape, dtype=dtype) for shape in shapes], CUDA)
-            own = [arguments(over or {}) for over in case["overrides"] or [None] * len(params)]
-            groups = [{"params": [p], **over} for p, over in zip(params, own, strict=True)]
-            optimizer = Modular(groups, TARGETS[case["target"]](**arguments(case["args"])), LR(1.0))
-        elif case["kind"] != "function":
-            continue
-        for given, expected in zip(case["steps"], case["expected"], strict=True):
-            wanted = [None if e is None else tensor(e, s) for e, s in zip(expected, shapes, strict=True)]
-            if case["kind"] == "function":
-                params = params_of([torch.zeros(shape, dtype=dtype) for shape in shapes], CUDA)
-            grads = [None if g is None else tensor(g, s).to(dtype) for g, s in zip(given, shapes, strict=True)]
-            for param, grad in zip(params, grads, strict=True):
-                param.grad = None if grad is None else on_cuda(grad)
-                nn.init.zeros_(param)
-            if case["kind"] == "function":
-                TARGETS[case["target"]](params, **arguments(case["args"]))
-                found = [param.grad for param in params]
-            else:
-                optimizer.step()
-                found = [-param.detach() for param in params]
-            pairs = [(f, w) for f, w in zip(found, wanted, strict=True) if w is not None]
-            agree([f for f, _ in pairs], [w for _, w in pairs], case["id"], dtype)
+        if case["kind"] in ("transform", "function"):
+            worked.run(case, torch.float64, agree)
 
 
 def adaptive_cases(fast: bool) -> None:
@@ -208,6 +186,8 @@ CHECKS: dict[str, Callable[[], None]] = {
     "replay": recorded_steps_replay,
     "loading": checkpoints_load_without_waiting_for_each_parameter,
     "captures are refused": captures_are_refused_where_a_step_waits,
+    "several devices": lambda: numbers_are_those_of_the_cpu(agree),
+    **{name: lambda name=name: no_float64.run(name, agree) for name in no_float64.CHECKS},
     "costs": costs_are_bounded,
 }
 
@@ -215,7 +195,8 @@ CHECKS: dict[str, Callable[[], None]] = {
 GROUPS: dict[str, list[str]] = {}
 """The checks of each process. There are few, because each takes seconds to start."""
 for _name in CHECKS:
-    GROUPS.setdefault("costs" if _name == "costs" else "numbers", []).append(_name)
+    _group = "no float64" if _name in no_float64.CHECKS else "numbers"
+    GROUPS.setdefault(_name if _name in ("costs", "several devices") else _group, []).append(_name)
 
 
 def failure(check: str) -> str:

@@ -27,7 +27,7 @@ from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchzero_clip import compat
-from torchzero_clip.functional import foreach
+from torchzero_clip.functional import dtypes, foreach
 
 CUDA, CPU = torch.device("cuda:0"), torch.device("cpu")
 
@@ -76,6 +76,8 @@ class OnCuda(Tensor):
 
     @staticmethod
     def __new__(cls, kept: Tensor) -> "OnCuda":
+        if DEVICE.lacks_float64 and kept.dtype in (torch.float64, torch.complex128):
+            raise TypeError(f"Cannot convert a tensor of this device to {kept.dtype}, which it does not support")
         options = {"dtype": kept.dtype, "device": CUDA, "strides": kept.stride()}
         result = Tensor._make_wrapper_subclass(cls, kept.shape, storage_offset=kept.storage_offset(), **options)
         result.kept = kept
@@ -140,6 +142,18 @@ def numbers(tensor: Tensor) -> Tensor:
 class Device:
     """Computes on the CPU what the device is asked for, and counts it."""
 
+    _lacks_float64 = False
+
+    @property
+    def lacks_float64(self) -> bool:
+        """Whether a tensor of float64 on the device raises an error, as on GPUs of Apple."""
+        return self._lacks_float64
+
+    @lacks_float64.setter
+    def lacks_float64(self, value: bool) -> None:
+        self._lacks_float64 = value
+        dtypes._has_float64.clear()  # the package asks each kind of device once
+
     def __init__(self) -> None:
         self.counts = Counts()
         self.weighs = False
@@ -149,6 +163,8 @@ class Device:
 
     def dispatch(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         name = function.overloadpacket.__name__
+        if name.startswith("_foreach") and len({tensor.device for tensor in args[0]}) > 1:
+            return _row_by_row(function, args, kwargs)
         tensors = _tensors((args, kwargs))
         here = [tensor for tensor in tensors if isinstance(tensor, OnCuda)]
         asked = kwargs.get("device")
@@ -219,6 +235,15 @@ class Device:
         ]
 
 
+def _row_by_row(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Call a function of lists with each row, as torch does if a list has several devices."""
+    count, found = len(args[0]), []
+    for i in range(count):
+        row = [[a[i]] if isinstance(a, list | tuple) and len(a) == count else a for a in args]
+        found.append(function(*row, **kwargs))
+    return None if found[0] is None else [result for (result,) in found]
+
+
 def _sgd(function: Any, *lists: Sequence[Tensor], **options: Any) -> None:
     """Compute in float32 at least, as kernels on CUDA do. The one for CPUs leaves half precision as it is."""
     wide = [[t.to(torch.promote_types(t.dtype, torch.float32)) for t in tensors] for tensors in lists]
@@ -271,6 +296,16 @@ def pretended() -> Iterator[Counts]:
             yield DEVICE.counts
     finally:
         torch._C._set_only_lift_cpu_tensors(lifted)
+
+
+@contextmanager
+def without_float64() -> Iterator[None]:
+    """Within the block, the device has no float64."""
+    DEVICE.lacks_float64 = True
+    try:
+        yield
+    finally:
+        DEVICE.lacks_float64 = False
 
 
 class Graph:

@@ -182,14 +182,14 @@ def test_jobs_that_are_killed_after_each_checkpoint_lose_no_step(tmp_path):
             recorder.load_state_dict(saved)
         run(optimizer, 25, start=25 * job)
         saved = recorder.state_dict()
-        recorder._run.output.log = None  # the process is killed
+        recorder._recording.output.log = None  # the process is killed
     assert read_record(path).steps == list(range(85))  # the last job wrote its tenth step
 
 
 def test_a_copy_writes_no_file(path):
     optimizer, recorder = start(path)
     run(optimizer, 5)
-    for copied in (copy.deepcopy(recorder), pickle.loads(pickle.dumps(recorder._run))):
+    for copied in (copy.deepcopy(recorder), pickle.loads(pickle.dumps(recorder._recording))):
         copied.flush()
         copied.close()
     assert path.read_bytes() == b""

@@ -523,7 +523,7 @@ def test_no_sync_and_a_device_of_its_own():
             optimizer.step()
             optimizer.zero_grad()
         assert recorder.step == 4
-        assert recorder._run.tape.device.type == "cuda"
+        assert recorder._recording.tape.device.type == "cuda"
 
 
 @pytest.mark.slow
@@ -678,7 +678,7 @@ def test_what_is_kept_of_older_layouts_is_bounded_and_numbers_do_not_grow():
         gradients(net, step)
         optimizer.step()
         del optimizer.param_groups[1:]
-    assert len(recorder._run._older) <= 10
+    assert len(recorder._recording._older) <= 10
     assert recorder.record().steps == list(range(20, 30))
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from recorder.records import made
 
 from torchzero_clip import Chain, ClipNorm, Modular, Recorder, read_record
-from torchzero_clip.recorder.numbers import effective_count, joined_norms, median_of, medians, quantile, share_range
+from torchzero_clip.recorder.arithmetic import effective_count, joined_norms, median_of, medians, quantile, share_range
 from torchzero_clip.recorder.series import levels
 from torchzero_clip.recorder.suggestion import Series, suggested
 

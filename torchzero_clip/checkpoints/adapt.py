@@ -8,40 +8,43 @@ from torchzero_clip.checkpoints.identity import IDENTITY, Member, matched, membe
 from torchzero_clip.core.kinds import FinalRule
 from torchzero_clip.core.nodes import Node, Nodes
 from torchzero_clip.core.scope import NamedParam, named_params
-from torchzero_clip.types import Group
+from torchzero_clip.types import Checkpoint, Group, NewState
 
 
 def adapted(
-    state_dict: Mapping[str, Any], groups: list[Group], nodes: Nodes, new: Iterable[str], dropped: Iterable[str]
+    state_dict: Checkpoint, groups: list[Group], nodes: Nodes, new: Iterable[str], dropped: Iterable[str]
 ) -> dict[str, Any]:
     """Convert a checkpoint of another chain for this one. Its ``new`` transforms get their settings from ``groups``."""
-    saved_ones = saved_groups(state_dict, groups)
-    own = members_of(nodes)
-    if all(group.get(IDENTITY) == written(own) for group in saved_ones):
+    saved, members = saved_groups(state_dict, groups), members_of(nodes)
+    identity = written(members)
+    if all(group.get(IDENTITY) == identity for group in saved):
         return dict(state_dict)
-    saved = saved_members(saved_ones)
-    keys = _Keys(saved, matched(saved, own, new, dropped))
+    theirs = saved_members(saved)
+    keys = _Keys(theirs, matched(theirs, members, new, dropped))
     fresh = [node for node in nodes if node.path.split("/")[0] not in keys.names.values()]
 
     result: list[Group] = []
-    for group, ours in zip(saved_ones, groups, strict=True):
+    for group, ours in zip(saved, groups, strict=True):
         added = {key: ours[key] for node in fresh for key in node.storage_keys.values()}
         for node in fresh:
             added |= node.init_global_state()
-        result.append({**keys.of_group(group), **added, IDENTITY: written(own)})
+        result.append({**keys.of_group(group), **added, IDENTITY: identity})
 
     state = dict(state_dict["state"])
     params = [(named, ours) for ours in groups for named in named_params(ours)]
-    for i, (named, ours) in zip([i for group in saved_ones for i in group["params"]], params, strict=True):
-        if isinstance(kept := state.get(i), Mapping) and any("/" in str(key) for key in kept):
-            state[i] = {**keys.of_state(kept), **fresh_state(fresh, named, ours)}
+    for i, (named, ours) in zip([i for group in saved for i in group["params"]], params, strict=True):
+        if isinstance(of_param := state.get(i), Mapping) and any("/" in str(key) for key in of_param):
+            state[i] = {**keys.of_state(of_param), **fresh_state(fresh, named, ours)}
     return {**state_dict, "state": state, "param_groups": result}
 
 
-def fresh_state(nodes: Iterable[Node], named: NamedParam, group: Group) -> dict[str, Any]:
+def fresh_state(nodes: Iterable[Node], named: NamedParam, group: Group) -> NewState:
     """The state of a parameter before the first step of these transforms. Final rules make theirs in that step."""
-    begun = [node for node in nodes if not isinstance(node.transform, FinalRule)]
-    return {key: value for node in begun for key, value in node.init_state(named, node.settings(group)).items()}
+    state: NewState = {}
+    for node in nodes:
+        if not isinstance(node.transform, FinalRule):
+            state |= node.init_state(named, node.settings(group))
+    return state
 
 
 class _Keys:
@@ -58,7 +61,7 @@ class _Keys:
                 raise ValueError(f"{member.name!r} has other settings in the checkpoint: {differ}")
             self._settings |= {old.settings[key]: member.settings[key] for key in old.settings}
 
-    def of_group(self, group: Mapping[str, Any]) -> Group:
+    def of_group(self, group: Group) -> Group:
         """Convert a saved group: settings, the values that schedulers add to them, and state of the whole chain."""
         result: Group = {}
         for key, value in group.items():
@@ -73,9 +76,9 @@ class _Keys:
             result |= moved
         return result
 
-    def of_state(self, values: Mapping[str, Any]) -> dict[str, Any]:
+    def of_state(self, values: Mapping[Any, object]) -> NewState:
         """Convert state, without that of dropped transforms."""
-        result: dict[str, Any] = {}
+        result: NewState = {}
         for key, value in values.items():
             name, slash, rest = str(key).partition("/")
             if not slash or name not in self._saved_names:

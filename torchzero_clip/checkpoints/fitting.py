@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Mapping
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,33 +16,38 @@ from torchzero_clip.core.kinds import UpdateRule
 from torchzero_clip.core.nodes import Nodes
 from torchzero_clip.core.schedules import Schedules
 from torchzero_clip.core.scope import NamedParam, named_params
+from torchzero_clip.functional.dtypes import moved
 from torchzero_clip.functional.shards import local
 from torchzero_clip.hints import described
-from torchzero_clip.types import Group, State
+from torchzero_clip.types import Checkpoint, Group, NewState, State
 
 Statistics: TypeAlias = dict[str, tuple[Tensor, torch.dtype]]
 """Tensors that must be finite, by their description in errors, each with the dtype that it gets."""
 
 
 def fitted(
-    state_dict: Mapping[str, Any], groups: list[Group], nodes: Nodes, schedules: Schedules, own: Mapping[str, Any]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The checkpoint, checked and completed from the param groups, and its values of the state ``own`` of the chain."""
+    state_dict: Checkpoint, groups: list[Group], nodes: Nodes, schedules: Schedules, of_chain: State
+) -> tuple[Checkpoint, NewState]:
+    """The checkpoint, checked and completed from the param groups, and its state of the whole chain.
+
+    ``of_chain`` is the state of the whole chain that the optimizer has now.
+    """
     all_saved = saved_groups(state_dict, groups)
     for saved in all_saved:
         if lacks := [key for key in nodes.storage_keys.values() if key not in saved]:
             raise ValueError(f"a param group of the checkpoint lacks the setting {', '.join(map(repr, lacks))}")
-    found = saved_chain_state(all_saved, own)
-    statistics = _statistics_of_chain(found, own)
-    begins = {key: 0 for key in (CONSECUTIVE, SCHEDULE_STEP) if key in own}  # a new schedule starts at 0
-    chain_state = {**own, **begins, **{key: _like(value, own.get(key)) for key, value in found.items()}}
+    loaded = saved_chain_state(all_saved, of_chain)
+    statistics = _statistics_of_chain(loaded, of_chain)
+    begins = {key: 0 for key in (CONSECUTIVE, SCHEDULE_STEP) if key in of_chain}  # a new schedule starts at 0
+    chain_state: NewState = {**of_chain, **begins}
+    chain_state |= {key: _like(value, of_chain.get(key)) for key, value in loaded.items()}
     merged = [{**_merged(group, saved), **chain_state} for group, saved in zip(groups, all_saved, strict=True)]
     # a schedule of this optimizer decides at the saved step, whatever number the checkpoint has
     merged = schedules.applied(groups, merged, chain_state.get(SCHEDULE_STEP, 0))
     nodes.checked_settings(merged)
 
     state = state_dict["state"]
-    known = [named for group in groups for named in named_params(group)]
+    params = [named for group in groups for named in named_params(group)]
     settings = [saved for saved in merged for _ in saved["params"]]
     ids = [i for saved in all_saved for i in saved["params"]]
     if len(set(ids)) < len(ids):
@@ -50,8 +55,8 @@ def fitted(
     listed = set(ids)
     if strangers := [i for i in state if i not in listed]:
         raise ValueError(f"the checkpoint has state for parameters that none of its param groups lists: {strangers}")
-    placed: dict[Any, Any] = {}
-    for i, named, group in zip(ids, known, settings, strict=True):
+    placed: dict[int | str, NewState] = {}
+    for i, named, group in zip(ids, params, settings, strict=True):
         if i in state:
             fresh = _check_state(i, state[i], nodes, named, group, statistics)
             placed[i] = {key: _like(value, fresh[key]) for key, value in state[i].items()}
@@ -59,12 +64,12 @@ def fitted(
     _check_finite(statistics)
     # last, because the errors above say more precisely what does not fit
     for saved in all_saved:
-        if message := why_refused(saved, nodes, {*own, *COUNTERS, IDENTITY}):
+        if message := why_refused(saved, nodes, {*of_chain, *COUNTERS, IDENTITY}):
             raise ValueError(message)
     return {**state_dict, "state": placed, "param_groups": merged}, chain_state
 
 
-def fitted_state(saved: Mapping[str, Any], nodes: Nodes, named: NamedParam, group: Group) -> State:
+def fitted_state(saved: State, nodes: Nodes, named: NamedParam, group: Group) -> State:
     """A copy of the state of one parameter, checked. Raises ValueError if it does not fit."""
     statistics: Statistics = {}
     fresh = _check_state(named.name or "", saved, nodes, named, group, statistics)
@@ -72,20 +77,20 @@ def fitted_state(saved: Mapping[str, Any], nodes: Nodes, named: NamedParam, grou
     return {key: _like(value, fresh[key]) for key, value in saved.items()}
 
 
-def _statistics_of_chain(found: Mapping[str, Any], own: Mapping[str, Any]) -> Statistics:
-    """The tensors in the checked state of a chain, each with the dtype that it is to have."""
+def _statistics_of_chain(loaded: State, of_chain: State) -> Statistics:
+    """The tensors in the state of a chain, after checking it. Raise if it does not fit ``of_chain``."""
     statistics: Statistics = {}
     for key in COUNTERS:
-        count(key, found.get(key, 0))
-    for key, expected in own.items():
+        count(key, loaded.get(key, 0))
+    for key, expected in of_chain.items():
         if key in COUNTERS:
             continue  # nonfinite= is not part of the chain, so the checkpoint may lack the counts
         what = f"the state {key!r} of the chain"
-        if key not in found:
+        if key not in loaded:
             raise ValueError(f"the checkpoint lacks {what}: load it into the chain that wrote it")
-        _check_value(what, found[key], expected)
+        _check_value(what, loaded[key], expected)
         if isinstance(expected, Tensor):
-            statistics[what] = found[key], expected.dtype
+            statistics[what] = loaded[key], expected.dtype
     return statistics
 
 
@@ -101,22 +106,23 @@ def _merged(group: Group, saved: Group) -> Group:
             "the checkpoint has the same parameters in another order: build the optimizer with them in the order of "
             f"its 'param_names', {saved_names[0]!r} first"
         )
-    own = {key: group[key] for key in ("param_names", "name") if key in group}
+    names_of_group = {key: group[key] for key in ("param_names", "name") if key in group}
     # names that only the checkpoint has would change scopes; counts that this optimizer keeps come from `fitted`
     left_out = (IDENTITY, "name", "param_names", *COUNTERS)
     # a learning rate may be a tensor that belongs to a graph
-    given = {k: v.detach() if isinstance(v, Tensor) else v for k, v in saved.items() if k not in left_out}
-    return {**{k: v for k, v in group.items() if k != "params"}, **given, **own}
+    settings = {k: v.detach() if isinstance(v, Tensor) else v for k, v in saved.items() if k not in left_out}
+    return {**{k: v for k, v in group.items() if k != "params"}, **settings, **names_of_group}
 
 
-def _like(value: Any, fresh: Any) -> Any:
+def _like(value: object, fresh: object) -> object:
     """A copy of a saved value, on the device and in the dtype of a fresh one."""
     # torch's optimizers count steps on the CPU; ``model.double()`` changes dtypes
-    is_tensor = isinstance(value, Tensor)
-    return value.detach().to(fresh.device, fresh.dtype, copy=True) if is_tensor else copy.deepcopy(value)
+    if isinstance(value, Tensor) and isinstance(fresh, Tensor):
+        return value.detach().to(fresh.device, fresh.dtype, copy=True)
+    return copy.deepcopy(value)
 
 
-def saved_groups(state_dict: Any, groups: list[Group]) -> list[Group]:
+def saved_groups(state_dict: object, groups: list[Group]) -> list[Group]:
     """The param groups of a checkpoint. Raises if it is not a checkpoint, or if its groups have other sizes."""
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         got = f"the keys {list(state_dict)[:5]}" if isinstance(state_dict, Mapping) else type(state_dict).__name__
@@ -141,9 +147,9 @@ def saved_groups(state_dict: Any, groups: list[Group]) -> list[Group]:
 
 
 def _check_state(
-    number: Any, saved: Any, nodes: Nodes, named: NamedParam, group: Group, statistics: Statistics
-) -> dict[str, Any]:
-    """Return the state that a parameter may have. Raises if the saved one does not fit, and notes its statistics."""
+    number: int | str, saved: object, nodes: Nodes, named: NamedParam, group: Group, statistics: Statistics
+) -> NewState:
+    """Return the state that a parameter may have, and add statistics of the saved one. Raises if that does not fit."""
     if not isinstance(saved, Mapping):
         raise ValueError(f"the state of parameter {number} is a dict, got {type(saved).__name__}")
     # the keys of state may depend on settings, which may have changed since the last step
@@ -167,7 +173,7 @@ def _check_state(
         _check_value(what, value, expected[key])
         if key.startswith(of_statistics) and isinstance(value, Tensor):
             statistics[what] = value, expected[key].dtype
-    return expected | {k: v.to(named.param.device) if isinstance(v, Tensor) else v for k, v in others.items()}
+    return expected | {k: moved(v, named.param.device) if isinstance(v, Tensor) else v for k, v in others.items()}
 
 
 def _check_finite(statistics: Statistics) -> None:
@@ -183,7 +189,7 @@ def _check_finite(statistics: Statistics) -> None:
                 raise ValueError(f"{what} is not finite in {dtype}: it is a statistic, which no gradient makes inf")
 
 
-def _check_value(what: str, value: Any, expected: Any) -> None:
+def _check_value(what: str, value: object, expected: object) -> None:
     if not isinstance(expected, Tensor):
         # a wrapped optimizer may have a bool or None as state. True is an int
         numbers = [isinstance(v, int | float) and not isinstance(v, bool) for v in (value, expected)]
@@ -208,18 +214,18 @@ def _kind_of(value: Tensor) -> torch.dtype | str:
     return "complex" if value.is_complex() else "real" if value.is_floating_point() else value.dtype
 
 
-def _changed_chain_message(number: Any, missing: list[str], extra: list[str], nodes: Nodes) -> str:
+def _changed_chain_message(number: int | str, missing: list[str], extra: list[str], nodes: Nodes) -> str:
     names = ", ".join(node.path for node in nodes if not node.outer)
-    parts = [f"the state of parameter {number} does not fit this chain ({names})"]
+    problems = [f"the state of parameter {number} does not fit this chain ({names})"]
     if missing:
-        parts.append(f"missing: {', '.join(map(repr, missing))}")
+        problems.append(f"missing: {', '.join(map(repr, missing))}")
     if extra:
-        parts.append(f"extra: {', '.join(map(repr, extra))}")
+        problems.append(f"extra: {', '.join(map(repr, extra))}")
     if any("/" not in str(key) for key in extra):
-        parts.append("keys without the name of a transform come from another optimizer: see from_torch_optim")
+        problems.append("keys without the name of a transform come from another optimizer: see from_torch_optim")
     # a checkpoint does not store scopes, so a parameter may have state of a transform that no longer selects it
     selective = (node.path for node in nodes if node.scope.limited)
     left = [path for path in selective if any(str(key).startswith(f"{path}/") for key in extra)]
     if left:
-        parts.append(f"if the parameter is not in the scope of {', '.join(left)}, select it, or delete this state")
-    return "; ".join(parts) + ". Load it into the chain that wrote it"
+        problems.append(f"if the parameter is not in the scope of {', '.join(left)}, select it, or delete this state")
+    return "; ".join(problems) + ". Load it into the chain that wrote it"

@@ -4,11 +4,11 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from difflib import SequenceMatcher
-from typing import Any
 
 from torchzero_clip.core.chain import Composite
 from torchzero_clip.core.nodes import Nodes
 from torchzero_clip.core.transform import Transform, snake_case
+from torchzero_clip.types import Group
 
 IDENTITY = "chain"  # the key of a checkpoint's param groups that says which chain wrote it
 
@@ -21,9 +21,10 @@ class Member:
 
     name: str
     kind: str  # the name of its class
-    given: str  # the name given by hand, without the number that made it unique
+    given: str  # the name that the user gave, without the number that made it unique; checkpoints have this key
     structure: Mapping[str, str]  # the arguments that are neither settings nor defaults
-    inside: Mapping[str, Sequence[Any]]  # kind and structure of the transforms inside it, by relative path
+    inside: Mapping[str, Sequence[str | Mapping[str, str]]]
+    """The kind and the structure of the transforms inside it, by relative path."""
     settings: Mapping[str, str]  # the key of a param group for each setting, by its path without ``name``
 
     @property
@@ -39,7 +40,7 @@ class Member:
 
 def members_of(nodes: Nodes) -> list[Member]:
     """The transforms of the outermost chain."""
-    found: list[Member] = []
+    members: list[Member] = []
     for outermost in nodes:
         if outermost.outer:
             continue
@@ -49,9 +50,9 @@ def members_of(nodes: Nodes) -> list[Member]:
         keys = {f"{node.path}/{key}": stored for node in within for key, stored in node.storage_keys.items()}
         settings = {key.removeprefix(prefix): stored for key, stored in keys.items()}
         kind, structure = kind_and_structure(outermost.transform)
-        given = outermost.transform.name if outermost.transform.name != snake_case(kind) else ""
-        found.append(Member(outermost.path, kind, given, structure, inside, settings))
-    return found
+        name = outermost.transform.name if outermost.transform.name != snake_case(kind) else ""
+        members.append(Member(outermost.path, kind, name, structure, inside, settings))
+    return members
 
 
 def kind_and_structure(transform: Transform) -> tuple[str, dict[str, str]]:
@@ -67,10 +68,10 @@ def written(members: Iterable[Member]) -> str:
     return json.dumps({"format": FORMAT, "chain": [asdict(member) for member in members]})
 
 
-def read(text: Any) -> list[Member]:
+def read(text: str) -> list[Member]:
     """Parse the description of a chain. Raises ValueError if the text is not one."""
     try:
-        content: Any = json.loads(text)
+        content = json.loads(text)
         version = content["format"]
         members = [Member(**entry) for entry in content["chain"]] if version == FORMAT else []
         for member in members:
@@ -89,7 +90,7 @@ def _check_types(member: Member) -> None:
         raise TypeError(f"{member} has values that are no text")
 
 
-def saved_members(groups: Sequence[Mapping[str, Any]]) -> list[Member]:
+def saved_members(groups: Sequence[Group]) -> list[Member]:
     """The chain of a checkpoint, which all its param groups name."""
     texts = [group.get(IDENTITY) for group in groups]
     if None in texts:
@@ -99,57 +100,58 @@ def saved_members(groups: Sequence[Mapping[str, Any]]) -> list[Member]:
         )
     if any(text != texts[0] for text in texts):
         raise ValueError("the param groups of the checkpoint come from different chains")
-    return read(texts[0])
+    return read(str(texts[0]))
 
 
 def matched(
-    saved: Sequence[Member], own: Sequence[Member], new: Iterable[str], dropped: Iterable[str]
+    saved: Sequence[Member], current: Sequence[Member], new: Iterable[str], dropped: Iterable[str]
 ) -> list[tuple[Member, Member]]:
     """Pairs of a saved transform and its successor. Raises if transforms that are not ``new`` or ``dropped`` differ."""
-    new, dropped = _names("new", new, own, "this chain"), _names("dropped", dropped, saved, "the saved chain")
-    old_ones = [member for member in saved if member.name not in dropped]
-    own_ones = [member for member in own if member.name not in new]
-    if not _fit(old_ones, own_ones):
-        raise ValueError(_difference(saved, own))
-    return list(zip(old_ones, own_ones, strict=True))
+    without, added = _names("dropped", dropped, saved, "the saved chain"), _names("new", new, current, "this chain")
+    predecessors = [member for member in saved if member.name not in without]
+    successors = [member for member in current if member.name not in added]
+    if not _fit(predecessors, successors):
+        raise ValueError(_difference(saved, current))
+    return list(zip(predecessors, successors, strict=True))
 
 
-def _names(argument: str, names: Any, members: Sequence[Member], where: str) -> set[str]:
-    listed: list[Any] = list(names) if isinstance(names, Iterable) and not isinstance(names, str) else [names]
-    known = [member.name for member in members]
+def _names(argument: str, names: object, members: Sequence[Member], where: str) -> list[object]:
+    listed: list[object] = list(names) if isinstance(names, Iterable) and not isinstance(names, str) else [names]
+    of_chain = [member.name for member in members]
     for name in listed:
-        if name not in known:
-            raise ValueError(f"{argument} must name transforms of {where}, got {name!r}; they are {', '.join(known)}")
-    return set(listed)
+        if name not in of_chain:
+            there = ", ".join(of_chain)
+            raise ValueError(f"{argument} must name transforms of {where}, got {name!r}; they are {there}")
+    return listed
 
 
-def _fit(saved: Sequence[Member], own: Sequence[Member]) -> bool:
+def _fit(saved: Sequence[Member], current: Sequence[Member]) -> bool:
     """True if two chains are alike, and changed names leave no doubt about which transform is which."""
-    if [a.likeness for a in saved] != [b.likeness for b in own]:
+    if [a.likeness for a in saved] != [b.likeness for b in current]:
         return False
-    changed = [(a, b) for a, b in zip(saved, own, strict=True) if a.given != b.given]
-    ours, theirs = ({member.given for member in members} - {""} for members in (own, saved))
-    went_elsewhere = any(a.given in ours or b.given in theirs for a, b in changed)
-    return len({a.likeness for a, _ in changed}) == len(changed) and not went_elsewhere
+    renamed = [(a, b) for a, b in zip(saved, current, strict=True) if a.given != b.given]
+    ours, theirs = ({member.given for member in members} - {""} for members in (current, saved))
+    went_elsewhere = any(a.given in ours or b.given in theirs for a, b in renamed)
+    return len({a.likeness for a, _ in renamed}) == len(renamed) and not went_elsewhere
 
 
-def _difference(saved: Sequence[Member], own: Sequence[Member]) -> str:
+def _difference(saved: Sequence[Member], current: Sequence[Member]) -> str:
     """The message that names the difference between two chains, and the call that resolves it."""
-    old_ones, own_ones = ([m.likeness + m.given for m in members] for members in (saved, own))
-    blocks = SequenceMatcher(None, old_ones, own_ones, autojunk=False).get_matching_blocks()
+    theirs, ours = ([m.likeness + m.given for m in members] for members in (saved, current))
+    blocks = SequenceMatcher(None, theirs, ours, autojunk=False).get_matching_blocks()
     kept = {block.a + k: block.b + k for block in blocks for k in range(block.size)}
     dropped = [i for i in range(len(saved)) if i not in kept]
-    new = [i for i in range(len(own)) if i not in kept.values()]
-    named = [("new", [own[i].name for i in new]), ("dropped", [saved[i].name for i in dropped])]
+    new = [i for i in range(len(current)) if i not in kept.values()]
+    named = [("new", [current[i].name for i in new]), ("dropped", [saved[i].name for i in dropped])]
     call = ", ".join(f"{argument}={names!r}" for argument, names in named if names)
     message = (
         f"the checkpoint belongs to another chain. It was written by [{'; '.join(map(str, saved))}], and this chain is "
-        f"[{'; '.join(map(str, own))}]. "
+        f"[{'; '.join(map(str, current))}]. "
     )
-    if _fit(saved, own):
+    if _fit(saved, current):
         return f"{message}They match without new and dropped"
     message += f"To keep what matches and start the rest fresh, pass {call} to load_state_dict, or to before_step"
-    for members, likenesses, left, state in ((own, own_ones, new, "new"), (saved, old_ones, dropped, "gone")):
+    for members, likenesses, left, state in ((current, ours, new, "new"), (saved, theirs, dropped, "gone")):
         for i in left:
             alike = [m.name for m, likeness in zip(members, likenesses, strict=True) if likeness == likenesses[i]]
             if len(alike) > 1:

@@ -1,11 +1,11 @@
 """State in a form that no `load_state_dict` changes, so that the optimizer of another package may store it.
 
-Loads cast floating point state to the dtype of its parameter. torch does not cast values under the key "step", but for
-fused optimizers casts them to float32. Other packages have rules of their own. Bytes keep their values in any cast.
+`load_state_dict` casts floating point state to the dtype of its parameter. Under the key "step", torch casts nothing,
+except to float32 for fused optimizers. Other packages have other rules. Bytes keep their values in any cast.
 """
 
 from collections.abc import Container, Mapping
-from typing import Any
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,8 +17,11 @@ STEP = "step"
 FLOAT32 = frozenset({torch.float32, torch.float16, torch.bfloat16})
 """The dtypes whose numbers are the same after a cast to float32 and back."""
 
+Packed: TypeAlias = dict[str, object]
+"""A value of state: ``{"step": value}``, or ``{"float64": {"step": bytes}}``."""
 
-def packed(state: Mapping[str, Any], kept: Container[torch.dtype] | None) -> dict[str, dict[str, Any]]:
+
+def packed(state: State, kept: Container[torch.dtype] | None) -> dict[str, Packed]:
     """State in the portable form: ``{"clip/prev": {"step": tensor}}``, in the same memory.
 
     Args:
@@ -29,30 +32,29 @@ def packed(state: Mapping[str, Any], kept: Container[torch.dtype] | None) -> dic
     return {key: _packed(value, kept) for key, value in state.items()}
 
 
-def _packed(value: Any, kept: Container[torch.dtype] | None) -> dict[str, Any]:
+def _packed(value: object, kept: Container[torch.dtype] | None) -> Packed:
     # distributed tensors cannot be viewed as bytes
     if not isinstance(value, Tensor) or kept is None or value.dtype in kept or is_distributed(value):
         return {STEP: value}
     return {str(value.dtype).removeprefix("torch."): {STEP: value.unsqueeze(-1).view(torch.uint8)}}
 
 
-def unpacked(saved: Any) -> State:
+def unpacked(saved: object) -> State:
     """The state in the portable form; other values are returned as they are. Raises ValueError if malformed."""
     if not isinstance(saved, Mapping):
         raise ValueError(f"the state of transforms must be a dict, got {type(saved).__name__}")
     return {str(key): _unpacked(str(key), value) for key, value in saved.items()}
 
 
-def _unpacked(key: str, value: Any) -> Any:
+def _unpacked(key: str, value: object) -> object:
     if not isinstance(value, Mapping):
         return value
-    found: dict[Any, Any] = dict(value)
-    if list(found) == [STEP]:
-        return found[STEP]
-    name, inner = next(iter(found.items()), ("", None))
-    dtype: Any = getattr(torch, str(name), None)
+    if list(value) == [STEP]:
+        return value[STEP]
+    name, inner = next(iter(value.items()), ("", None))
+    dtype: object = getattr(torch, str(name), None)
     elements = inner.get(STEP) if isinstance(inner, Mapping) else None
-    if len(found) > 1 or not isinstance(dtype, torch.dtype) or not isinstance(elements, Tensor):
+    if len(value) > 1 or not isinstance(dtype, torch.dtype) or not isinstance(elements, Tensor):
         raise ValueError(f"the state {key!r} of a transform is neither a value nor the bytes of one")
     if not elements.ndim or elements.shape[-1] != dtype.itemsize:
         raise ValueError(f"the state {key!r} of a transform has bytes of another dtype than {dtype}")

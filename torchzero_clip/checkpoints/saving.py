@@ -19,7 +19,7 @@ from torchzero_clip.core.nodes import Node, Nodes
 from torchzero_clip.core.schedules import Schedules
 from torchzero_clip.functional.processes import device_of, gathered
 from torchzero_clip.functional.shards import largest_on_all_ranks
-from torchzero_clip.types import Group
+from torchzero_clip.types import Checkpoint, Group, NewState, State
 
 DEVICE = "device"
 """A key of saved states that are numbers alone: under it, each parameter has a tensor of one element.
@@ -37,16 +37,16 @@ def new_chain_state(nodes: Nodes, counts: Mapping[str, int]) -> ChainState:
 
 def complete(saved: dict[str, Any], groups: Sequence[Group], chain_state: ChainState) -> None:
     """Add the state of the whole chain to the checkpoint that torch has made of these groups."""
-    # no copies, as in torch. If some tensors were copied, a checkpoint in memory would mix the state of two steps
-    chain_state.take_counters(groups)
+    # as in torch, tensors are not copied. If some were, a checkpoint in memory would mix the state of two steps
+    chain_state.adopt_counters(groups)
     chain_state.show(saved["param_groups"])
     values = [value for state in saved["state"].values() for value in state.values()]
     if saved["state"] and not any(isinstance(value, Tensor) and value.ndim for value in values):
-        one = torch.zeros(1, dtype=torch.float32, device=device_of([p for group in groups for p in group["params"]]))
-        saved["state"] = {i: {**state, DEVICE: one} for i, state in saved["state"].items()}
+        tensor = torch.zeros(1, dtype=torch.float32, device=device_of(_params(groups)))
+        saved["state"] = {i: {**state, DEVICE: tensor} for i, state in saved["state"].items()}
 
 
-def without_device(saved: Mapping[str, Any]) -> Mapping[str, Any]:
+def without_device(saved: Checkpoint) -> Checkpoint:
     """Remove what `complete` has added under `DEVICE`."""
     states = saved.get("state")
     if not isinstance(states, Mapping) or not all(isinstance(state, Mapping) for state in states.values()):
@@ -65,15 +65,15 @@ class Load:
     new: str | Iterable[str]
     dropped: str | Iterable[str]
     _was_checked: bool = field(default=False, init=False)
-    _fitting: dict[str, Any] = field(default_factory=dict, init=False)
-    _values: dict[str, Any] = field(default_factory=dict, init=False)
+    _fitting: Checkpoint = field(default_factory=dict, init=False)
+    _values: NewState = field(default_factory=dict, init=False)
 
     @contextmanager
     def hooked(self, optimizer: Optimizer) -> Generator[None]:
         """Check and restore while torch loads: after the pre-hooks of the caller, and before its post-hooks."""
         before = optimizer.register_load_state_dict_pre_hook(
             # without the state by parameter, which torch would cast, and `restore` puts in its place
-            lambda host, given: {**self.check(given, host.param_groups), "state": {}}
+            lambda host, state_dict: {**self.check(state_dict, host.param_groups), "state": {}}
         )
         after = optimizer.register_load_state_dict_post_hook(
             lambda host: self.restore(host.param_groups, host.state), prepend=True
@@ -88,33 +88,33 @@ class Load:
             before.remove()
             after.remove()
 
-    def check(self, state_dict: Mapping[str, Any], groups: list[Group]) -> dict[str, Any]:
+    def check(self, state_dict: Checkpoint, groups: list[Group]) -> Checkpoint:
         """Return the checkpoint, converted and completed. Raises on all processes if it does not fit on one of them."""
         error: Exception | None = None
         try:
             adjusted = adapted(without_device(state_dict), groups, self.nodes, self.new, self.dropped)
             self._fitting, self._values = fitted(adjusted, groups, self.nodes, self.schedules, self.chain_state.values)
-        except ValueError as found:
-            error = found
-        except Exception as found:  # any kind, because schedules are functions of the user
-            error = ValueError(f"the checkpoint does not fit: {found}")
-            error.__cause__ = found
+        except ValueError as raised:
+            error = raised
+        except Exception as raised:  # any kind, because schedules are functions of the user
+            error = ValueError(f"the checkpoint does not fit: {raised}")
+            error.__cause__ = raised
         self.agree(error, groups)
         self._compare_limits(groups)
         return self._fitting
 
     def _compare_limits(self, groups: Sequence[Group]) -> None:
         """Warn if the constructor says another limit than the checkpoint, whose limit is used."""
-        found: dict[str, str] = {}
-        for own, loaded in zip(groups, self.groups, strict=True):
+        differ: dict[str, str] = {}
+        for group, loaded in zip(groups, self.groups, strict=True):
             for key in (stored for node in self.nodes for stored in _limits(node)):
-                # as_lr lets schedulers change a limit, and stores what the constructor said
-                said, saved = (group.get(f"{key}:constructed", group[key]) for group in (own, loaded))
-                if not isinstance(said, Tensor) and not isinstance(saved, Tensor) and said != saved:
-                    found.setdefault(key, f"{key} is {saved} in the checkpoint and {said} in the constructor")
-        if found:
+                # as_lr lets schedulers change a limit, and stores that of the constructor
+                constructed, saved = (of.get(f"{key}:constructed", of[key]) for of in (group, loaded))
+                if not isinstance(constructed, Tensor) and not isinstance(saved, Tensor) and constructed != saved:
+                    differ.setdefault(key, f"{key} is {saved} in the checkpoint and {constructed} in the constructor")
+        if differ:
             way_out = "The number of the checkpoint is used. To change it, set it in param_groups after loading"
-            warn_user(f"{'; '.join(found.values())}. {way_out}")
+            warn_user(f"{'; '.join(differ.values())}. {way_out}")
 
     def agree(self, error: Exception | None, groups: Sequence[Group]) -> None:
         """Raise on all processes if there is an error on one of them. All have to call this."""
@@ -128,12 +128,11 @@ class Load:
         """The param groups of the checkpoint, converted and completed by `check`."""
         return self._fitting["param_groups"]
 
-    def restore(self, groups: Sequence[Group], state: MutableMapping[Tensor, Any]) -> None:
+    def restore(self, groups: Sequence[Group], state: MutableMapping[Tensor, State]) -> None:
         """Put the state of the checkpoint in its place, after its groups were loaded."""
-        state.clear()  # parameters that the checkpoint lacks start anew
-        ids = [i for group in self._fitting["param_groups"] for i in group["params"]]
-        params = [param for group in groups for param in group["params"]]
-        for i, param in zip(ids, params, strict=True):
+        state.clear()  # also that of parameters that the checkpoint lacks
+        ids = [i for group in self.groups for i in group["params"]]
+        for i, param in zip(ids, _params(groups), strict=True):
             if i in self._fitting["state"]:
                 state[param] = self._fitting["state"][i]
         self.chain_state.values.update(self._values)
@@ -142,11 +141,15 @@ class Load:
 
     def _fails_somewhere(self, fails: bool, groups: Sequence[Group]) -> bool:
         """True if loading fails in any process. All processes have to call this, because they wait for each other."""
-        params = [param for group in groups for param in group["params"]]
-        found = largest_on_all_ranks(torch.tensor([float(fails)], dtype=torch.float64, device="cpu"), params)
+        params = _params(groups)
+        failures = largest_on_all_ranks(torch.tensor([float(fails)], dtype=torch.float64, device="cpu"), params)
         if self.process_group is not None:
-            found = gathered(found.to(device_of(params, self.process_group)), self.process_group).amax()
-        return found.item() > 0
+            failures = gathered(failures.to(device_of(params, self.process_group)), self.process_group).amax()
+        return failures.item() > 0
+
+
+def _params(groups: Sequence[Group]) -> list[Tensor]:
+    return [param for group in groups for param in group["params"]]
 
 
 def _limits(node: Node) -> list[str]:

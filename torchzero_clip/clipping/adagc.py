@@ -9,7 +9,8 @@ from typing_extensions import override
 from torchzero_clip.checks import positive, same_in_all_groups, steps, unit_interval
 from torchzero_clip.clipping.statistics import NormStatistics, Tracked, averaged
 from torchzero_clip.core.states import zero_numbers
-from torchzero_clip.functional.norms import may_look
+from torchzero_clip.functional.clip import within
+from torchzero_clip.functional.ways import may_look
 from torchzero_clip.types import NewState, Schedule, Setting, Target
 
 
@@ -61,6 +62,7 @@ class AdaGC(NormStatistics):
     never changes again. The first matrix of LoRA is such a tensor.
     """
 
+    pure = True
     checks = {"ratio": positive, "beta": unit_interval, "max_norm": positive}
 
     def __init__(
@@ -95,7 +97,7 @@ class AdaGC(NormStatistics):
     @override
     def limit(self, tracked: Tracked, updates: list[Tensor]) -> Tensor:
         norms, usual = tracked.norms, tracked["usual"]
-        limit = tracked.where_started(tracked.by_setting(lambda own, usual: own["ratio"] * usual, usual), torch.inf)
+        limit = tracked.where_started(tracked.by_setting(lambda s, usual: s["ratio"] * usual, usual), torch.inf)
         limited, factors = tracked.limited(norms, limit)
         moved = tracked.by_setting(averaged, usual, limited)
         if not tracked.is_usual:
@@ -109,7 +111,7 @@ class AdaGC(NormStatistics):
             return factors
         joint, finite = tracked.joint_norm()
         warms_up, most = warm_steps < self.warmup_steps, tracked.shared[0][0]["max_norm"]
-        shrunk = torch.where(joint > most, most / joint, 1.0)
+        shrunk = within(joint, most)
         counts = warms_up & finite & ((joint > 0) | (warm_steps > 0))
         warm_steps.add_(counts)  # in place, so that a captured step counts whenever it is replayed
         warm = torch.minimum(torch.where(tracked.started, usual, torch.inf), norms * shrunk)

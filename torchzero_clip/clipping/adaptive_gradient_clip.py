@@ -3,13 +3,13 @@
 from dataclasses import replace
 from functools import cache
 
-import torch
 from torch import Tensor
 from typing_extensions import override
 
 from torchzero_clip.checks import positive
 from torchzero_clip.core.kinds import Scaling
 from torchzero_clip.core.step import Step
+from torchzero_clip.functional.clip import within
 from torchzero_clip.functional.measure import Measured, measured_like
 from torchzero_clip.functional.shards import elements_at
 from torchzero_clip.types import Schedule, Target
@@ -56,7 +56,7 @@ class AdaptiveGradientClip(Scaling):
     """
 
     checks = {"clip_factor": positive, "eps": positive}
-    each_alone = True
+    each_alone = pure = True
     keeps_statistics = True  # a gradient that is not finite leaves the whole tensor unchanged, not only its unit
 
     def __init__(
@@ -84,11 +84,10 @@ class AdaptiveGradientClip(Scaling):
     def factors(self, measured: Measured, updates: list[Tensor], step: Step) -> Tensor:
         weights = measured_like(measured, [step.params[i] for i in measured.indices])
         limits = replace(measured, vector=weights).by_setting(
-            step.settings, lambda norms, own: own["clip_factor"] * norms.clamp(min=own["eps"])
+            step.settings, lambda norms, s: s["clip_factor"] * norms.clamp(min=s["eps"])
         )
         finite = measured.of_slices(elements_at(step.finite, measured.indices))
-        exceeds = finite & (measured.vector > limits)
-        return torch.where(exceeds, limits / measured.vector, 1.0)
+        return within(measured.vector, limits, finite)
 
 
 @cache

@@ -5,9 +5,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from torchzero_clip.checks import percent, steps
-from torchzero_clip.clipping.statistics import NormStatistics, Tracked
+from torchzero_clip.clipping.statistics import NormStatistics, Tracked, one_more
 from torchzero_clip.compat import warn_user
 from torchzero_clip.core.states import zero_numbers
+from torchzero_clip.functional.clip import within
 from torchzero_clip.types import NewState, Schedule, Target
 
 
@@ -60,6 +61,7 @@ class AutoClip(NormStatistics):
     networks](https://arxiv.org/abs/2007.14469), 2020, without the window.
     """
 
+    pure = True
     checks = {"percentile": percent}
 
     def __init__(
@@ -85,7 +87,7 @@ class AutoClip(NormStatistics):
     @override
     def limit(self, tracked: Tracked, updates: list[Tensor]) -> Tensor:
         stored = tracked.remember()
-        tracked.keep(started=tracked["started"] + 1)
+        tracked.keep(started=one_more(stored, tracked["started"], tracked.usable))
         limit = stored.nanquantile(tracked.shared[0][0]["percentile"] / 100)
         tracked.show(limit=limit)
-        return torch.where(tracked.norms > limit, limit / tracked.norms, 1.0)
+        return within(tracked.norms, limit)

@@ -15,6 +15,7 @@ from torchzero_clip.core.elementwise import Elementwise
 from torchzero_clip.core.kinds import UpdateRule
 from torchzero_clip.core.step import Step
 from torchzero_clip.functional import foreach
+from torchzero_clip.functional.clip import within
 from torchzero_clip.functional.foreach import reals, wide_dtype
 from torchzero_clip.functional.measure import Measured, counted, scale_
 from torchzero_clip.types import NewState, Ord, Schedule, Setting, Target
@@ -93,7 +94,7 @@ class ClipNormByEMA(NormStatistics):
     NORMALIZE: ClassVar[bool] = False  # True to scale smaller updates up to the limit too
     common = ("eps", "max_ema_growth")
     checks = {"beta": unit_interval, "eps": non_negative, "max_ema_growth": optional(positive)}
-    each_alone = True
+    each_alone = pure = True
 
     def __init__(
         self,
@@ -122,23 +123,23 @@ class ClipNormByEMA(NormStatistics):
 
     @override
     def limit(self, tracked: Tracked, updates: list[Tensor]) -> Tensor:
-        own = [updates[i] for i in tracked.indices]
-        averages, found = tracked.averaged("ema", own, self.slicing, from_update=self.ema_init == "update")
-        size = self._grown(averages, found, tracked)
+        of_tracked = [updates[i] for i in tracked.indices]
+        averages, measured = tracked.averaged("ema", of_tracked, self.slicing, from_update=self.ema_init == "update")
+        size = self._grown(averages, measured, tracked)
 
-        ratio = tracked.norms / tracked.root(tracked.by_setting(lambda own, values: values.clamp(min=own["eps"]), size))
+        ratio = tracked.norms / tracked.root(tracked.by_setting(lambda s, x: x.clamp(min=s["eps"]), size))
         root = self.slicing.metric.root
-        least = tracked.by_setting(lambda own, x: x.clamp(min=root(own["eps"]) if self.NORMALIZE else 1.0), ratio)
+        least = tracked.by_setting(lambda s, x: x.clamp(min=root(s["eps"]) if self.NORMALIZE else 1.0), ratio)
         return torch.where(tracked.norms > 0, least.reciprocal(), 1.0)
 
-    def _grown(self, averages: Sequence[Tensor], found: Measured, tracked: Tracked) -> Tensor:
+    def _grown(self, averages: Sequence[Tensor], measured: Measured, tracked: Tracked) -> Tensor:
         """Keep the averages from growing too fast, and return their norms."""
-        size = tracked.metric(tracked.of(found))
+        size = tracked.metric(tracked.of(measured))
         if any(setting["max_ema_growth"] is not None for setting, _ in tracked.shared):
             largest = tracked.where_started(tracked.by_setting(_largest, tracked["prev"]), torch.inf)
-            shrink = torch.where(size > largest, tracked.root(largest / size), 1.0)
+            shrink = tracked.root(within(size, largest))
             scratch = tracked.step.tools.scratch_for(averages)
-            scale_(found, tracked.factors(shrink), scratch, name=f"averages {id(self)}")
+            scale_(measured, tracked.factors(shrink), scratch, name=f"averages {id(self)}")
             size = torch.minimum(size, largest)
         tracked.keep(prev=size)
         return size
@@ -240,7 +241,7 @@ class ClipValueByEMA(Elementwise, Composite):
     """
 
     checks = {"beta": unit_interval}
-    each_alone = True
+    each_alone = pure = True
     keys = ("ema",)
     keeps_finite = True
 
@@ -270,13 +271,13 @@ class ClipValueByEMA(Elementwise, Composite):
         if step.apply_child is None:
             return super().apply_tensors(updates, step)
         averages, flags = step.column("ema"), self.flags(updates, step, None)
-        rows: list[tuple[Tensor, Elements]] = []
+        followed: list[tuple[Tensor, Elements]] = []
         for i, (update, average) in enumerate(zip(updates, averages, strict=True)):
             x, ema, at = reals(update), reals(average), flags.elements(i, update.device)
-            rows.append((x, self._follow(x.abs().to(ema.dtype), ema, step.settings[i], at)))
+            followed.append((x, self._follow(x.abs().to(ema.dtype), ema, step.settings[i], at)))
         bounds = step.apply_child("ema_tfm", foreach.clone(averages))
         counts: list[Tensor] = []
-        for (x, at), bound in zip(rows, bounds, strict=True):
+        for (x, at), bound in zip(followed, bounds, strict=True):
             limit = reals(bound).abs().nan_to_num_(nan=torch.inf, posinf=torch.inf)
             counts.append(at.count(x.abs() > limit))
             at.clamp(x, -limit, limit, x)

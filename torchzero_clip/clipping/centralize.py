@@ -9,8 +9,9 @@ from typing_extensions import override
 from torchzero_clip.core.kinds import Shifting
 from torchzero_clip.core.step import Step
 from torchzero_clip.functional.clip import centralize_
+from torchzero_clip.functional.dtypes import widest
 from torchzero_clip.functional.measure import Slicing
-from torchzero_clip.functional.norms import whole_sums
+from torchzero_clip.functional.moments import sums_of_each
 from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.types import Dim, Target
 
@@ -61,7 +62,7 @@ class Centralize(Shifting):
     networks](https://arxiv.org/abs/2004.01461), 2020.
     """
 
-    each_alone = True
+    each_alone = pure = True
 
     def __init__(
         self,
@@ -81,14 +82,14 @@ class Centralize(Shifting):
         if self.dim is not None or self.inverse_dims or type(self).apply_tensors is not Centralize.apply_tensors:
             return None
         counts, acts, all_act = scratch.plan("means", updates, lambda: self._counted(updates), self.min_size)
-        means = whole_sums(updates, scratch) / counts
+        means = sums_of_each(updates, scratch) / counts
         return means if all_act else torch.where(acts, means, 0.0)
 
     def _counted(self, updates: Sequence[Tensor]) -> tuple[Tensor, Tensor, bool]:
         """The number of elements of each update, whether it has a mean to subtract, and whether all have one."""
         sizes, device = list(map(Tensor.numel, updates)), updates[0].device
         acts = [u.ndim > 0 and size >= max(self.min_size, 1) for u, size in zip(updates, sizes, strict=True)]
-        return torch.tensor(sizes, dtype=torch.float64, device=device), torch.tensor(acts, device=device), all(acts)
+        return torch.tensor(sizes, dtype=widest(device), device=device), torch.tensor(acts, device=device), all(acts)
 
     @override
     def apply_tensors(self, updates: list[Tensor], step: Step) -> Sequence[Tensor]:

@@ -12,6 +12,8 @@ from torchzero_clip.core.elements import Elements, Flags
 from torchzero_clip.core.elementwise import Elementwise
 from torchzero_clip.core.states import zero_numbers
 from torchzero_clip.core.step import Step
+from torchzero_clip.functional.clip import within
+from torchzero_clip.functional.dtypes import bias_correction
 from torchzero_clip.functional.measure import LINF, Slicing
 from torchzero_clip.types import NewState, Schedule, Setting, Target
 
@@ -64,7 +66,7 @@ class ClipByMaxEMA(Elementwise):
     """
 
     checks = {"beta": decay_rate}
-    each_alone = True
+    each_alone = pure = True
     keeps_statistics = True
     reads_tensors = True
     keeps_finite = True
@@ -92,8 +94,7 @@ class ClipByMaxEMA(Elementwise):
         average = tracked.by_setting(averaged, tracked["largest"], tracked.norms)
         tracked.keep(largest=average, started=count)
         limits = tracked.by_setting(_limit, average, count)
-        exceed = tracked.usable & (tracked.norms > limits)
-        ratios = torch.where(exceed, limits / tracked.norms, 1.0)
+        ratios = within(tracked.norms, limits, tracked.usable)
         return Flags(numbers=(limits, ratios))
 
     @override
@@ -112,4 +113,4 @@ class ClipByMaxEMA(Elementwise):
 
 
 def _limit(setting: Setting, average: Tensor, count: Tensor) -> Tensor:
-    return average / (1 - setting["beta"] ** count)
+    return average / bias_correction(setting["beta"], count)

@@ -7,7 +7,7 @@ from torchzero_clip.checks import non_negative
 from torchzero_clip.compat import warn_user
 from torchzero_clip.core.kinds import Scaling
 from torchzero_clip.core.step import Step
-from torchzero_clip.functional.clip import clip_factors
+from torchzero_clip.functional.clip import clip_factor, clip_factors
 from torchzero_clip.functional.measure import Measured
 from torchzero_clip.types import Dim, Ord, Schedule, Setting, Target
 
@@ -65,7 +65,7 @@ class ClipNorm(Scaling):
     """
 
     checks = {"max_norm": non_negative}
-    each_alone = True
+    each_alone = pure = True
     limit_setting = "max_norm"
 
     def __init__(
@@ -91,6 +91,6 @@ class ClipNorm(Scaling):
     def factors(self, measured: Measured, updates: list[Tensor], step: Step) -> Tensor:
         return measured.by_setting(step.settings, lambda norms, s: clip_factors(measured.metric, norms, s["max_norm"]))
 
-    def _factor(self, norm: float, setting: Setting) -> float:  # pyright: ignore[reportUnusedFunction]
-        """The factor of a joint norm that was read, which equals that of `factors`. Planned steps call it."""
-        return 1.0 if norm <= setting["max_norm"] else setting["max_norm"] / norm
+    @override
+    def factor(self, norm: float, setting: Setting) -> float:
+        return clip_factor(norm, setting["max_norm"], 0.0)

@@ -49,7 +49,7 @@ class ClipRMS(Scaling):
     """
 
     checks = {"max_rms": positive}
-    each_alone = True
+    each_alone = pure = True
     limit_setting = "max_rms"
 
     def __init__(self, max_rms: float | Schedule = 1.0, *, target: Target = "update", name: str | None = None) -> None:
@@ -57,14 +57,13 @@ class ClipRMS(Scaling):
 
     @override
     def factors(self, measured: Measured, updates: list[Tensor], step: Step) -> Tensor:
-        device = measured.vector.device
-
         def made() -> Tensor:
             counts = [updates[i].numel() * (2 if updates[i].is_complex() else 1) for i in measured.indices]
-            return torch.tensor(counts, dtype=torch.float64, device="cpu").sqrt().to(device)
+            return torch.tensor(counts, dtype=torch.float64, device="cpu").sqrt().to(measured.vector)
 
         scratch = step.tools.scratch_for(updates)  # its memory lets later steps copy nothing to the device
         roots = made() if scratch is None else scratch.plan(f"roots {id(self)}", updates, made)
         measured.vector = measured.vector / roots
-        own = measured.by_setting(step.settings, lambda norms, s: clip_factors(measured.metric, norms, s["max_rms"]))
-        return torch.where(measured.vector < torch.inf, own, 1.0)
+        metric = measured.metric
+        factors = measured.by_setting(step.settings, lambda norms, s: clip_factors(metric, norms, s["max_rms"]))
+        return torch.where(measured.vector < torch.inf, factors, 1.0)

@@ -52,6 +52,7 @@ class ClipValue(Elementwise):
     networks](https://www.fit.vut.cz/study/phd-thesis/283/), 2012.
     """
 
+    pure = True
     checks = {"value": non_negative}
     limit_setting = "value"
     keeps_finite = True

@@ -9,7 +9,7 @@ from typing_extensions import override
 from torchzero_clip.checks import decay_rate, non_negative
 from torchzero_clip.clipping.statistics import NormStatistics, Tracked, averaged
 from torchzero_clip.core.states import zero_numbers
-from torchzero_clip.functional.norms import SQUARABLE
+from torchzero_clip.functional.dtypes import bias_correction, squarable
 from torchzero_clip.types import NewState, Schedule, Setting, Target
 
 
@@ -62,7 +62,7 @@ class GradientStabilizer(NormStatistics):
     """
 
     checks = {"beta1": decay_rate, "beta2": decay_rate, "eps": non_negative}
-    each_alone = True
+    each_alone = pure = True
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class GradientStabilizer(NormStatistics):
     @override
     def limit(self, tracked: Tracked, updates: list[Tensor]) -> Tensor:
         norms, count = tracked.norms, tracked["started"] + 1
-        seen = norms.clamp(max=SQUARABLE)
+        seen = norms.clamp(max=squarable(norms))
         norm = tracked.by_setting(partial(averaged, key="beta1"), tracked["norm"], seen)
         square = tracked.by_setting(partial(averaged, key="beta2"), tracked["square"], seen.square())
         tracked.keep(norm=norm, square=square, started=count)
@@ -91,5 +91,5 @@ class GradientStabilizer(NormStatistics):
 
 
 def _target(setting: Setting, norm: Tensor, square: Tensor, count: Tensor) -> Tensor:
-    first, second = (1 - setting[key] ** count for key in ("beta1", "beta2"))
+    first, second = (bias_correction(setting[key], count) for key in ("beta1", "beta2"))
     return norm / first / ((square / second).sqrt() + setting["eps"])

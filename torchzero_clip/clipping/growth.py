@@ -76,7 +76,7 @@ class ClipValueGrowth(Elementwise):
     """
 
     checks = CHECKS
-    each_alone = True
+    each_alone = pure = True
     keys = ("prev",)
     keeps_finite = True
 
@@ -221,7 +221,7 @@ class ClipNormGrowth(NormStatistics):
     """
 
     checks = CHECKS
-    each_alone = True
+    each_alone = pure = True
 
     def __init__(
         self,
@@ -266,9 +266,9 @@ def _limits(setting: Setting) -> bool:
 
 def _end_without_limit(step: Step, *, joint: bool = False) -> None:
     """End the tracking of tensors without a limit, so that it starts anew if they get one again."""
-    for setting, own in step.by_setting():
+    for setting, span in step.by_setting():
         if not _limits(setting):
-            for state in [step.global_state] if joint else step.states[own]:
+            for state in [step.global_state] if joint else step.states[span]:
                 if state:
                     state["started"].zero_()
 

@@ -62,7 +62,7 @@ class Normalize(Scaling):
     """
 
     checks = {"norm_value": finite}
-    each_alone = True
+    each_alone = pure = True
 
     def __init__(
         self,

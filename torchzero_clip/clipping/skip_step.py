@@ -9,12 +9,12 @@ from torch import Tensor
 from typing_extensions import override
 
 from torchzero_clip.checks import at_least_one, non_negative, optional, positive, steps, unit_interval
-from torchzero_clip.clipping.statistics import filled, written
+from torchzero_clip.clipping.statistics import filled, one_more, written
 from torchzero_clip.core.kinds import Gate
 from torchzero_clip.core.states import zero_numbers
 from torchzero_clip.core.step import Step
 from torchzero_clip.functional import foreach
-from torchzero_clip.functional.norms import SQUARABLE
+from torchzero_clip.functional.dtypes import squarable
 from torchzero_clip.types import NewState, Schedule, Setting, State, Target
 
 VALUES = ("norms", "losses")
@@ -79,6 +79,7 @@ class SkipStep(Gate):
     where training restarts from a checkpoint before a loss spike and skips the batches around it.
     """
 
+    pure = True
     checks = {
         "max_norm": optional(non_negative),
         "max_ratio": optional(at_least_one),
@@ -132,8 +133,8 @@ class SkipStep(Gate):
         if not self.needs_loss:
             return bad
         values = self._values(norm, step)
-        for value, known in values.values():
-            bad = bad | (known & value.isfinite().logical_not())
+        for value, exists in values.values():
+            bad = bad | (exists & value.isfinite().logical_not())
         return bad | self._is_large(values, step)
 
     @override
@@ -143,8 +144,8 @@ class SkipStep(Gate):
         started = state["started"] > 0
         usable = (norm > 0) | started
         if self.needs_loss:
-            for key, (value, known) in self._values(norm, step).items():
-                self._store(state, key, f"{key}_stored", value, known & (usable if key == "norms" else known))
+            for key, (value, exists) in self._values(norm, step).items():
+                self._store(state, key, f"{key}_stored", value, exists & (usable if key == "norms" else exists))
             foreach.copy_([state["in_a_row"], state["losses_in_a_row"]], [torch.zeros_like(norm)] * 2)
         foreach.lerp_where_(usable & started.logical_not(), state["mean"], norm, 1.0)
         foreach.lerp_where_(usable, state["mean"], norm, 1 - setting["beta"])
@@ -159,18 +160,18 @@ class SkipStep(Gate):
             return
         state, values = step.global_state, self._values(norm, step)
         large = self._is_large(values, step)
-        for value, known in values.values():
-            large = large & (known.logical_not() | value.isfinite())
+        for value, exists in values.values():
+            large = large & (exists.logical_not() | value.isfinite())
         counts = {"norms": "in_a_row", "losses": "losses_in_a_row"}
-        for key, (value, known) in values.items():
-            self._store(state, f"skipped_{key}", counts[key], value, large & known)
+        for key, (value, exists) in values.items():
+            self._store(state, f"skipped_{key}", counts[key], value, large & exists)
         lasts = state["in_a_row"] >= len(state["skipped_norms"])
         for key, count in counts.items():
             few = state[f"skipped_{key}"]
             window = torch.cat([few, torch.zeros_like(state[key])])[: self.window]
-            takes = lasts & (state[count] > 0)
-            foreach.copy_([state[key]], [torch.where(takes, window, state[key])])
-            foreach.copy_([state[f"{key}_stored"]], [torch.where(takes, state[count], state[f"{key}_stored"])])
+            becomes_window = lasts & (state[count] > 0)
+            foreach.copy_([state[key]], [torch.where(becomes_window, window, state[key])])
+            foreach.copy_([state[f"{key}_stored"]], [torch.where(becomes_window, state[count], state[f"{key}_stored"])])
             foreach.copy_([state[count]], [torch.where(lasts, 0.0, state[count])])
 
     @override
@@ -180,9 +181,9 @@ class SkipStep(Gate):
         for key, (limit, counts) in (self._windows(values, step) if self.needs_loss else {}).items():
             limits[key] += [limit] if counts else []
         said: list[str] = []
-        for key, (value, known) in values.items():
+        for key, (value, exists) in values.items():
             number, limit = value.item(), min([limit.item() for limit in limits[key]], default=math.inf)
-            if known and not (number <= limit and math.isfinite(number)):
+            if exists and not (number <= limit and math.isfinite(number)):
                 what = "the norm of the gradients" if key == "norms" else "the loss"
                 said.append(f"{what} was {number:.4g}" + (f", and its limit is {limit:.4g}" if number > limit else ""))
         return ", and ".join(said)
@@ -205,21 +206,23 @@ class SkipStep(Gate):
         """The limits of norm and loss, from earlier values; each with whether it applies."""
         sigma: float | None = step.settings[0]["sigma"]
         state = step.global_state
-        found: dict[str, tuple[Tensor, Tensor]] = {}
-        for key, (_, known) in values.items():
+        limits: dict[str, tuple[Tensor, Tensor]] = {}
+        for key, (_, exists) in values.items():
             if sigma is None:
                 break
             count = state[f"{key}_stored"].clamp(max=len(state[key]))
-            stored = filled(state[key], count).clamp(-SQUARABLE, SQUARABLE)
+            stored = filled(state[key], count)
+            most = squarable(stored)
+            stored = stored.clamp(-most, most)
             mean = stored.nanmean()
             deviation = ((stored - mean).square().nansum() / (count - 1).clamp(min=1)).sqrt()
             enough = count >= max(2, len(state[key]) // 2 - 1)
-            found[key] = mean + sigma * torch.maximum(deviation, mean.abs() / 1000), known & enough
-        return found
+            limits[key] = mean + sigma * torch.maximum(deviation, mean.abs() / 1000), exists & enough
+        return limits
 
     def _store(self, state: State, key: str, count: str, value: Tensor, where: Tensor) -> None:
         foreach.copy_([state[key]], [written(state[key], state[count], value, where)])
-        foreach.copy_([state[count]], [state[count] + where])
+        foreach.copy_([state[count]], [one_more(state[key], state[count], where)])
 
 
 def _limit(norm: Tensor, step: Step) -> Tensor:
@@ -228,5 +231,5 @@ def _limit(norm: Tensor, step: Step) -> Tensor:
     limit = torch.full_like(norm, torch.inf if setting["max_norm"] is None else setting["max_norm"])
     if setting["max_ratio"] is None:
         return limit
-    known = (state["started"] > 0) & (state["mean"] > 0)
-    return torch.minimum(limit, torch.where(known, setting["max_ratio"] * state["mean"], torch.inf))
+    has_mean = (state["started"] > 0) & (state["mean"] > 0)
+    return torch.minimum(limit, torch.where(has_mean, setting["max_ratio"] * state["mean"], torch.inf))

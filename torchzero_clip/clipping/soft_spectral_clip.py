@@ -58,6 +58,7 @@ class SoftSpectralClip(TensorwiseTransform):
     Source: [Enhancing LLM training via spectral clipping](https://arxiv.org/abs/2603.14315), 2026.
     """
 
+    pure = True
     checks = {"limit": positive}
 
     def __init__(

@@ -58,7 +58,7 @@ class SpikeAwareClip(Elementwise):
     """
 
     checks = {"threshold": positive, "beta": unit_interval}
-    each_alone = True
+    each_alone = pure = True
     keys = ("square",)
     keeps_finite = True
 

@@ -13,9 +13,11 @@ from torchzero_clip.core.kinds import Scaling
 from torchzero_clip.core.states import zero_numbers
 from torchzero_clip.core.step import Step
 from torchzero_clip.functional import foreach
+from torchzero_clip.functional.dtypes import widened
 from torchzero_clip.functional.measure import Measured, Slicing, by_setting
-from torchzero_clip.functional.norms import combine, extent, may_look
 from torchzero_clip.functional.shards import elements_at
+from torchzero_clip.functional.slices import joint_of_norms
+from torchzero_clip.functional.ways import extent, may_look
 from torchzero_clip.types import NewState, Ord, Setting, Target
 
 
@@ -96,13 +98,13 @@ class Tracked:
         """
         tools, usable, started = self.step.tools, self.per_tensor(self.usable), self.per_tensor(self.started)
         averages, moved = self.step.stored.draft(key, self._rows)
-        known = tools.average_(averages, updates, self.shared, usable, started, into=moved, from_update=from_update)
-        return moved, tools.measure(moved, slicing, known)
+        norms = tools.average_(averages, updates, self.shared, usable, started, into=moved, from_update=from_update)
+        return moved, tools.measure(moved, slicing, norms)
 
     def __getitem__(self, key: str) -> Tensor:
         """The stored numbers under one key, not to be used after `keep`."""
         if self.joint:
-            return self.step.global_state[key].double().view(1)
+            return widened(self.step.global_state[key]).view(1)
         return self.step.live_numbers(key, self._rows)
 
     def keep(self, **values: Tensor) -> None:
@@ -132,27 +134,26 @@ class Tracked:
 
     def joint_norm(self) -> tuple[Tensor, Tensor]:
         """The L2 norm of all tensors together, and whether all gradients and all norms are finite: 0-d tensors."""
-        norm, finite = combine(self.norms, 2.0), self.step.finite.all() & (self.norms < torch.inf).all()
+        norm, finite = joint_of_norms(self.norms, 2.0), self.step.finite.all() & (self.norms < torch.inf).all()
         if self.step.tools.process_group is None:
             return norm, finite
         norms, are_finite = self.step.tools.gathered(norm, finite)
-        return combine(norms, 2.0), are_finite.all()
+        return joint_of_norms(norms, 2.0), are_finite.all()
 
     def root(self, ratios: Tensor) -> Tensor:
         """Ratios of norms, from ratios of metrics."""
         return ratios ** (1 / self.degree) if self.degree > 1 else ratios
 
     def metric(self, norms: Tensor) -> Tensor:
-        """The metric of norms: for 'var' their squares, clamped to the range of float64; else the norms themselves."""
-        return (norms**self.degree).clamp(max=torch.finfo(torch.float64).max) if self.degree > 1 else norms
+        """The metric of norms: for 'var' their squares, clamped to the range of the dtype; else the norms."""
+        return (norms**self.degree).clamp(max=torch.finfo(norms.dtype).max) if self.degree > 1 else norms
 
     def by_setting(self, rule: Callable[[Setting, Tensor], Tensor] | Callable[..., Tensor], *vectors: Tensor) -> Tensor:
         """Apply ``rule`` to each setting and the elements of the vectors that share it, and concatenate."""
         if self.joint or len(self.shared) == 1:
             return rule(self.shared[0][0], *vectors)
-        columns = [vector.split([own.stop - own.start for _, own in self.shared]) for vector in vectors]
-        rows = zip(*columns, strict=True)
-        return torch.cat([rule(setting, *row) for (setting, _), row in zip(self.shared, rows, strict=True)])
+        columns = [vector.split([span.stop - span.start for _, span in self.shared]) for vector in vectors]
+        return torch.cat([rule(setting, *parts) for (setting, _), *parts in zip(self.shared, *columns, strict=True)])
 
     def per_tensor(self, vector: Tensor) -> Tensor:
         """The element of a vector that belongs to each tensor with a statistic."""
@@ -165,14 +166,23 @@ class Tracked:
             return vector.expand(self._count)
         if self._taken is None:
             return vector
-        own, one = dict(zip(self._taken, vector.unbind(), strict=True)), torch.ones_like(vector.select(0, 0))
-        return torch.stack([own.get(k, one) for k in range(self._count)])
+        by_place, one = dict(zip(self._taken, vector.unbind(), strict=True)), torch.ones_like(vector.select(0, 0))
+        return torch.stack([by_place.get(k, one) for k in range(self._count)])
 
 
 def written(ring: Tensor, count: Tensor, value: Tensor, where: Tensor) -> Tensor:
     """The last values, with one more in place of the oldest one if ``where`` is true; ``count`` were written before."""
     places = torch.arange(len(ring), device=ring.device)
     return torch.where((places == count % len(ring)) & where, value, ring)
+
+
+def one_more(ring: Tensor, count: Tensor, where: Tensor) -> Tensor:
+    """How many values were written, after one more where ``where`` is true.
+
+    Float32 counts to 2**24 only. In it, the count goes back by the size of the ring, which keeps the place of the next.
+    """
+    count = count + where
+    return count if count.dtype == torch.float64 else torch.where(count >= 2 * len(ring), count - len(ring), count)
 
 
 def filled(ring: Tensor, count: Tensor) -> Tensor:

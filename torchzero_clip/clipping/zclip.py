@@ -9,7 +9,9 @@ from typing_extensions import override
 from torchzero_clip.checks import non_negative, one_of, optional, positive, steps, unit_interval
 from torchzero_clip.clipping.statistics import NormStatistics, Tracked
 from torchzero_clip.core.states import zero_numbers
-from torchzero_clip.functional.norms import SQUARABLE, may_look
+from torchzero_clip.functional.clip import within
+from torchzero_clip.functional.dtypes import squarable
+from torchzero_clip.functional.ways import may_look
 from torchzero_clip.types import NewState, Schedule, Target
 
 ClipOption = Literal["adaptive_scaling", "mean"]
@@ -67,6 +69,7 @@ class ZClip(NormStatistics):
     2025. In the reference, no step is clipped after one NaN.
     """
 
+    pure = True
     checks = {
         "beta": unit_interval,
         "z_thresh": positive,
@@ -107,18 +110,18 @@ class ZClip(NormStatistics):
         warms_up = count < self.warmup_steps
         if not may_look(warms_up):
             pairs = zip(self._first(tracked, warms_up), self._later(tracked), strict=True)
-            found = [torch.where(warms_up, first, later) for first, later in pairs]
+            results = [torch.where(warms_up, first, later) for first, later in pairs]
         else:
-            found = self._first(tracked, warms_up) if warms_up else self._later(tracked)
-        mean, variance, limit, z = found
+            results = self._first(tracked, warms_up) if warms_up else self._later(tracked)
+        mean, variance, limit, z = results
         tracked.keep(mean=mean, variance=variance, started=count + 1)
         limit = limit.clamp(max=torch.inf if maximum is None else maximum)
         tracked.show(limit=limit, z=z)
-        return torch.where(norm > limit, limit / norm, 1.0)
+        return within(norm, limit)
 
     def _first(self, tracked: Tracked, warms_up: Tensor) -> list[Tensor]:
         """Mean, variance, limit and z-score during the warm-up."""
-        ring = tracked.remember(warms_up).clamp(max=SQUARABLE)
+        ring = tracked.remember(warms_up).clamp(max=squarable(tracked.norms))
         mean = ring.nanmean().view(1)
         variance = (ring - mean).square().nanmean().view(1)
         return [mean, variance, torch.full_like(mean, torch.inf), torch.zeros_like(mean)]
@@ -132,6 +135,6 @@ class ZClip(NormStatistics):
         if self.clip_option == "adaptive_scaling":
             cut = (mean + deviation * (z.reciprocal() * setting["z_thresh"] ** 2)) * setting["clip_factor"]
         limit = torch.where(z > setting["z_thresh"], cut, torch.inf)
-        seen = torch.where(limit < torch.inf, limit, norm).clamp(max=SQUARABLE)
+        seen = torch.where(limit < torch.inf, limit, norm).clamp(max=squarable(norm))
         moved = beta * mean + (1 - beta) * seen
         return [moved, beta * variance + (1 - beta) * (seen - moved).square(), limit, z]

@@ -40,7 +40,7 @@ class Composite(Transform):
         """All transforms inside, at any depth, each composite before its children."""
         # The first transform with a setting stores it under its bare name, later ones under their path. Gates, and the
         # children of composites other than chains, always use their path.
-        found: list[Node] = []
+        made: list[Node] = []
         taken: set[str] = set()  # complete when the last node is made
 
         def add(composite: Composite, prefix: str, outer: tuple[Transform, ...], bare: bool) -> None:
@@ -52,14 +52,13 @@ class Composite(Transform):
                 inside = transform.transforms if isinstance(transform, Composite) else ()
                 global_keys = tuple(transform.init_global_state())
                 stored = taken if isinstance(transform, FinalRule) else None
-                is_ours = type(transform).__module__.startswith("torchzero_clip.")
-                facts = frozenset(inside), transform.has_state(), is_ours, stored
-                found.append(Node(path, transform, outer, keys, global_keys, *facts))
+                children = frozenset(inside)
+                made.append(Node(path, transform, outer, keys, global_keys, children, transform.has_state(), stored))
                 if isinstance(transform, Composite):
                     add(transform, f"{path}/", (*outer, transform), may_be_bare and isinstance(transform, Chain))
 
         add(self, "", (), True)
-        return Nodes(found)
+        return Nodes(made)
 
 
 class Chain(NeverApplied, Composite):
@@ -84,17 +83,17 @@ class Chain(NeverApplied, Composite):
         Chain(ClipValue(0.1), ClipNorm(1.0), Chain(ClipNorm(2.0)))
     """
 
-    each_alone = True
+    each_alone = pure = True
 
     def __init__(self, *transforms: Transforms, target: Target = "update", name: str | None = None) -> None:
         named: dict[str, Transform] = {}  # the second ``clip_norm`` is ``clip_norm_2``
         for child in flatten(transforms):
             if child.target == "closure" and target != "update":
                 raise ValueError(f"{child!r}: target='closure' cannot stand inside a chain with target={target!r}")
-            own, n = child.name, 2
-            while own in named:
-                own, n = f"{child.name}_{n}", n + 1
-            named[own] = child
+            unique, n = child.name, 2
+            while unique in named:
+                unique, n = f"{child.name}_{n}", n + 1
+            named[unique] = child
         self.written = list(as_written(transforms))
         super().__init__({}, named, target=target, name=name)
 
@@ -116,9 +115,9 @@ class Chain(NeverApplied, Composite):
                 if key not in owners:
                     hint = did_you_mean(key, nodes.storage_keys.values())
                     raise ValueError(f"no transform has a setting {key!r}{hint}")
-                node, own = owners[key]
-                node.transform.check({own: at(value, 0, own)})
-                added[f"/{node.path}"].append({"params": params, own: value})
+                node, setting = owners[key]
+                node.transform.check({setting: at(value, 0, setting)})
+                added[f"/{node.path}"].append({"params": params, setting: value})
         return rebuilt(self, lambda transform, path: {"overrides": [*transform.overrides, *added.get(path, ())]})
 
     def __repr__(self) -> str:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from torchzero_clip.checks import count
+from torchzero_clip.functional.dtypes import moved
 from torchzero_clip.types import Group, State
 
 SCHEDULE_STEP = "schedule_step"  # how many steps were taken, in optimizers with schedules
@@ -18,10 +19,10 @@ COUNTERS = (SKIPPED, CONSECUTIVE, SCHEDULE_STEP)
 
 
 class ChainState:
-    """State of the whole chain, which every param group holds too: plain 0-d tensors and numbers, by qualified keys."""
+    """State of the whole chain: plain 0-d tensors and numbers, by qualified keys. Every param group holds a copy."""
 
     # Each group has all of it, because loaders reorder, drop and merge groups. It is written to the groups after each
-    # step and each load, and whenever a checkpoint is made. The description of the chain is never read back from them.
+    # step and each load, and whenever a checkpoint is made. ``identity`` is written, but never read back from them.
 
     def __init__(self, values: State, identity: Mapping[str, str]) -> None:
         self.values = dict(values)
@@ -29,7 +30,7 @@ class ChainState:
 
     @property
     def keys(self) -> set[str]:
-        """The keys that hold this state in param groups, and the counters that only other optimizers have."""
+        """The keys of this state in param groups, and the keys of counters that this optimizer does not need."""
         return {*self.values, *COUNTERS, *self.identity}
 
     def start(self, groups: Iterable[Group], *, has_schedules: bool) -> None:
@@ -43,7 +44,7 @@ class ChainState:
         for group in groups:
             group.update({**self.values, **self.identity})
 
-    def take_counters(self, groups: Sequence[Group]) -> None:
+    def adopt_counters(self, groups: Sequence[Group]) -> None:
         """Adopt a number that a user has written to a param group."""
         for key, value in self.values.items():
             if isinstance(value, Tensor):
@@ -62,12 +63,12 @@ class ChainState:
             return
         for key, value in self.values.items():
             if isinstance(value, Tensor):
-                self.values[key] = value.to(param.device)
+                self.values[key] = moved(value, param.device)
 
 
 def saved_chain_state(saved_groups: Sequence[Group], keys: Iterable[str]) -> dict[str, Any]:
     """The values of keys in the param groups of a checkpoint; raises ValueError if groups disagree."""
-    found: dict[str, Any] = {}
+    state: dict[str, Any] = {}
     for key in keys:
         values = [group[key] for group in saved_groups if key in group]
         if any(not same(values[0], value) for value in values[1:]):
@@ -77,12 +78,12 @@ def saved_chain_state(saved_groups: Sequence[Group], keys: Iterable[str]) -> dic
                 f"{shown}. They come from several optimizers: set it to one value in all of them"
             )
         if values:
-            found[key] = values[0].detach() if isinstance(values[0], Tensor) else values[0]
-    return found
+            state[key] = values[0].detach() if isinstance(values[0], Tensor) else values[0]
+    return state
 
 
 def same(first: object, second: object) -> bool:
-    """True if two values of state or settings are equal, also if both are NaN."""
+    """True if two values of state or settings are equal. NaN equals NaN."""
     if isinstance(first, Tensor) and isinstance(second, Tensor):
         # `torch.equal` says that a NaN differs from itself
         return first.shape == second.shape and bool(

@@ -63,16 +63,16 @@ class Elements:
             return self
         finite = size < torch.inf  # False for NaN
         usable = finite if self.mask is None else finite.logical_and_(self.mask)
-        found = Elements(usable, finite=True, scratch=self._scratch)
-        found.started, found._spread, found._new = self.started, self._spread, self._new
-        found.without_statistics = self.without_statistics
-        return found
+        elements = Elements(usable, finite=True, scratch=self._scratch)
+        elements.started, elements._spread, elements._new = self.started, self._spread, self._new
+        elements.without_statistics = self.without_statistics
+        return elements
 
     def unless_new(self, values: Sequence[Tensor], first: Sequence[Tensor]) -> list[Tensor]:
         """Return the values, and ``first`` where the statistic had not started before this step."""
         new = self._not_started()
         pairs = zip(values, first, strict=True)
-        return [value if new is None else torch.where(new, own, value) for value, own in pairs]
+        return [value if new is None else torch.where(new, initial, value) for value, initial in pairs]
 
     def chosen(self, new: Tensor, old: Tensor) -> Tensor:
         """Return a tensor with ``new`` for elements that take part, and ``old`` for the others."""
@@ -142,12 +142,12 @@ class Elements:
         return comparison(x, other, out=memory) if x.is_cpu else comparison(x, other)
 
     def count(self, hits: Tensor) -> Tensor:
-        """Return how many of the elements are hit in each row along the last dimension.
+        """Return how many elements are hit: a number for each vector along the last dimension.
 
         Args:
             hits: 1 or True for each element that is hit, else 0. It is overwritten.
         """
-        # a compiler computes sums over rows in the loop that changes the elements, and one sum of all in another loop
+        # sums over the last dimension: a compiler would compute the sum of all elements in a second loop over them
         hits = hits if self.mask is None else hits.mul_(self.mask)
         return hits.count_nonzero(-1) if self._scratch is None else hits.sum(-1)
 

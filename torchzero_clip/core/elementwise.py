@@ -12,11 +12,12 @@ from typing_extensions import override
 from torchzero_clip.core.elements import Elements, Flags
 from torchzero_clip.core.states import zero_numbers
 from torchzero_clip.core.step import Step
-from torchzero_clip.core.transform import TensorwiseTransform, Transform, overridden_last
+from torchzero_clip.core.transform import TensorwiseTransform, Transform, latest
 from torchzero_clip.functional import foreach
+from torchzero_clip.functional.dtypes import widest_of
 from torchzero_clip.functional.foreach import reals, wide_dtype
 from torchzero_clip.functional.measure import counted
-from torchzero_clip.functional.norms import may_look
+from torchzero_clip.functional.ways import may_look
 from torchzero_clip.hints import described, explanation
 from torchzero_clip.types import NewState, Setting, State
 
@@ -79,7 +80,10 @@ class Elementwise(TensorwiseTransform):
     """The keys of the state that is shaped like the parameter."""
 
     keeps_finite: ClassVar[bool] = False
-    """True if finite elements stay finite, as in a clip. Statistics after it then need not check each element."""
+    """True if finite elements stay finite, as in a clip. Statistics after it then need not check each element.
+
+    A subclass that overrides a method has to set it again.
+    """
 
     reads_tensors: ClassVar[bool] = False
     """True if `flags` reads the updates, so that operations before this one cannot be postponed."""
@@ -90,6 +94,11 @@ class Elementwise(TensorwiseTransform):
     has_change: ClassVar[bool] = False
     """True if `change` computes what the transform does. False if a subclass overrides only `formula` or `start`."""
 
+    is_elementwise: ClassVar[bool] = True
+    """False if a subclass overrides ``apply_tensors`` or ``apply_tensor``, and so may do more than `change`."""
+
+    _applies_tensor: ClassVar[bool] = False  # a subclass overrides `apply_tensor`
+
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         if isinstance(cls.keys, str):
@@ -97,9 +106,11 @@ class Elementwise(TensorwiseTransform):
         if len({"started", *cls.keys}) <= len(cls.keys):
             raise TypeError(f"keys of {cls.__name__} are {cls.keys}: they must differ, also from 'started'")
         is_written = cls.formula is not Elementwise.formula
-        cls.has_formula = is_written and overridden_last(cls, *_WAYS) != "change"
-        is_latest = overridden_last(cls, *_WAYS[::-1]) == "change"
-        cls.has_change = is_latest and cls.change is not Elementwise.change
+        cls.has_formula = is_written and latest(cls, *_WAYS) != "change"
+        cls.has_change = cls.change is not Elementwise.change and latest(cls, *_WAYS[::-1]) == "change"
+        cls.keeps_finite = cls.keeps_finite and latest(cls, "keeps_finite", *_WAYS) == "keeps_finite"
+        cls.is_elementwise = latest(cls, *_WAYS, "apply_tensors", "apply_tensor") in _WAYS
+        cls._applies_tensor = latest(cls, *_WAYS, "apply_tensor") == "apply_tensor"
         # the state of a formula is a statistic, unless a class sets ``keeps_statistics`` itself
         says = next(base for base in cls.__mro__ if "keeps_statistics" in vars(base))
         if says is Transform and is_written and cls.keys:
@@ -144,40 +155,40 @@ class Elementwise(TensorwiseTransform):
             setting: The settings.
             at: The elements that take part. Its methods leave the others unchanged.
         """
-        own = state[: len(self.keys)]
+        old_state = state[: len(self.keys)]
         copies = [tensor.clone() for tensor in (x, *state)] if at.is_first else []
-        given = copies or [x, *state]
-        found = self.formula(given[0], given[1:], setting)
+        arguments = copies or [x, *state]
+        returned = self.formula(arguments[0], arguments[1:], setting)
         self._check_unchanged("formula", copies)
-        new, *moved = self._tensors("formula", found, [x, *own])
-        if own:
+        new, *moved = self._tensors("formula", returned, [x, *old_state])
+        if old_state:
             at = at.only_finite(x.abs())
-            first = self.start(given[0], setting) if at.started is not None else None
+            first = self.start(arguments[0], setting) if at.started is not None else None
             self._check_unchanged("start", copies)
             if first is not None:
-                first = self._tensors("start", first, own)
+                first = self._tensors("start", first, old_state)
                 new, *moved = at.unless_new([new, *moved], [x, *first])
         changed = at.compare(torch.ne, new, x, at.memory("changed", x))
-        count = at.count(changed if own else changed.mul_(x == x))  # NaN that stays NaN does not count
+        count = at.count(changed if old_state else changed.mul_(x == x))  # NaN that stays NaN does not count
         # new tensors, because a formula may return `x`, or state under another key
-        moved = [at.chosen(value, old) for value, old in zip(moved, own, strict=True)]
+        moved = [at.chosen(value, old) for value, old in zip(moved, old_state, strict=True)]
         at.write(new, x, result)
-        foreach.copy_(own, moved)
+        foreach.copy_(old_state, moved)
         return count
 
-    def _check_unchanged(self, name: str, given: Sequence[Tensor]) -> None:
-        if any(tensor._version for tensor in given if not tensor.is_inference()):
+    def _check_unchanged(self, name: str, arguments: Sequence[Tensor]) -> None:
+        if any(tensor._version for tensor in arguments if not tensor.is_inference()):
             raise RuntimeError(
                 f"{self!r}.{name} changes its arguments in place. Compute new tensors, for example by lerp instead of "
                 "lerp_"
             )
 
-    def _tensors(self, name: str, found: Any, like: Sequence[Tensor]) -> list[Tensor]:
+    def _tensors(self, name: str, returned: Any, like: Sequence[Tensor]) -> list[Tensor]:
         """The tensors that a method returned. Raise if their number, a shape or a dtype is wrong."""
-        tensors = list(_leaves(found))
+        tensors = list(_leaves(returned))
         kinds = [[(getattr(t, "shape", None), getattr(t, "dtype", None)) for t in group] for group in (tensors, like)]
-        is_pair = name == "formula" and isinstance(found, tuple | list) and len(found) == 2
-        state: Any = found[1] if is_pair else found
+        is_pair = name == "formula" and isinstance(returned, tuple | list) and len(returned) == 2
+        state: Any = returned[1] if is_pair else returned
         if kinds[0] != kinds[1] or (self.keys and isinstance(state, Tensor)):
             state = f"({''.join(f'new_{key}, ' for key in self.keys).strip()})"
             parts = (
@@ -203,8 +214,8 @@ class Elementwise(TensorwiseTransform):
         try:
             count: Any = change(x, result, state, setting, at)
         except Exception as error:
-            known = {"settings": setting, "keys of state": self.keys}
-            text = explanation(error, f"{self!r}.{'change' if is_change else 'formula'}", known)
+            names = {"settings": setting, "keys of state": self.keys}
+            text = explanation(error, f"{self!r}.{'change' if is_change else 'formula'}", names)
             if text is None:
                 raise
             raise RuntimeError(text) from error
@@ -217,7 +228,7 @@ class Elementwise(TensorwiseTransform):
 
     @override
     def check_parameter(self, name: str, param: Tensor) -> None:
-        if self.is_elementwise() and not (self.has_formula or self.has_change):
+        if self.is_elementwise and not (self.has_formula or self.has_change):
             raise TypeError(
                 f"{self!r} changes no elements: its class has neither formula(self, x, state, setting) nor change"
             )
@@ -241,19 +252,11 @@ class Elementwise(TensorwiseTransform):
         says = (kind.init_state, kind.possible_state) != (Elementwise.init_state, Elementwise.possible_state)
         return says or self.keeps_statistics or len(self.keys) > 0
 
-    def stays_finite(self) -> bool:
-        """True with ``keeps_finite``. False in a subclass that overrides a method and does not declare it again."""
-        return self.keeps_finite and overridden_last(type(self), "keeps_finite", *_WAYS) == "keeps_finite"
-
     def may_wait(self, step: Step) -> bool:
         """True if the dtype can hold all settings, so that a postponed call cannot raise."""
         largest = torch.finfo(step.params[0].dtype).max
         values = [value for setting, _ in step.by_setting() for value in setting.values() if value is not None]
         return all(abs(x) <= largest for value in values for x in (value if isinstance(value, tuple) else (value,)))
-
-    def is_elementwise(self) -> bool:
-        """False if a subclass overrides ``apply_tensors`` or ``apply_tensor``, and so may do more than `change`."""
-        return overridden_last(type(self), *_WAYS, "apply_tensors", "apply_tensor") in _WAYS
 
     def acts_with(self, setting: Setting) -> bool:
         """False for settings with which updates pass unchanged."""
@@ -271,7 +274,7 @@ class Elementwise(TensorwiseTransform):
             return Flags()
         started = step.live_numbers("started", rows) > 0
         usable = step.usable(started, indices=rows)
-        step.keep("started", (usable | started).double(), rows)
+        step.keep("started", (usable | started).to(widest_of(usable)), rows)
         return Flags(usable, started)
 
     def rows_of(self, step: Step) -> list[int] | None:
@@ -282,7 +285,7 @@ class Elementwise(TensorwiseTransform):
 
     @override
     def apply_tensors(self, updates: list[Tensor], step: Step) -> Sequence[Tensor]:
-        if overridden_last(type(self), *_WAYS, "apply_tensor") == "apply_tensor":
+        if self._applies_tensor:
             return super().apply_tensors(updates, step)
         self._change_each_(updates, step)
         return updates
@@ -299,16 +302,17 @@ class Elementwise(TensorwiseTransform):
         counts: dict[int, Tensor] = {}
         try:
             for k, i in enumerate(indices):
-                given = [reals(tensor) for tensor in (updates[i], *(column[k] for column in columns))]
-                x, *state = own = _of_one_dtype(given)
+                tensors = [reals(tensor) for tensor in (updates[i], *(column[k] for column in columns))]
+                x, *state = wide = _of_one_dtype(tensors)
                 numbers = [vector.select(0, k).to(x.device, x.dtype) for vector in flags.numbers]
                 at = flags.elements(k, x.device)
                 at.is_first = step.is_first
-                own[0] = torch.full_like(x, torch.nan)  # not the memory of `x`: elements that `change` forgets stay NaN
-                count = self.counted(x, own[0], [*state, *numbers], step.settings[i], at, by_formula=by_formula)
-                if at.is_first and not by_formula and may_look(x) and bool((own[0].isnan() & x.isfinite()).any()):
+                # not the memory of `x`: elements that `change` forgets stay NaN
+                wide[0] = torch.full_like(x, torch.nan)
+                count = self.counted(x, wide[0], [*state, *numbers], step.settings[i], at, by_formula=by_formula)
+                if at.is_first and not by_formula and may_look(x) and bool((wide[0].isnan() & x.isfinite()).any()):
                     raise RuntimeError(f"{self!r}.change gives NaN for finite elements{WRITE_ALL}")
-                changed = [(to, of) for to, of in zip(given, own, strict=True) if to is not of]
+                changed = [(to, of) for to, of in zip(tensors, wide, strict=True) if to is not of]
                 foreach.copy_([to for to, _ in changed], [of for _, of in changed])
                 counts[i] = count
         except BaseException:
@@ -326,18 +330,18 @@ class Elementwise(TensorwiseTransform):
         self, tensor: Tensor, param: Tensor, grad: Tensor, loss: Tensor | float | None, state: State, setting: Setting
     ) -> Tensor:
         """Change every element of one update in place. Its gradient is assumed to be finite."""
-        norms = torch.ones(1, dtype=torch.float64, device=tensor.device)
+        norms = torch.ones(1, dtype=widest_of(tensor), device=tensor.device)
         self._change_each_([tensor], Step([param], [grad], loss, [state], [setting], gradient_norms=norms))
         return tensor
 
 
-def _leaves(found: Any) -> Iterator[Any]:
+def _leaves(returned: Any) -> Iterator[Any]:
     """What a method returned, without the tuples and lists around it."""
-    if isinstance(found, tuple | list):
-        for part in found:  # pyright: ignore[reportUnknownVariableType]
+    if isinstance(returned, tuple | list):
+        for part in returned:  # pyright: ignore[reportUnknownVariableType]
             yield from _leaves(part)
     else:
-        yield found
+        yield returned
 
 
 def _of_one_dtype(tensors: Sequence[Tensor]) -> list[Tensor]:

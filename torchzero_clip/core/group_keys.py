@@ -34,9 +34,9 @@ def why_refused(group: Mapping[str, object], nodes: Nodes, shown: Iterable[str] 
     cannot if they have an effect, because the steps would ignore them.
     """
     stored = set(nodes.storage_keys.values())
-    known = {*stored, *shown, *HOW, "params", "param_names", "name"}
+    read = {*stored, *shown, *HOW, "params", "param_names", "name"}
     # as_lr lets schedulers store "max_norm:initial_lr"
-    unread = {key: value for key, value in group.items() if key.partition(":")[0] not in known}
+    unread = {key: value for key, value in group.items() if key.partition(":")[0] not in read}
     torchs, unknown = torchs_arguments(group) if unread else set[str](), list[str]()
     for key, value in unread.items():
         inner = [f"{node.path}/{key}" for node in nodes if f"{node.path}/{key}" in stored]
@@ -50,7 +50,7 @@ def why_refused(group: Mapping[str, object], nodes: Nodes, shown: Iterable[str] 
             )
         if key == "decoupled_weight_decay":
             is_lost = bool(group.get("weight_decay")) and _decays_elsewhere(bool(value), nodes)
-        elif key in torchs or any(key in own for own in _signatures("torchzero_clip", Transform)):
+        elif key in torchs or any(key in arguments for arguments in _signatures("torchzero_clip", Transform)):
             is_lost = has_effect(value)
         else:
             is_lost = "/" in key or nearest(key, stored, likeness=0.85) is not None
@@ -70,15 +70,15 @@ def torchs_arguments(group: Iterable[str]) -> set[str]:
     """The keys of a param group that are arguments of optimizers of torch."""
     keys, signatures = set(group), _signatures("torch.optim", Optimizer)
     # a key of only one optimizer counts if this optimizer has made the group: "rho" may be Adadelta's or SAM's
-    makers = [own for own in signatures if own <= keys]
-    largest = [own for own in makers if all(other <= own for other in makers)]
+    makers = [arguments for arguments in signatures if arguments <= keys]
+    largest = [arguments for arguments in makers if all(other <= arguments for other in makers)]
     counts = Counter(chain.from_iterable([*signatures, *largest]))
     return {key for key in keys if counts[key] > 1}
 
 
 def keys_of_rules(group: Mapping[str, object], nodes: Nodes) -> dict[str, str]:
     """The keys that store the settings of the chain's optimizers, if an optimizer of torch has made the group."""
-    is_built = any(own <= group.keys() for own in _signatures("torch.optim", Optimizer))
+    is_built = any(arguments <= group.keys() for arguments in _signatures("torch.optim", Optimizer))
     rules = [node for node in nodes if is_built and isinstance(node.transform, UpdateRule)]
     return {key: stored for node in reversed(rules) for key, stored in node.storage_keys.items()}
 

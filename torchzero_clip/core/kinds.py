@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple, NoReturn, TypeAlias
+from typing import Any, ClassVar, NamedTuple, NoReturn, TypeAlias
 
 from torch import Tensor
 from typing_extensions import override
@@ -10,7 +10,7 @@ from typing_extensions import override
 from torchzero_clip.checks import as_number, same_in_all_groups, scalar
 from torchzero_clip.core.schedules import at
 from torchzero_clip.core.step import Step
-from torchzero_clip.core.transform import Transform
+from torchzero_clip.core.transform import Transform, latest
 from torchzero_clip.functional.measure import Measured, Slicing
 from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.hints import explained
@@ -73,6 +73,13 @@ class Scaling(NeverApplied):
         tensor([-0.5000, -0.5000, -0.5000, -0.5000])
     """
 
+    has_factor: ClassVar[bool] = False
+    """True if `factor` says what the scaling does. False if a subclass overrides only `factors`."""
+
+    def __init_subclass__(cls, **kwargs: object) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.has_factor = cls.factor is not Scaling.factor and latest(cls, "factor", "factors") == "factor"
+
     @explained
     def __init__(
         self,
@@ -111,6 +118,18 @@ class Scaling(NeverApplied):
             updates: The updates, not to be modified.
             step: As in `Transform.apply_tensors`. State may be changed.
         """
+
+    def factor(self, norm: float, setting: Setting) -> float:
+        """Return the factor of one joint norm, as `factors` does, for a scaling that has no state and no metrics.
+
+        Optional. Planned steps with a joint norm call it, because arithmetic on numbers takes less time than on
+        tensors. The first of them compares it with `factors`, and raises if they differ.
+
+        Args:
+            norm: The joint norm, finite.
+            setting: The settings, which are equal for all parameters.
+        """
+        raise NotImplementedError
 
 
 class Shifting(Transform):
@@ -192,6 +211,13 @@ class UpdateRule(Transform):
             scalar("lr", as_number(at(lr, 0, "lr")))
         self.lr = as_number(lr)
         super().__init__(defaults, target=target, name=name)
+
+    has_kernel: ClassVar[bool] = True
+    """False if a subclass overrides ``apply_tensors`` and not `kernel`, which would bypass it."""
+
+    def __init_subclass__(cls, **kwargs: object) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.has_kernel = latest(cls, "kernel", "apply_tensors") == "kernel"
 
     def variant(self, setting: Setting) -> Hashable:
         """Return a key. One call of `kernel` gets only parameters whose keys are equal."""

@@ -45,27 +45,27 @@ class LR(Transform):
     """
 
     checks = {"lr": scalar}
-    each_alone = True
+    each_alone = pure = True
 
     def __init__(self, lr: float | Tensor | Schedule, *, target: Target = "update", name: str | None = None) -> None:
         super().__init__({"lr": lr}, target=target, name=name)
 
     @override
     def apply_tensors(self, updates: list[Tensor], step: Step) -> Sequence[Tensor]:
-        for setting, own in step.by_setting():
-            foreach.multiply_(updates[own], setting["lr"])
+        for setting, span in step.by_setting():
+            foreach.multiply_(updates[span], setting["lr"])
         return updates
 
     def subtract(self, updates: list[Tensor], step: Step) -> None:
         """Subtract the updates times the ``lr`` of each parameter from it, in one operation as torch does."""
-        for setting, own in step.by_setting():
+        for setting, span in step.by_setting():
             lr = setting["lr"]
             if isinstance(lr, Tensor):
-                steps = foreach.clone(updates[own])
+                steps = foreach.clone(updates[span])
                 foreach.multiply_(steps, lr)
-                foreach.subtract_(step.params[own], steps)
+                foreach.subtract_(step.params[span], steps)
             else:
-                foreach.add_(step.params[own], updates[own], alpha=-lr)
+                foreach.add_(step.params[span], updates[span], alpha=-lr)
 
 
 def with_learning_rate(transforms: Sequence[Transform]) -> list[Transform]:
@@ -85,9 +85,9 @@ def with_learning_rate(transforms: Sequence[Transform]) -> list[Transform]:
             raise ValueError(f"{rule!r} has not passed its lr on: write super().__init__(..., lr=lr) in its class")
     named = [t for t in rules if t.lr is not None]
     if len(owners) > 1 or (owners and named):
-        given = ", ".join(map(repr, [*named, *owners]))
+        listed = ", ".join(map(repr, [*named, *owners]))
         raise ValueError(
-            f"a chain with LR has one learning rate, got several: {given}. Keep one of them, or leave LR out and name "
+            f"a chain with LR has one learning rate, got several: {listed}. Keep one of them, or leave LR out and name "
             "the rates of several optimizers there"
         )
     if owners and owners[0].scope.limited:

@@ -20,15 +20,14 @@ _COMPARED = bool, int, float, complex, str
 class Node:
     """One transform at its place in a chain."""
 
-    path: str  # the names of the enclosing composites and its own, as in "chain/adam": the prefix of its keys
+    path: str  # the names of the composites around it and then its name, as in "chain/adam": the prefix of its keys
     transform: Transform
     outer: tuple[Transform, ...]  # the composites that it is in, the outermost first
     storage_keys: Mapping[str, str]  # the key of a param group under which each of its settings is stored
     global_keys: tuple[str, ...]  # the keys of its state of the whole chain
     children: frozenset[str]  # the names of its own children, if it is a composite
     has_state: bool  # its parameters may have state
-    is_ours: bool  # its class is of this package, so it needs no checks: tests make them
-    stored: Set[str] | None  # the keys of the whole chain, if it reads the others in param groups too
+    stored: Set[str] | None  # for final rules, which read keys of other packages too: all keys of the chain
 
     @property
     def scope(self) -> Scope:
@@ -40,19 +39,19 @@ class Node:
 
     def settings(self, group: Group) -> dict[str, Any]:
         """Its settings in a param group, and the keys of other packages if it reads them."""
-        own = {key: group[stored] for key, stored in self.storage_keys.items()}
+        settings = {key: group[stored] for key, stored in self.storage_keys.items()}
         if self.stored is None:
-            return own
+            return settings
         others = group.keys() - self.stored - NO_SETTINGS - HOW
-        return {key: group[key] for key in others if "/" not in key and ":" not in key} | own
+        return {key: group[key] for key in others if "/" not in key and ":" not in key} | settings
 
     def state(self, values: State) -> State:
         """Its state of a parameter, without the prefix."""
         prefix, start = f"{self.path}/", len(self.path) + 1
-        found = {key[start:]: value for key, value in values.items() if key.startswith(prefix)}
+        state = {key[start:]: value for key, value in values.items() if key.startswith(prefix)}
         if self.children:
-            return {key: value for key, value in found.items() if key.partition("/")[0] not in self.children}
-        return found
+            return {key: value for key, value in state.items() if key.partition("/")[0] not in self.children}
+        return state
 
     def global_state(self, values: State) -> State:
         """Its state of the whole chain, without the prefix."""
@@ -116,21 +115,21 @@ class Nodes:
         Raises if a setting is out of range. Neighbouring groups with equal settings share one dict, so that one
         operation serves both.
         """
-        found: dict[str, list[Setting]] = {}
+        checked: dict[str, list[Setting]] = {}
         for path, node in self.by_path.items():
             if paths is not None and path not in paths:
                 continue
             settings: list[Setting] = []
             for group in groups:
-                own = node.settings(group)
-                settings.append(settings[-1] if settings and _same(own, settings[-1]) else own)
+                of_group = node.settings(group)
+                settings.append(settings[-1] if settings and _same(of_group, settings[-1]) else of_group)
             try:
                 node.transform.check_groups(settings)
             except Exception as error:
                 error.add_note(f"in {node.transform!r}")
                 raise
-            found[path] = settings
-        return found
+            checked[path] = settings
+        return checked
 
     def init_state(self, named: NamedParam, group: Group | None = None) -> NewState:
         """The state of a parameter before its first step, with the settings of a group or those of the constructors."""

@@ -23,36 +23,36 @@ class Schedules:
     @property
     def any(self) -> bool:
         """True if some setting is a function of the step."""
-        return any(own for _, own in self.of_groups)
+        return any(schedules for _, schedules in self.of_groups)
 
     def split(self, group: Group, was_at: int | None) -> tuple[Group, dict[str, Schedule]]:
         """A group with values in the place of functions, and these functions."""
-        # a group of another optimizer with schedules comes from a step of that one, ``was_at``
+        # ``was_at`` is the step of the optimizer that the group comes from
         step = self._chain_state.values.get(SCHEDULE_STEP, 0)
-        own = {key: value for key, value in group.items() if key in self._settings and callable(value)}
-        own |= {key: schedule for key, schedule in self._defaults.items() if key not in group}
+        schedules = {key: value for key, value in group.items() if key in self._settings and callable(value)}
+        schedules |= {key: schedule for key, schedule in self._defaults.items() if key not in group}
         if was_at is not None:
-            own |= _in_use({**self._defaults, **(self._find(group) or {})}, group, was_at)
-        return {**group, **{key: at(schedule, step, key) for key, schedule in own.items()}}, own
+            schedules |= _in_use({**self._defaults, **(self._find(group) or {})}, group, was_at)
+        return {**group, **{key: at(schedule, step, key) for key, schedule in schedules.items()}}, schedules
 
-    def add(self, group: Group, own: dict[str, Schedule]) -> None:
+    def add(self, group: Group, schedules: dict[str, Schedule]) -> None:
         """Store the functions of a group that was added to the optimizer."""
         # an entry keeps the parameters of a removed group alive, so a chain without schedules has none
-        if own or self._defaults or self.of_groups:
-            self.of_groups.append((group["params"], own))
+        if schedules or self._defaults or self.of_groups:
+            self.of_groups.append((group["params"], schedules))
 
     def __contains__(self, key: str) -> bool:
-        return any(key in own for _, own in self.of_groups)
+        return any(key in schedules for _, schedules in self.of_groups)
 
     def catch_up(self, groups: Sequence[Group]) -> None:
         """Before a step: take over counters from the groups, and compute settings that were not known a step before."""
-        self._chain_state.take_counters(groups)
+        self._chain_state.adopt_counters(groups)
         is_counted = SCHEDULE_STEP in self._chain_state.values
         for group in groups if is_counted and self.any else ():
-            own = self._of(group)
+            schedules = self._of(group)
             if self.is_behind:
                 step = self._chain_state.values[SCHEDULE_STEP]
-                group.update({key: at(schedule, step, key) for key, schedule in own.items()})
+                group.update({key: at(schedule, step, key) for key, schedule in schedules.items()})
         self.is_behind = False
 
     def advance(self, groups: Sequence[Group]) -> None:
@@ -72,35 +72,36 @@ class Schedules:
             self.is_behind = True
             return list(saved)
         self.is_behind = False
-        return [{**group, **own} for group, own in zip(saved, values, strict=True)]
+        return [{**group, **scheduled} for group, scheduled in zip(saved, values, strict=True)]
 
     def _of(self, group: Group) -> dict[str, Schedule]:
         """The functions of a group. The group may be a copy, or may have another index than before."""
-        own = self._find(group)
-        if own is None and SCHEDULE_STEP in group:  # of a copy of this optimizer, as Lightning's finetuning puts it in
-            own = _in_use(self._defaults, group, group[SCHEDULE_STEP])
-            self.of_groups.append((group["params"], own))
-        if own is None:
+        schedules = self._find(group)
+        if schedules is None and SCHEDULE_STEP in group:  # it is of a copy of this optimizer: Lightning's finetuning
+            schedules = _in_use(self._defaults, group, group[SCHEDULE_STEP])
+            self.of_groups.append((group["params"], schedules))
+        if schedules is None:
             raise ValueError("a param group was added by hand, and settings depend on the step: use add_param_group")
-        return own
+        return schedules
 
     def _find(self, group: Group) -> dict[str, Schedule] | None:
         first = next(iter(group["params"]), None)
         first = first[1] if isinstance(first, tuple) else first
-        for params, own in reversed(self.of_groups):  # a group may have been removed, and its parameters added again
+        # the last first: a group may have been removed, and its parameters added again
+        for params, schedules in reversed(self.of_groups):
             if group["params"] is params or (params and first is params[0]):
-                return own
+                return schedules
         return None
 
 
 def _in_use(schedules: Mapping[str, Schedule], group: Group, step: int) -> dict[str, Schedule]:
     """The functions that gave the values of a group after so many steps; other values are constant."""
-    found: dict[str, Schedule] = {}
+    in_use: dict[str, Schedule] = {}
     for key, schedule in schedules.items():
         with suppress(Exception):  # a function may have no value for the step after the last
             if key in group and not callable(group[key]) and group[key] == at(schedule, step, key):
-                found[key] = schedule
-    return found
+                in_use[key] = schedule
+    return in_use
 
 
 def at(value: Any, step: int, key: str) -> Any:

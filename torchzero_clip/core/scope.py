@@ -44,14 +44,14 @@ class Condition:
     groups: tuple[str, ...]
 
     def __str__(self) -> str:
-        given = [repr(item) if isinstance(item, str) else getattr(item, "__name__", repr(item)) for item in self.where]
-        given += [f"groups={self.groups!r}"] if self.groups else []
-        return f".{'only' if self.keep else 'without'}({', '.join(given)})"
+        arguments = [repr(w) if isinstance(w, str) else getattr(w, "__name__", repr(w)) for w in self.where]
+        arguments += [f"groups={self.groups!r}"] if self.groups else []
+        return f".{'only' if self.keep else 'without'}({', '.join(arguments)})"
 
     def holds(self, named: NamedParam) -> bool:
         """True if the parameter passes."""
-        found = _in_group(named, self.groups) or any(_matches(where, named) for where in self.where)
-        return found == self.keep
+        is_selected = _in_group(named, self.groups) or any(_matches(where, named) for where in self.where)
+        return is_selected == self.keep
 
 
 @dataclass(frozen=True)
@@ -114,13 +114,13 @@ class Scope:
         # such a name is mistyped, or its parameters are added later
         names = [named.name for named in params if named.name is not None]
         groups = {named.group for named in params}
-        found: dict[str, bool] = {}
+        warnings: dict[str, bool] = {}
         for pattern in self._patterns():
             is_idle = not any(matches_name(pattern, name) for name in names)
-            found[f"no parameter has a name that matches {pattern!r} of {owner!r}"] = is_idle
+            warnings[f"no parameter has a name that matches {pattern!r} of {owner!r}"] = is_idle
         for group in (group for condition in self.conditions for group in condition.groups):
-            found[f"no param group has the name {group!r} of {owner!r}"] = group not in groups
-        return found
+            warnings[f"no param group has the name {group!r} of {owner!r}"] = group not in groups
+        return warnings
 
 
 def matches_name(pattern: str, name: str) -> bool:

@@ -9,6 +9,7 @@ from typing_extensions import override
 
 from torchzero_clip.core.undo import Undo
 from torchzero_clip.functional import foreach
+from torchzero_clip.functional.dtypes import widest
 from torchzero_clip.functional.shards import pack
 from torchzero_clip.types import State
 
@@ -21,11 +22,11 @@ class States(Sequence[State]):
     _has_begun = False
 
     def __init__(
-        self, stored: Sequence[State], path: str, own: Callable[[State], State], begin: Callable[[int], State]
+        self, stored: Sequence[State], path: str, entries_of: Callable[[State], State], begin: Callable[[int], State]
     ) -> None:
         self._stored = stored  # the state of each parameter for all transforms, by qualified keys
         self._path = path  # the prefix of the keys of this transform
-        self._own = own  # returns the entries of this transform, without the prefix
+        self._entries_of = entries_of  # picks the entries of this transform from such a state, without the prefix
         self._begin = begin  # makes the state of a parameter that has none, from its index
         self.begun: dict[int, State] = {}
         """The state of parameters that had none, as it was before the transform changed it."""
@@ -59,7 +60,7 @@ class States(Sequence[State]):
             made: dict[int, State] = {}  # a parameter that is listed twice has one state
             for stored in self._stored:
                 if id(stored) not in made:
-                    made[id(stored)] = self._own(stored)
+                    made[id(stored)] = self._entries_of(stored)
             self.touched = [made[id(stored)] for stored in self._stored]
         return self.touched
 
@@ -68,7 +69,7 @@ class States(Sequence[State]):
         if not self._has_begun:
             self._has_begun = True
             for i, stored in enumerate(self._stored):
-                if not self._own(stored):
+                if not self._entries_of(stored):
                     self.begun[i] = self._begin(i)
                     if self.undo is not None:
                         self.undo.prefixed(stored, f"{self._path}/")
@@ -77,31 +78,31 @@ class States(Sequence[State]):
     def write(self) -> None:
         """Store what was changed in the dicts, and the state of parameters that had none."""
         self.begin()
-        for stored, own in zip(self._stored, self.touched or [], strict=False):
-            self._store(stored, own)
+        for stored, entries in zip(self._stored, self.touched or [], strict=False):
+            self._store(stored, entries)
 
-    def _store(self, stored: State, own: State) -> None:
+    def _store(self, stored: State, entries: State) -> None:
         # in one call, so that an interrupt leaves all keys or none
-        stored.update({f"{self._path}/{key}": value for key, value in own.items()})
+        stored.update({f"{self._path}/{key}": value for key, value in entries.items()})
 
     def column(self, key: str, indices: Sequence[int] | None = None) -> list[Any]:
         """The values of one key: of all parameters, or of some."""
-        rows, name = (self._stored, f"{self._path}/{key}") if self.touched is None else (self.touched, key)
+        states, name = (self._stored, f"{self._path}/{key}") if self.touched is None else (self.touched, key)
         if indices is not None:
-            rows = [rows[i] for i in indices]
+            states = [states[i] for i in indices]
         try:
-            found = [row[name] for row in rows]
+            values = [state[name] for state in states]
         except KeyError:
             self.begin()
-            if lacking := [row for row in rows if name not in row]:
-                kept = ", ".join(self._own(lacking[0]) if self.touched is None else lacking[0]) or "none"
+            if lacking := [state for state in states if name not in state]:
+                kept = ", ".join(self._entries_of(lacking[0]) if self.touched is None else lacking[0]) or "none"
                 raise RuntimeError(
                     f"{self._path} has no state {key!r} of a parameter, because init_state does not return it; the "
                     f"state is: {kept}"
                 ) from None
-            found = [row[name] for row in rows]
+            values = [state[name] for state in states]
         self._has_begun |= indices is None
-        return found
+        return values
 
     def draft(self, key: str, indices: Sequence[int] | None = None) -> tuple[list[Tensor], list[Tensor]]:
         """The large state under one key, and the tensors into which the caller writes the next values.
@@ -111,14 +112,14 @@ class States(Sequence[State]):
         column = self.column(key, indices)
         if self.undo is None or self.touched is not None:
             return column, column
-        rows = self._stored if indices is None else [self._stored[i] for i in indices]
-        return column, self._drafted(f"{self._path}/{key}", rows, column, self.undo)
+        states = self._stored if indices is None else [self._stored[i] for i in indices]
+        return column, self._drafted(f"{self._path}/{key}", states, column, self.undo)
 
-    def _drafted(self, name: str, rows: Sequence[State], column: list[Tensor], undo: Undo) -> list[Tensor]:
-        return undo.draft(name, rows, column)
+    def _drafted(self, name: str, states: Sequence[State], column: list[Tensor], undo: Undo) -> list[Tensor]:
+        return undo.draft(name, states, column)
 
     def changing(self, key: str, indices: Sequence[int] | None = None) -> list[Any]:
-        """The values of one key, noted in ``undo``, so that the caller may change them in place."""
+        """The values of one key, which the caller may change in place: they are noted in ``undo`` before."""
         column = self.column(key, indices)
         if self.undo is None or self.touched is not None:
             return column
@@ -132,7 +133,7 @@ class States(Sequence[State]):
     def has(self, key: str) -> bool:
         """Whether all parameters have state under a key."""
         name = key if self.touched is not None else f"{self._path}/{key}"
-        return all(name in row for row in self.touched or self._stored)
+        return all(name in state for state in self.touched or self._stored)
 
     def numbers(self, key: str, indices: Sequence[int] | None = None) -> Tensor:
         """The numbers of one key, of all parameters or of some: a float64 vector, not to be modified."""
@@ -149,5 +150,6 @@ class States(Sequence[State]):
 
 
 def zero_numbers(*keys: str, device: torch.device | None = None) -> dict[str, Tensor]:
-    """A 0-d float64 zero for each key. Float64 holds norms exactly, whatever the dtype of the gradients."""
-    return {key: torch.zeros((), dtype=torch.float64, device=device) for key in keys}
+    """A 0-d zero for each key, in the widest dtype of the device: float64 holds norms exactly."""
+    dtype = torch.float64 if device is None else widest(device)
+    return {key: torch.zeros((), dtype=dtype, device=device) for key in keys}

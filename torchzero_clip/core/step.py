@@ -9,6 +9,7 @@ from torch import Tensor
 
 from torchzero_clip.core.states import States
 from torchzero_clip.core.tools import Tools
+from torchzero_clip.functional.dtypes import moved
 from torchzero_clip.functional.measure import by_setting
 from torchzero_clip.functional.shards import elements_at
 from torchzero_clip.types import Setting, State
@@ -63,7 +64,7 @@ class Step:
         self.states = self.stored = self.states if isinstance(self.states, States) else States.of(self.states)
         self.is_first = False
         """True if a parameter takes its first step."""
-        self.given = dict(self.global_state)
+        self.global_state_before = dict(self.global_state)
         """The state of the whole chain as it was before the transform replaced a value."""
 
     def column(self, key: str, indices: Sequence[int] | None = None) -> list[Any]:
@@ -143,7 +144,7 @@ class Step:
         Raises:
             ValueError: If ``started`` is not a vector of booleans, or has another length.
         """
-        norms = self._declared_norms()
+        norms = moved(self._declared_norms(), started.device)  # that of the first parameter, which may be another one
         if indices is not None:
             norms = elements_at(norms, indices)
         expected = 1 if joint else norms.numel()

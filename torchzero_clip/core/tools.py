@@ -7,7 +7,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from torchzero_clip.functional import foreach
-from torchzero_clip.functional.measure import Measured, Slicing, Way, measure
+from torchzero_clip.functional.dtypes import widened
+from torchzero_clip.functional.measure import Measured, Resources, Slicing, measure
 from torchzero_clip.functional.norms import JointNorm
 from torchzero_clip.functional.processes import device_of, gathered
 from torchzero_clip.functional.scratch import Scratch
@@ -26,37 +27,36 @@ class Tools:
     someone: Tensor | None = None
     """For a stand-in, after numbers were gathered: a 0-d tensor, True if any process has tensors for the transform."""
 
-    def measure(self, tensors: Sequence[Tensor], slicing: Slicing, known: JointNorm | None = None) -> Measured:
+    def measure(self, tensors: Sequence[Tensor], slicing: Slicing, norms: JointNorm | None = None) -> Measured:
         """The norms of tensors, as `torchzero_clip.functional.measure.measure` returns them.
 
-        A joint norm is that of the tensors of all processes of the ``process_group``. ``known`` is as in `Way`.
+        A joint norm is that of the tensors of all processes of the ``process_group``. ``norms``: see `Resources`.
         """
-        way = self.way(tensors)
-        measured = measure(tensors, slicing, way=way if known is None else way._replace(known=known))
+        measured = measure(tensors, slicing, resources=self.resources(tensors)._replace(norms=norms))
         if self.process_group is None or slicing.dim != "global":
             return measured
         count = 0 if self.is_stand_in else sum(map(Tensor.numel, tensors))
         numbers = measured.numbers(count).to(device_of(tensors, self.process_group))
-        return measured.of_processes(self.rows(numbers).to(measured.total.device))
+        return measured.of_processes(self.by_process(numbers).to(measured.total))
 
-    def way(self, tensors: Sequence[Tensor], *, name: str = "", beside: bool = False) -> Way:
-        """How to measure tensors in few operations."""
+    def resources(self, tensors: Sequence[Tensor]) -> Resources:
+        """What measures tensors in few operations."""
         scratch = self.scratch_for(tensors)
-        return Way(scratch is not None, scratch, name, beside)
+        return Resources(scratch is not None, scratch)
 
     def gathered(self, *numbers: Tensor) -> list[Tensor]:
         """A vector for each 0-d number, with the numbers of all processes of the ``process_group``: float64."""
-        return list(self.rows(torch.stack([number.double() for number in numbers])).unbind(dim=1))
+        return list(self.by_process(torch.stack(list(map(widened, numbers)))).unbind(dim=1))
 
-    def rows(self, numbers: Tensor) -> Tensor:
-        """The float64 vectors of all processes of the ``process_group``, as rows, from the vector of this process."""
+    def by_process(self, numbers: Tensor) -> Tensor:
+        """A matrix with the float64 vector of each process of the ``process_group``, from that of this process."""
         if self.process_group is None:
             return numbers.unsqueeze(0)
         takes_part = numbers.new_full((1,), float(not self.is_stand_in))
-        rows = gathered(torch.cat([numbers, takes_part]), self.process_group)
+        vectors = gathered(torch.cat([numbers, takes_part]), self.process_group)
         if self.is_stand_in:
-            self.someone = rows.select(1, len(numbers)).amax() > 0
-        return rows.narrow(1, 0, len(numbers))
+            self.someone = vectors.select(1, len(numbers)).amax() > 0
+        return vectors.narrow(1, 0, len(numbers))
 
     def scratch_for(self, tensors: Sequence[Tensor]) -> Scratch | None:
         """Memory with which tensors can be measured in few operations. None if they have to be measured one by one."""
@@ -82,8 +82,8 @@ class Tools:
             foreach.copy_(into, averages)
         # an average starts at its first update with ``from_update``, else at 0
         if from_update:
-            foreach.lerp_rows_(usable & started.logical_not(), into, updates, 1.0)
-        for setting, own in runs:
-            chosen = usable.narrow(0, own.start, own.stop - own.start)
-            foreach.lerp_rows_(chosen, into[own], updates[own], 1 - setting["beta"])
+            foreach.lerp_chosen_(usable & started.logical_not(), into, updates, 1.0)
+        for setting, span in runs:
+            chosen = usable.narrow(0, span.start, span.stop - span.start)
+            foreach.lerp_chosen_(chosen, into[span], updates[span], 1 - setting["beta"])
         return None

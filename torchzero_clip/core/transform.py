@@ -23,6 +23,19 @@ CALLED = {
 }
 """Methods that the optimizer calls with positional arguments."""
 
+_SEE_ALL_TENSORS = ("apply_tensors", "factors", "limit", "flags", "rows_of", "shifts", "take_step", "kernel")
+_PROMISES = {
+    "each_alone": _SEE_ALL_TENSORS,
+    "pure": (*_SEE_ALL_TENSORS, *sorted(CALLED), "factor", "variant", "checks", "check", "check_groups"),
+}
+"""What a class promises, and the methods whose overriding ends the promise."""
+
+
+def latest(kind: type, *names: str) -> str:
+    """The first of ``names`` that the most derived class defines, among the classes that define one of them."""
+    # a class is asked once, when it is made: what it inherits may not fit what it overrides
+    return next(name for base in kind.__mro__ for name in names if name in vars(base))
+
 
 class Transform(Explained, ABC):
     """Maps the updates of all parameters to new updates.
@@ -87,10 +100,24 @@ class Transform(Explained, ABC):
     method has to set it again. With ``dim="global"`` it has no effect.
     """
 
+    pure: bool = False
+    """True if the result of each method depends only on its arguments and on the attributes of the transform.
+
+    The methods of a pure transform change only updates, state and metrics. They do not read ``step.grads``, and return
+    no views of state. Its checks do nothing but raise. `UpdateRule.kernel` returns the same function for the same
+    settings. The optimizer then needs fewer copies, and may plan its steps.
+
+    A subclass that overrides a method has to set it again. The first step of a parameter raises an error if it sees
+    that the promise does not hold.
+    """
+
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         for name in CALLED & vars(cls).keys():
             check_override(cls, name)
+        for promise, methods in _PROMISES.items():
+            if latest(cls, promise, *methods) != promise:
+                setattr(cls, promise, False)
 
     @explained
     def __init__(self, defaults: Setting, *, target: Target = "update", name: str | None = None) -> None:
@@ -149,14 +176,14 @@ class Transform(Explained, ABC):
 
     def structure(self) -> dict[str, str]:
         """Return the arguments that are neither settings nor defaults, as text. Checkpoints depend on them."""
-        found: dict[str, str] = {}
+        arguments: dict[str, str] = {}
         for key, parameter in inspect.signature(type(self)).parameters.items():
             varying = key in self.defaults or key in ("lr", "name", "fused")
             if not varying and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
                 text = as_text(getattr(self, key, parameter.default))
                 if text != as_text(parameter.default):
-                    found[key] = text
-        return found
+                    arguments[key] = text
+        return arguments
 
     def check(self, setting: Setting) -> None:
         """Raise if a setting is out of range."""
@@ -330,8 +357,8 @@ class TensorwiseTransform(Transform):
     @override
     def apply_tensors(self, updates: list[Tensor], step: Step) -> Sequence[Tensor]:
         """Apply `apply_tensor` to every tensor. Override this method to use other parts of the `Step`."""
-        rows = zip(updates, step.params, step.grads, step.states, step.settings, strict=True)
-        return [self.apply_tensor(u, p, g, step.loss, state, setting) for u, p, g, state, setting in rows]
+        of_each = zip(updates, step.params, step.grads, step.states, step.settings, strict=True)
+        return [self.apply_tensor(u, p, g, step.loss, state, setting) for u, p, g, state, setting in of_each]
 
 
 T = TypeVar("T", bound=Transform)
@@ -366,19 +393,14 @@ def snake_case(name: str) -> str:
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
 
 
-def overridden_last(kind: type, *names: str) -> str:
-    """The first of ``names`` that the most derived class defines, among the classes that define one of them."""
-    return next(name for base in kind.__mro__ for name in names if name in vars(base))
-
-
-_SEE_ALL_TENSORS = ("apply_tensors", "factors", "limit", "flags", "rows_of", "shifts", "take_step", "kernel")
-
-
 def treats_each_alone(transform: Transform) -> bool:
-    """True if a transform says that it treats each tensor alone, and no subclass overrides how it acts on tensors."""
-    said_by = overridden_last(type(transform), "each_alone", *_SEE_ALL_TENSORS)
-    joins = getattr(transform, "dim", None) == "global"
-    return transform.each_alone and said_by == "each_alone" and not joins
+    """True if a transform says that it treats each tensor alone, and its tensors do not have one joint norm."""
+    return transform.each_alone and getattr(transform, "dim", None) != "global"
+
+
+def is_pure(transform: Transform) -> bool:
+    """True if the class is pure, and no method of this object was replaced."""
+    return transform.pure and CALLED.isdisjoint(vars(transform))
 
 
 def override_groups(param_groups: Iterable[Mapping[str, Any]]) -> Iterator[tuple[list[Tensor], Group]]:

@@ -1,7 +1,8 @@
-"""Puts back the state that transforms have changed, if the optimizer after them does not take the step."""
+"""Puts state back as it was before the transforms, if the optimizer after them raises in its step."""
 
 import operator
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,9 +13,9 @@ from torchzero_clip.types import State
 
 
 class Spares:
-    """Second memory for large state: a step writes the new state there, and the old state is spare in the next step."""
+    """Spare memory for large state: a step writes the next values there. The memory of the old values is then spare."""
 
-    # a copy in each step would also write the state a second time
+    # copying the state in each step would cost one more pass over memory
 
     def __init__(self) -> None:
         self._kept: dict[str, tuple[list[Tensor], list[Tensor]]] = {}
@@ -55,14 +56,13 @@ class Undo:
         self.then(lambda: foreach.copy_(tensors, kept))
 
     def vector(self, vector: Tensor, elements: Sequence[Tensor]) -> None:
-        """Note numbers whose memory is that of a vector."""
+        """Note numbers that are the elements of a vector."""
         kept, elements = vector.clone(), list(elements)
         self.then(lambda: foreach.copy_(elements, list(kept.unbind())))
 
     def members(self, dicts: Sequence[MutableMapping[Any, Any]]) -> None:
         """Note which values dicts have, not the content of their tensors."""
-        kept = list(map(dict, dicts))
-        self.then(lambda: _replace(dicts, kept))
+        self._ways_back.append(partial(_replace, dicts, list(map(dict, dicts))))
 
     def prefixed(self, stored: State, prefix: str) -> None:
         """Note the state of one transform and one parameter."""
@@ -76,25 +76,25 @@ class Undo:
 
         self.then(way_back)
 
-    def draft(self, name: str, rows: Sequence[State], column: list[Tensor]) -> list[Tensor]:
+    def draft(self, name: str, states: Sequence[State], column: list[Tensor]) -> list[Tensor]:
         """Put other memory into the place of large state, for its next values."""
         drafts = self._spares.exchanged(name, column)
 
         def way_back() -> None:
             self._spares.put_back(name)
-            _put(rows, name, column)
+            _put(states, name, column)
 
         self.then(way_back)
-        _put(rows, name, drafts)
+        _put(states, name, drafts)
         return drafts
 
 
-def _put(rows: Sequence[State], name: str, column: Sequence[Tensor]) -> None:
-    for row, value in zip(rows, column, strict=True):
-        row[name] = value
+def _put(states: Sequence[State], name: str, column: Sequence[Tensor]) -> None:
+    for state, value in zip(states, column, strict=True):
+        state[name] = value
 
 
 def _replace(dicts: Sequence[MutableMapping[Any, Any]], kept: Sequence[Mapping[Any, Any]]) -> None:
-    for values, own in zip(dicts, kept, strict=True):
+    for values, before in zip(dicts, kept, strict=True):
         values.clear()
-        values.update(own)
+        values.update(before)

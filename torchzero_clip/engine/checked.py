@@ -9,11 +9,14 @@ from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
+from torchzero_clip.compat import FakeTensor
 from torchzero_clip.core.kinds import FinalRule, Gate, Scaling, UpdateRule
 from torchzero_clip.core.nodes import Node
 from torchzero_clip.core.step import Step
-from torchzero_clip.core.transform import Transform, overridden_last, storable
+from torchzero_clip.core.transform import TensorwiseTransform, Transform, storable
+from torchzero_clip.functional.dtypes import widest_of
 from torchzero_clip.functional.foreach import is_one_number
 from torchzero_clip.functional.measure import Measured
 from torchzero_clip.hints import described, explanation
@@ -43,12 +46,13 @@ def applied(node: Node, updates: list[Tensor], step: Step) -> list[Tensor]:
         check()
         _check_views(node, step, result)
     check_state(node, step)
-    # later transforms may write to the result of an author, and torch cannot write to an expanded tensor
-    return list(result) if node.is_ours else [new.contiguous() if 0 in new.stride() else new for new in result]
+    # later transforms may write to the result, and torch cannot write to an expanded tensor
+    return [new.contiguous() if 0 in new.stride() else new for new in result]
 
 
 def _method(transform: Transform) -> str:
-    return f"{transform!r}.{overridden_last(type(transform), 'apply_tensor', 'apply_tensors')}"
+    is_applied_to_each = type(transform).apply_tensors is TensorwiseTransform.apply_tensors
+    return f"{transform!r}.{'apply_tensor' if is_applied_to_each else 'apply_tensors'}"
 
 
 def factors_of(node: Node, measured: Measured, updates: list[Tensor], step: Step) -> Tensor:
@@ -71,12 +75,14 @@ def factors_of(node: Node, measured: Measured, updates: list[Tensor], step: Step
             "for each slice: return measured.by_setting(step.settings, rule), measured.by_norm(rule), or "
             "measured.joined(factors) of a list like measured.norms"
         )
-    if node.is_ours:
-        return factors
+    if node.transform.pure and step.is_first:
+        _check_own_memory(node, step, [factors, *step.metrics.values()])
     check_state(node, step)
+    if node.transform.pure:
+        return factors
     # a copy, because factors may be a view of state, which is stored next; an expanded number stays expanded
-    own = factors.narrow(0, 0, 1) if count and is_one_number(factors) else factors
-    return own.to(factors.dtype if factors.dtype.itemsize >= 4 else torch.float64, copy=True).expand(count)
+    numbers = factors.narrow(0, 0, 1) if count and is_one_number(factors) else factors
+    return numbers.to(factors.dtype if factors.dtype.itemsize >= 4 else widest_of(factors), copy=True).expand(count)
 
 
 def slice_dims(scaling: Scaling, tensor: Tensor) -> tuple[int, ...]:
@@ -138,12 +144,12 @@ def _asked(method: Callable[[Tensor, Step], object], node: Node, norm: Tensor, s
         step.loss = None
     check = _watched(node, step, {"the norm": [norm]}) if step.is_first else None
     try:
-        found = method(norm, step)
+        answer = method(norm, step)
     except Exception as error:
         _explain(error, node, step)
     if check is not None:
         check()
-    return found
+    return answer
 
 
 def check_state(node: Node, step: Step) -> None:
@@ -154,9 +160,9 @@ def check_state(node: Node, step: Step) -> None:
                 f"{node.transform!r} has {described(value)} as metric {key!r}: a metric is a 0-d tensor, such as "
                 "norms.mean()"
             )
-        if not node.is_ours:  # it may be a view of state, which this and later steps overwrite
+        if not node.transform.pure:  # it may be a view of state, which this and later steps overwrite
             step.metrics[key] = value.clone()
-    wrong = _put_right("init_global_state", step.global_state, step.given) if step.global_state else []
+    wrong = _put_right("init_global_state", step.global_state, step.global_state_before) if step.global_state else []
     touched = step.stored.touched or []
     for state in touched:
         if not node.has_state and len(state) > 0:
@@ -166,10 +172,10 @@ def check_state(node: Node, step: Step) -> None:
             storable(node.transform, state)
     if touched and not isinstance(node.transform, FinalRule):
         for i, begun in step.stored.begun.items():
-            own = touched[i]
-            if len(own) != len(begun):  # a transform may add state that it declares
+            entries = touched[i]
+            if len(entries) != len(begun):  # a transform may add state that it declares
                 begun = {**node.transform.possible_state(step.params[i], step.settings[i]), **begun}
-            wrong += _put_right("init_state", own, begun)
+            wrong += _put_right("init_state", entries, begun)
     if wrong:
         raise RuntimeError(f"{node.transform!r} {wrong[0]}")
 
@@ -211,9 +217,13 @@ def _watched(
     grads = [grad for grad in step.grads if id(grad) not in may_write]
     watched = {**read, "the parameters": step.params, "the gradients": grads}
     then = {what: versions(tensors) for what, tensors in watched.items()}
-    attributes = dict(vars(transform))
+    attributes, all_grads = dict(vars(transform)), step.grads
+    # a rule may ask how gradients are laid out, and `apply_tensor` gets a gradient in any case
+    if transform.pure and not isinstance(transform, UpdateRule | TensorwiseTransform):
+        step.grads = cast(list[Tensor], _Unreadable(transform))
 
     def check() -> None:
+        step.grads = all_grads
         for what, before in then.items():
             if versions(watched[what]) != before:
                 raise RuntimeError(
@@ -232,11 +242,43 @@ def _watched(
     return check
 
 
+class _Unreadable(Sequence[Tensor]):
+    """Stands for the gradients in the first step of a pure transform, which does not read them."""
+
+    def __init__(self, transform: Transform) -> None:
+        self._text = f"{transform!r} reads step.grads, and its class says pure = True: write pure = False there"
+
+    @override
+    def __getitem__(self, index: Any) -> NoReturn:
+        raise RuntimeError(self._text)
+
+    @override
+    def __len__(self) -> NoReturn:
+        raise RuntimeError(self._text)
+
+
+def _stored(step: Step) -> list[object]:
+    """All values of the state that a transform has seen."""
+    states = (*(step.stored.touched or ()), *step.stored.begun.values(), step.global_state)
+    return [value for state in states for value in state.values()]
+
+
+def _check_own_memory(node: Node, step: Step, tensors: Sequence[Tensor]) -> None:
+    """Raise if factors or metrics of a pure transform share memory with its state."""
+    if isinstance(tensors[0], FakeTensor):
+        return
+    numbers = [value for value in _stored(step) if type(value) is Tensor and value.numel()]
+    # not by storages, of which the elements of a vector of numbers have one each
+    if not {number.data_ptr() for number in numbers}.isdisjoint(tensor.data_ptr() for tensor in tensors):
+        raise RuntimeError(
+            f"{node.transform!r} returned or showed a view of its state, and its class says pure = True: return "
+            "clones, or write pure = False there"
+        )
+
+
 def _check_views(node: Node, step: Step, result: Sequence[Tensor]) -> None:
     """Raise if a transform returned a view of what a later transform must not write to."""
-    known = (*(step.stored.touched or ()), *step.stored.begun.values())
-    states = [value for state in (*known, step.global_state) for value in state.values()]
-    kept = {id(value) for value in (*step.params, *step.grads, *states) if isinstance(value, Tensor)}
+    kept = {id(value) for value in (*step.params, *step.grads, *_stored(step)) if isinstance(value, Tensor)}
     for tensor in result:
         if id(tensor) not in kept and not tensor.is_inference() and id(tensor._base) in kept:
             raise RuntimeError(
@@ -249,13 +291,13 @@ def _explain(error: Exception, node: Node, step: Step) -> NoReturn:
     """Raise the error of a method that an author wrote, with an explanation if we have one."""
     transform = node.transform
     states = step.stored.touched or step.states
-    known = {
+    names = {
         "settings": node.storage_keys,
         "state of a parameter": states[0] if states else (),
         "state of the whole chain": node.global_keys,
         **({"children": node.children} if node.children else {}),
     }
-    text = explanation(error, repr(transform), known)
+    text = explanation(error, repr(transform), names)
     if text is not None:
         raise RuntimeError(text) from error
     error.add_note(f"in {transform!r}")

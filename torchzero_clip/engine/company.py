@@ -11,13 +11,14 @@ from typing_extensions import override
 from torchzero_clip.core.nodes import Node, Nodes
 from torchzero_clip.core.step import Step
 from torchzero_clip.core.tools import Tools
-from torchzero_clip.engine.executor import Host
+from torchzero_clip.engine.executor import WalkLike
 from torchzero_clip.engine.judged import Judged
+from torchzero_clip.functional.dtypes import widened
 from torchzero_clip.functional.measure import Measured, effect_numbers
 from torchzero_clip.types import State
 
 
-class Walking(Host, Protocol):
+class Walking(WalkLike, Protocol):
     """What the company asks of a walk."""
 
     nodes: Nodes
@@ -38,8 +39,8 @@ class Absence:
         """Let the transform exchange its numbers with the other processes, and change copies of the state."""
         step.tools = Tools()
         step.tools.process_group, step.tools.is_stand_in = self._group, True
-        given = step.global_state.items()
-        step.global_state = {k: v.to(self._device, copy=True) if isinstance(v, Tensor) else v for k, v in given}
+        values = step.global_state.items()
+        step.global_state = {k: v.to(self._device, copy=True) if isinstance(v, Tensor) else v for k, v in values}
 
     def settle(self, node: Node, step: Step, chain_state: State) -> None:
         """Restore the state if no process has a tensor for the transform."""
@@ -59,17 +60,17 @@ class Company(ABC):
 
     def __init__(self) -> None:
         self.numbers: dict[str, Tensor] = {}  # of the transforms that have run, by path
-        self._own: dict[str, Tensor] = {}
+        self._measured: dict[str, Tensor] = {}  # of the scalings that have measured, until `report`
 
     def joined(self, node: Node, measured: Measured, updates: list[Tensor], step: Step, judged: Judged) -> Measured:
         """What a scaling has measured, together with what others have measured."""
-        own = measured.numbers(0 if self.absence is not None else sum(map(Tensor.numel, updates)))
-        self._own[node.path] = own
-        return self.exchanged(node, measured, own, step, judged)
+        numbers = measured.numbers(0 if self.absence is not None else sum(map(Tensor.numel, updates)))
+        self._measured[node.path] = numbers
+        return self.exchanged(node, measured, numbers, step, judged)
 
     @abstractmethod
-    def exchanged(self, node: Node, measured: Measured, own: Tensor, step: Step, judged: Judged) -> Measured:
-        """What a scaling has measured, joined with the numbers of others. ``own`` are `Measured.numbers`."""
+    def exchanged(self, node: Node, measured: Measured, numbers: Tensor, step: Step, judged: Judged) -> Measured:
+        """What a scaling has measured, joined with the numbers of others. ``numbers`` are `Measured.numbers`."""
 
     @abstractmethod
     def acting(self, walk: Walking, node: Node, rows: list[int]) -> list[int]:
@@ -77,23 +78,23 @@ class Company(ABC):
 
     def report(self, node: Node, measured: Measured, factors: Tensor) -> None:
         """Collect the numbers of a scaling."""
-        own = self._own.pop(node.path)
-        self.numbers[node.path] = torch.cat([effect_numbers(measured, factors).to(own.device), own])
+        numbers = self._measured.pop(node.path)
+        self.numbers[node.path] = torch.cat([effect_numbers(measured, factors).to(numbers.device), numbers])
 
     def store(self, node: Node, step: Step, chain_state: State) -> None:
         """Collect the numbers of an elementwise transform, and decide which state of the whole chain is stored."""
         for changed, count in step.shares.values():
-            self.numbers[node.path] = torch.stack([changed.double(), torch.full_like(changed, count).double()])
+            self.numbers[node.path] = torch.stack([widened(changed), widened(torch.full_like(changed, count))])
         if self.absence is not None:
             self.absence.settle(node, step, chain_state)
 
 
 @final
-class Part(Company):
-    """The step has other parts, and this one measures its own tensors only."""
+class OtherParts(Company):
+    """The step has other parts, and this part measures its own tensors only."""
 
     @override
-    def exchanged(self, node: Node, measured: Measured, own: Tensor, step: Step, judged: Judged) -> Measured:
+    def exchanged(self, node: Node, measured: Measured, numbers: Tensor, step: Step, judged: Judged) -> Measured:
         return measured
 
     @override

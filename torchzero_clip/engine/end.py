@@ -1,4 +1,4 @@
-"""What becomes of the updates at the end of the outermost chain."""
+"""The end of the outermost chain: updates are subtracted from the parameters, or written into the gradients."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -12,26 +12,26 @@ from torchzero_clip.core.kinds import FinalRule, Gate, Scaling, UpdateRule
 from torchzero_clip.core.learning_rate import LR
 from torchzero_clip.core.nodes import Node
 from torchzero_clip.engine.checked import take_step
-from torchzero_clip.engine.executor import DeliveredScale, Host
+from torchzero_clip.engine.executor import DeliveredScale, WalkLike
 from torchzero_clip.functional import foreach
 
 
 class End(ABC):
-    """Takes the updates that come out of the outermost chain."""
+    """What is done with the updates that come out of the outermost chain."""
 
     over_grads: bool = False
     """True if all transforms may write over the gradients."""
 
     @abstractmethod
-    def take(self, walk: Host, node: Node, rows: list[int], rest: Sequence[Node]) -> set[int]:
-        """Do the work of a transform and of the ``rest`` of the chain at once, where that is possible.
+    def finish(self, walk: WalkLike, node: Node, rows: list[int], rest: Sequence[Node]) -> set[int]:
+        """Finish the step of rows: do the work of a transform and of the ``rest`` of the chain at once, if possible.
 
         Return the rows that are done. No later transform sees them.
         """
 
     @abstractmethod
-    def deliver(self, walk: Host, rows: list[int]) -> None:
-        """Take the updates of rows that have passed all transforms."""
+    def deliver(self, walk: WalkLike, rows: list[int]) -> None:
+        """Subtract or write the updates of rows that have passed all transforms."""
 
     @abstractmethod
     def may_write_grads(self, rest: Sequence[Node]) -> bool:
@@ -46,7 +46,7 @@ class Subtract(End):
     keep_grads: bool  # scalings never write over gradients
 
     @override
-    def take(self, walk: Host, node: Node, rows: list[int], rest: Sequence[Node]) -> set[int]:
+    def finish(self, walk: WalkLike, node: Node, rows: list[int], rest: Sequence[Node]) -> set[int]:
         transform = node.transform
         if isinstance(transform, UpdateRule):
             rest = [n for n in rest if n.transform.target != "closure" and not isinstance(n.transform, Gate)]
@@ -67,7 +67,7 @@ class Subtract(End):
         return set(rows)
 
     @override
-    def deliver(self, walk: Host, rows: list[int]) -> None:
+    def deliver(self, walk: WalkLike, rows: list[int]) -> None:
         foreach.subtract_([walk.table.params[i] for i in rows], walk.executor.read(rows))
 
     @override
@@ -87,11 +87,11 @@ class Deliver(End):
     over_grads: bool = False
 
     @override
-    def take(self, walk: Host, node: Node, rows: list[int], rest: Sequence[Node]) -> set[int]:
+    def finish(self, walk: WalkLike, node: Node, rows: list[int], rest: Sequence[Node]) -> set[int]:
         return set()
 
     @override
-    def deliver(self, walk: Host, rows: list[int]) -> None:
+    def deliver(self, walk: WalkLike, rows: list[int]) -> None:
         walk.executor.deliver(rows, self.scale)
 
     @override

@@ -17,7 +17,7 @@ from torchzero_clip.functional.norms import JointNorm
 from torchzero_clip.types import Setting, State
 
 
-class Host(Protocol):
+class WalkLike(Protocol):
     """What an executor and an end ask of the walk."""
 
     executor: "Executor"
@@ -44,7 +44,7 @@ class Measurer(Tools):
         """The L2 norm of all gradients together, and with ``beside`` that of each; None if the latter takes as long."""
 
     @abstractmethod
-    def norm_of_each(self, grads: list[Tensor]) -> Tensor:
+    def norms_of_each(self, grads: list[Tensor]) -> Tensor:
         """The L2 norm of each gradient: a float64 vector, equal on all ranks."""
 
 
@@ -70,11 +70,11 @@ class Executor(Measurer):
         """Multiply what was measured by its factors. With ``over_grads`` this may write over the gradients."""
 
     @abstractmethod
-    def take(self, host: Host, node: Node, rows: list[int]) -> bool:
-        """Do the work of a transform. Return False to leave it to the walk."""
+    def defer(self, walk: WalkLike, node: Node, rows: list[int]) -> bool:
+        """Let a transform wait, to be carried out together with others. Return False if it cannot wait."""
 
     @abstractmethod
-    def finish(self, host: Host, node: Node, rows: list[int], rest: Sequence[Node]) -> set[int]:
+    def finish(self, walk: WalkLike, node: Node, rows: list[int], rest: Sequence[Node]) -> set[int]:
         """Change the parameters as an update rule and the ``rest`` of the chain would. Return the rows done."""
 
     @abstractmethod

@@ -21,17 +21,17 @@ ZERO = (
 class Idle:
     """Counts the steps in a row without gradients, or with gradients of 0, and warns once."""
 
-    # It measures no norms. It knows from ``steps_taken`` that two steps are in a row, so ordinary steps need no call
+    # Ordinary steps need not call it: ``steps_taken`` shows whether other steps lie between two calls
 
     def __init__(self) -> None:
-        self._row, self._reason, self._at = 0, "", -1
+        self._in_a_row, self._reason, self._at = 0, "", -1
         self._has_warned = False
 
     @never_compiled
     def not_taken(self, walk: Walk, steps_taken: int) -> None:
         """Note a step that was refused, or that had no gradients."""
         if walk.refused_by:
-            self._row = 0
+            self._in_a_row = 0
         # without gradients here, another process may have some
         elif walk.company is None or walk.company.group is None:
             params = (param for group in walk.table.groups for param in group["params"])
@@ -54,7 +54,7 @@ class Idle:
 
     def _count(self, reason: str, steps_taken: int, *, is_taken: bool = False, is_usual: bool = False) -> None:
         is_next = reason == self._reason and steps_taken == self._at + is_taken
-        self._row, self._reason, self._at = self._row + 1 if is_next else 1, reason, steps_taken
-        if self._row >= IN_A_ROW and not (self._has_warned or is_usual):
+        self._in_a_row, self._reason, self._at = self._in_a_row + 1 if is_next else 1, reason, steps_taken
+        if self._in_a_row >= IN_A_ROW and not (self._has_warned or is_usual):
             self._has_warned = True
             warn_user(reason)

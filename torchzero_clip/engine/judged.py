@@ -13,12 +13,12 @@ from torchzero_clip.core.transform import Transform
 from torchzero_clip.engine.checked import slice_dims
 from torchzero_clip.engine.executor import Measurer
 from torchzero_clip.functional.measure import L2, DimsOf, Measured, Slicing, measure
-from torchzero_clip.functional.norms import combine
 from torchzero_clip.functional.shards import elements_at, memories
+from torchzero_clip.functional.slices import joint_of_norms
 
 
 class Judging:
-    """What the transforms of a chain ask about the gradients before the first of them. Found once for each chain."""
+    """What the transforms of a chain ask about the gradients before the first transform. Made once for each chain."""
 
     def __init__(self, nodes: Nodes) -> None:
         keepers = [node for node in nodes if node.transform.keeps_statistics]
@@ -31,12 +31,11 @@ class Judging:
         self.norm_metric = "" if first is None else f"{first.path}/norm" * _tells_zeros(first.transform)
         """The metric that is 0 only if all gradients are 0; empty if there is none."""
         scalings = [(node.path, node.transform) for node in nodes if isinstance(node.transform, Scaling)]
-        own = [(path, scaling) for path, scaling in scalings if type(scaling).slice_dims is not Scaling.slice_dims]
-        self.dims_of: dict[str, DimsOf] = {path: partial(slice_dims, scaling) for path, scaling in own}
-        """What returns the dimensions of a slice, by path. Only of classes with their own, because it takes longer."""
-        joint = {path for path, scaling in scalings if scaling.slicing == Slicing(L2, "global")}
-        known = joint if self.asks_jointly else set[str]()
-        self.needs_each = {path for path, _ in scalings if path not in known} if self.is_asked else set[str]()
+        overriding = [(path, s) for path, s in scalings if type(s).slice_dims is not Scaling.slice_dims]
+        self.dims_of: dict[str, DimsOf] = {path: partial(slice_dims, scaling) for path, scaling in overriding}
+        """The methods that return the dimensions of a slice, by path. Only overriding ones, because calls take time."""
+        not_enough = [path for path, s in scalings if not (self.asks_jointly and s.slicing == Slicing(L2, "global"))]
+        self.needs_each = set(not_enough if self.is_asked else ())
         """The paths of scalings that have to measure each tensor, because statistics need more than the joint norm."""
 
 
@@ -64,7 +63,7 @@ class Judged:
             jointly = jointly and self.judging.asks_jointly
             joint = self.measurer.joint_norm(self.grads, beside=self.listens) if jointly else None
             if joint is None:
-                self.norms = norms = self.measurer.norm_of_each(self.grads)
+                self.norms = norms = self.measurer.norms_of_each(self.grads)
             else:
                 total, norms = joint
                 self.norms = total.view(1)
@@ -79,17 +78,17 @@ class Judged:
     def of_each(self) -> Tensor:
         """The norm of the gradient of each row, also if statistics need only the joint norm."""
         norms = self.measure()
-        return norms if len(norms) == len(self.grads) else self.measurer.norm_of_each(self.grads)
+        return norms if len(norms) == len(self.grads) else self.measurer.norms_of_each(self.grads)
 
     def joined(self, scopes: Sequence[list[int]]) -> list[Tensor]:
-        """The joint norm of all gradients, 1 if one of them is not finite else 0, and the joint norm of each scope."""
+        """The joint norm of all gradients; 1 if some gradient is not finite, else 0; the joint norm of each scope."""
         norms = self.measure()
-        total = combine(norms, 2.0) if len(norms) != 1 else norms.squeeze(0)
-        of_scopes = [total if len(own) == len(self.grads) else combine(self.of(own), 2.0) for own in scopes]
-        return [total, norms.isfinite().all().logical_not().double(), *of_scopes]
+        total = joint_of_norms(norms, 2.0) if len(norms) != 1 else norms.squeeze(0)
+        of_scopes = [total if len(rows) == len(self.grads) else joint_of_norms(self.of(rows), 2.0) for rows in scopes]
+        return [total, norms.isfinite().all().logical_not().to(total.dtype), *of_scopes]
 
     def total(self) -> Tensor | None:
-        """The joint norm of the gradients as `measured` finds it; None if each of them has to be measured for it."""
+        """The joint norm of the gradients, to the bit as in `measured`; None if that measures each of them alone."""
         if self.norms is not None:
             return self.norms.squeeze(0) if self.norms.numel() < len(self.grads) else None
         total, norms = self.measurer.joint_norm(self.grads, beside=self.listens) or (None, None)
@@ -98,12 +97,12 @@ class Judged:
         return total
 
     def before_change(self, transform: Transform) -> None:
-        """Called before a transform changes what later statistics have to judge."""
+        """Called before a transform changes updates, because later statistics need the norms of the gradients."""
         if self.judging.is_asked and not _measures_gradients(transform):
             self.measure()
 
     def before_first(self, transform: Transform) -> None:
-        """Called before each transform if there is a listener: the first one may change what it has to see."""
+        """Called before each transform if there is a listener, whose norms are those before the first transform."""
         if not (isinstance(transform, Gate) or _measures_gradients(transform)):
             self._note()
 
@@ -119,14 +118,14 @@ class Judged:
 
     def measured(self, node: Node, updates: list[Tensor]) -> Measured:
         """The norms of the updates of a scaling on this process, which may be those of the gradients too."""
-        known, count = self.norms, len(updates)
-        if node.path == self.judging.joint_clip and known is not None and len(known) < count:
-            total = known.squeeze(0)  # gates have measured the gradients jointly
+        norms, count = self.norms, len(updates)
+        if node.path == self.judging.joint_clip and norms is not None and len(norms) < count:
+            total = norms.squeeze(0)  # gates have measured the gradients jointly
             return Measured(L2, list(range(count)), total.expand(count), total, memories(updates), joint=True)
         beside = self.listens and self.before is None
         each, slicing = node.path in self.judging.needs_each, node.transform.slicing  # pyright: ignore
-        way = self.measurer.way(updates, name=node.path, beside=beside)
-        measured = measure(updates, slicing, self.judging.dims_of.get(node.path), way, each)
+        resources = self.measurer.resources(updates)._replace(name=node.path, beside=beside, each=each)
+        measured = measure(updates, slicing, self.judging.dims_of.get(node.path), resources)
         if self.judging.is_asked and self.norms is None:
             # these are gradients: see `before_change`
             is_joint = not each and len(measured.vector) > 0
@@ -139,7 +138,7 @@ class Judged:
     def _note(self, norms: Tensor | None = None) -> None:
         """Store the L2 norms of the gradients for a listener; None to measure them."""
         if self.listens and self.before is None:
-            self.before = self.measurer.norm_of_each(self.grads) if norms is None else norms
+            self.before = self.measurer.norms_of_each(self.grads) if norms is None else norms
 
 
 def _clips_all_gradients(transform: Transform) -> bool:

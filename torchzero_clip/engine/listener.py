@@ -25,8 +25,8 @@ class Seen(Protocol):
     refused_by: list[str]  # who has refused the step
 
 
-class Attached(ABC):
-    """An object with hooks of an optimizer that is not a `Modular`. `before_step` takes over its listener."""
+class HasListener(ABC):
+    """An object whose methods are hooks of an optimizer, as of a recorder. `before_step` takes over its listener."""
 
     listener: "Listener"
 

@@ -22,9 +22,9 @@ from torchzero_clip.engine.company import Company, Walking
 from torchzero_clip.engine.idle import Idle
 from torchzero_clip.engine.reported_loss import Loss
 from torchzero_clip.functional.bad import BadGradients, bad_gradients, labels
-from torchzero_clip.functional.norms import combine
 from torchzero_clip.functional.processes import gathered
 from torchzero_clip.functional.shards import largest_on_all_ranks, mesh_groups
+from torchzero_clip.functional.slices import joint_of_norms
 from torchzero_clip.types import State
 
 Nonfinite: TypeAlias = Literal["propagate", "raise", "skip"]
@@ -97,7 +97,7 @@ class StepPolicy:
         judged = [(node, norm, refusal(node, norm, _step_of_gate(walk, node))) for node, norm in pairs]
         refused = [refusal.to(total.device) for _, _, refusal in judged]
         # gates decide by numbers that are equal on all processes, so the decisions are equal too
-        numbers = torch.stack([x.double() for x in (total, lost, *refused, *taking_part)])
+        numbers = torch.stack([x.to(total.dtype) for x in (total, lost, *refused, *taking_part)])
         # one read for all gates and for the norm, because each read waits for the device
         joint, nonfinite, *answers = numbers.tolist()
         refusals, flags = answers[: len(gates)], answers[len(gates) :]
@@ -173,10 +173,10 @@ class StepPolicy:
     def _reasons(self, walk: Undecided, judged: Sequence[tuple[Node, Tensor, Tensor]]) -> dict[str, str]:
         """Why the step is refused, by who refuses it."""
         gates = [(node, norm) for node, norm, _ in judged if node.path in walk.refused_by]
-        found = {repr(node.path): why(node, norm, _step_of_gate(walk, node)) for node, norm in gates}
+        reasons = {repr(node.path): why(node, norm, _step_of_gate(walk, node)) for node, norm in gates}
         if "nonfinite" in walk.refused_by and self.bad_gradients is not None:
-            found["nonfinite='skip'"] = f"these gradients were not finite: {self.bad_gradients.listed}"
-        return found
+            reasons["nonfinite='skip'"] = f"these gradients were not finite: {self.bad_gradients.listed}"
+        return reasons
 
 
 def is_worth_a_warning(skips: int) -> bool:
@@ -209,16 +209,16 @@ def _step_of_gate(walk: Undecided, node: Node) -> Step:
 def _joint_norms(walk: Undecided, scopes: Sequence[list[int]]) -> tuple[list[Tensor], list[Tensor]]:
     """The numbers of `Judged.joined`, equal on all processes; and whether gradients exist, of all and of each scope."""
     # the second list is empty without other processes
-    found, table, (group, device) = walk.judged.joined(scopes), walk.table, _group_of(walk)
-    flags = [] if group is None else [torch.full_like(found[0], len(own) > 0) for own in (table.rows, *scopes)]
+    norms, table, (group, device) = walk.judged.joined(scopes), walk.table, _group_of(walk)
+    flags = [] if group is None else [torch.full_like(norms[0], len(rows) > 0) for rows in (table.rows, *scopes)]
     # a rank may have plain gradients beside sharded ones, and all would hang if it skipped the step alone
-    own = largest_on_all_ranks(torch.stack([*found, *flags]), table.all_params())
+    numbers = largest_on_all_ranks(torch.stack([*norms, *flags]), table.all_params())
     if group is None:
-        return list(own.unbind()), []
-    columns = gathered(own.to(device), group).T.contiguous()
+        return list(numbers.unbind()), []
+    columns = gathered(numbers.to(device), group).T.contiguous()
     # a process without parameters sends norms of 0, which do not change a joint norm
-    joint, taking_part = columns.split([len(found), len(flags)])
-    return [combine(column, 2.0) for column in joint], list(taking_part.amax(dim=1).unbind())
+    joint, taking_part = columns.split([len(norms), len(flags)])
+    return [joint_of_norms(column, 2.0) for column in joint], list(taking_part.amax(dim=1).unbind())
 
 
 def _bad_gradients(walk: Undecided) -> BadGradients:
@@ -228,5 +228,5 @@ def _bad_gradients(walk: Undecided) -> BadGradients:
     # over all parameters, with or without a gradient, so that all processes number them alike
     names = labels("parameter", [(named.name, named.param) for named in every])
     norms = walk.judged.of_each().tolist()
-    own = {names[param]: norm for param, norm in zip(table.params, norms, strict=True)}
-    return bad_gradients(own, mesh_groups(table.all_params()), _group_of(walk)[0])
+    norm_of = {names[param]: norm for param, norm in zip(table.params, norms, strict=True)}
+    return bad_gradients(norm_of, mesh_groups(table.all_params()), _group_of(walk)[0])

@@ -12,15 +12,16 @@ from torchzero_clip.core.kinds import Scaling
 from torchzero_clip.core.nodes import Node, Nodes
 from torchzero_clip.core.step import Step
 from torchzero_clip.engine.company import Absence, Company, Walking
+from torchzero_clip.engine.joint_metrics import joint_metrics, measuring, path_of, vector_of
 from torchzero_clip.engine.judged import Judged
-from torchzero_clip.engine.numbers import joint_metrics, measuring, path_of, vector_of
-from torchzero_clip.engine.readable import Readable
+from torchzero_clip.engine.readable import ReadableExecutor
 from torchzero_clip.engine.table import Table
 from torchzero_clip.engine.updates import Updates
 from torchzero_clip.engine.walk import Walk
+from torchzero_clip.functional.dtypes import widest
 from torchzero_clip.functional.measure import Measured
-from torchzero_clip.functional.norms import combine
 from torchzero_clip.functional.processes import gathered
+from torchzero_clip.functional.slices import joint_of_norms
 
 
 @final
@@ -35,17 +36,17 @@ class Others(Company):
         """The paths of joint transforms that have only tensors without elements on this process."""
 
     @override
-    def exchanged(self, node: Node, measured: Measured, own: Tensor, step: Step, judged: Judged) -> Measured:
+    def exchanged(self, node: Node, measured: Measured, numbers: Tensor, step: Step, judged: Judged) -> Measured:
         """The joint norm over all processes; statistics get the joint norm of each process's gradients beside it."""
         if not isinstance(node.transform, Scaling) or node.transform.slicing.dim != "global":
             return measured
         if node.path == judged.judging.joint_clip and judged.joint_norm is not None:
-            return measured.of_processes(judged.joint_norm.to(own.device).view(1, 1))
+            return measured.of_processes(judged.joint_norm.to(numbers.device).view(1, 1))
         norms = step.gradient_norms
-        beside = own.new_zeros(0) if norms is None else combine(norms, 2.0).to(own.device).view(1)
-        rows = step.tools.rows(torch.cat([own, beside]).to(self._device)).to(own.device)
-        step.gradient_norms = None if norms is None else rows.select(1, len(own))
-        return measured.of_processes(rows.narrow(1, 0, len(own)))
+        beside = numbers.new_zeros(0) if norms is None else joint_of_norms(norms, 2.0).to(numbers.device).view(1)
+        by_process = step.tools.by_process(torch.cat([numbers, beside]).to(self._device)).to(numbers.device)
+        step.gradient_norms = None if norms is None else by_process.select(1, len(numbers))
+        return measured.of_processes(by_process.narrow(1, 0, len(numbers)))
 
     def join(self, walk: Walk) -> None:
         """Let a walk exchange numbers with the other processes."""
@@ -72,31 +73,31 @@ class Others(Company):
         stand_in.apply(node, [0], list(stand_in.table.grads))
         return []
 
-    def metrics(self, nodes: Nodes, own: dict[str, Tensor], has_gradients: bool) -> dict[str, Tensor] | None:
+    def metrics(self, nodes: Nodes, metrics: dict[str, Tensor], has_gradients: bool) -> dict[str, Tensor] | None:
         """The metrics of all processes together, by name, in one collective; None if no process has a gradient.
 
-        ``own`` has those that transforms have set themselves. This waits for the device if only other processes know
-        whether some transform has run.
+        ``metrics`` are those that transforms have set themselves. This waits for the device if only other processes
+        know whether some transform has run.
         """
         paths = [node.path for node, _ in measuring(nodes)]
         if not paths and not self._has_schedules:
-            return dict(own)
+            return dict(metrics)
         # of each transform: 1 if it has run, 0.5 if all its tensors are without elements
         ran = [float(has_gradients)]
         ran += [1.0 if path in self.numbers else 0.5 if path in self._empty else 0.0 for path in paths]
-        flags = torch.ones(len(ran), dtype=torch.float64, device=self._device)
+        flags = torch.ones(len(ran), dtype=widest(self._device), device=self._device)
         if min(ran) < 1:  # only then, because copying numbers to the device waits
-            flags = torch.tensor(ran, dtype=torch.float64, device=self._device)
-        rows = gathered(torch.cat([flags, vector_of(self.numbers, nodes, self._device)]), self._group)
+            flags = torch.tensor(ran, dtype=widest(self._device), device=self._device)
+        by_process = gathered(torch.cat([flags, vector_of(self.numbers, nodes, self._device)]), self._group)
         if min(ran) < 1:
-            ran = rows.narrow(1, 0, len(ran)).amax(dim=0).tolist()
+            ran = by_process.narrow(1, 0, len(ran)).amax(dim=0).tolist()
         if not ran[0]:
             return None
-        found = joint_metrics(nodes, rows.narrow(1, len(ran), rows.shape[1] - len(ran)))
+        joint = joint_metrics(nodes, by_process.narrow(1, len(ran), by_process.shape[1] - len(ran)))
         acted = dict(zip(paths, ran[1:], strict=True))
         # leave out what a transform has shown for a stand-in if no process has an element for the transform
-        shown = {name: value for name, value in own.items() if acted.get(path_of(name), 1.0) == 1}
-        return shown | {name: value for name, value in found.items() if acted[path_of(name)]}
+        shown = {name: value for name, value in metrics.items() if acted.get(path_of(name), 1.0) == 1}
+        return shown | {name: value for name, value in joint.items() if acted[path_of(name)]}
 
 
 def _stand_in(walk: Walk, group: ProcessGroup, device: torch.device) -> Walk:
@@ -108,9 +109,9 @@ def _stand_in(walk: Walk, group: ProcessGroup, device: torch.device) -> Walk:
     """
     zero = torch.zeros(1, dtype=torch.float32, device=device)
     table = Table(walk.table.groups, [zero], [zero.clone()], [{}], [0], acting=walk.nodes.joint)
-    executor = Readable(Updates(table, walk.chain_state, maximize=False))
+    executor = ReadableExecutor(Updates(table, walk.chain_state, maximize=False))
     judged = Judged(walk.judged.judging, table.grads, executor)
-    judged.norms = torch.zeros(1, dtype=torch.float64, device=device)
+    judged.norms = torch.zeros(1, dtype=widest(device), device=device)
     company = Others(group, device)
     company.absence = Absence(group, device)
     return replace(walk, table=table, executor=executor, judged=judged, company=company)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from torchzero_clip.core.nodes import Nodes
-from torchzero_clip.engine.numbers import joint_metrics, path_of, vector_of
+from torchzero_clip.engine.joint_metrics import joint_metrics, path_of, vector_of
 from torchzero_clip.functional.processes import device_of
 from torchzero_clip.types import Group
 
@@ -44,10 +44,10 @@ class Parts:
         device = device_of([param for group in groups for param in group["params"]])
         parts, metrics = self._numbers, self._metrics
         self._numbers, self._metrics, self.updated = [], {}, {}
-        found = joint_metrics(nodes, torch.stack([vector_of(numbers, nodes, device) for numbers in parts]))
+        joint = joint_metrics(nodes, torch.stack([vector_of(numbers, nodes, device) for numbers in parts]))
         paths = set[str]().union(*parts)
-        found = metrics | {key: value for key, value in found.items() if path_of(key) in paths}
-        return {key: found[key] for node in nodes for key in found if path_of(key) == node.path}
+        metrics |= {key: value for key, value in joint.items() if path_of(key) in paths}
+        return {key: metrics[key] for node in nodes for key in metrics if path_of(key) == node.path}
 
 
 def second_gradient() -> RuntimeError:

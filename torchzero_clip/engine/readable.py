@@ -7,19 +7,22 @@ from typing import final
 from torch import Tensor
 from typing_extensions import override
 
+from torchzero_clip.compat import any_distributed
 from torchzero_clip.core.nodes import Node
 from torchzero_clip.core.states import States
-from torchzero_clip.engine.executor import DeliveredScale, Executor, Host
+from torchzero_clip.engine.executor import DeliveredScale, Executor, WalkLike
 from torchzero_clip.engine.updates import Updates
 from torchzero_clip.functional.measure import Measured, scale_
-from torchzero_clip.functional.norms import JointNorm, all_ones, mesh_norm, p_norms
+from torchzero_clip.functional.norms import JointNorm, joint_norm_of_meshes
 from torchzero_clip.functional.shards import pack, wholes
+from torchzero_clip.functional.slices import norms_of_slices
+from torchzero_clip.functional.ways import all_ones
 from torchzero_clip.types import State
 
 
 @final
 @dataclass(eq=False)
-class Readable(Executor):
+class ReadableExecutor(Executor):
     """Does everything at once, with whole tensors. It says what any other executor has to compute."""
 
     memory: Updates
@@ -43,14 +46,14 @@ class Readable(Executor):
             self.memory.mark(rows)
             return
         # the measured tensors may be the gradients themselves: multiply the copies
-        scale_(measured.with_targets(self.memory.own(rows, over_grads)), factors)
+        scale_(measured.with_targets(self.memory.writable(rows, over_grads)), factors)
 
     @override
-    def take(self, host: Host, node: Node, rows: list[int]) -> bool:
+    def defer(self, walk: WalkLike, node: Node, rows: list[int]) -> bool:
         return False
 
     @override
-    def finish(self, host: Host, node: Node, rows: list[int], rest: Sequence[Node]) -> set[int]:
+    def finish(self, walk: WalkLike, node: Node, rows: list[int], rest: Sequence[Node]) -> set[int]:
         return set()
 
     @override
@@ -59,11 +62,11 @@ class Readable(Executor):
 
     @override
     def joint_norm(self, grads: list[Tensor], *, beside: bool) -> JointNorm | None:
-        return mesh_norm(grads, beside=beside)
+        return joint_norm_of_meshes(wholes(grads), 2.0, beside=beside) if any_distributed(grads) else None
 
     @override
-    def norm_of_each(self, grads: list[Tensor]) -> Tensor:
-        return pack(p_norms(wholes(grads), 2.0))
+    def norms_of_each(self, grads: list[Tensor]) -> Tensor:
+        return pack(norms_of_slices(wholes(grads), 2.0))
 
     @override
     def states(self, node: Node, stored: list[State], begin: Callable[[int], State]) -> States:

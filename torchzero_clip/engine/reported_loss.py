@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from torchzero_clip.functional.dtypes import widened, widest
 from torchzero_clip.functional.processes import gathered
 from torchzero_clip.functional.shards import mesh_groups
 
@@ -33,8 +34,8 @@ class Loss:
             return
         value = 0.0 if self.value is None else self.value
         _check_loss(value)
-        given = value if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64, device="cpu")
-        mean = given.detach().reshape(()).to(device, torch.float64)
+        loss = value if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64, device="cpu")
+        mean = loss.detach().reshape(()).to(device, widest(device))
         total = torch.stack([mean * self.count, torch.full_like(mean, self.count)])
         if is_replicated:
             dist.all_reduce(total)
@@ -58,7 +59,7 @@ class ReportedLoss:
         _check_loss(loss)
         if self._begins_anew:
             self.clear()
-        self._sum = self._sum + (loss.detach().reshape(()).double() if isinstance(loss, Tensor) else float(loss))
+        self._sum = self._sum + (widened(loss.detach().reshape(())) if isinstance(loss, Tensor) else float(loss))
         self.count += 1
 
     def zeroed(self) -> None:

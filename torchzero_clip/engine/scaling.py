@@ -41,11 +41,12 @@ def store_state(node: Node, step: Step, chain_state: State, company: Company | N
         step.stored.write()
     if company is not None:
         company.store(node, step, chain_state)
-    changed = [(key, value) for key, value in step.global_state.items() if value is not step.given.get(key)]
+    before = step.global_state_before
+    changed = [(key, value) for key, value in step.global_state.items() if value is not before.get(key)]
     kept: list[Tensor] = []
     new: list[Tensor] = []
     for key, value in changed:
-        old = step.given.get(key)
+        old = before.get(key)
         if isinstance(old, Tensor) and isinstance(value, Tensor) and old.shape == value.shape:
             kept.append(old)
             new.append(value.clone())  # it may be a view of other state, as after a swap

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torchzero_clip.core.nodes import Node
-from torchzero_clip.core.scope import NamedParam, named_params
+from torchzero_clip.core.scope import named_params
 from torchzero_clip.types import Group, State
 
 
@@ -46,12 +46,6 @@ class Table:
         """All rows."""
         return list(range(len(self.params)))
 
-    @property
-    def named_params(self) -> list[NamedParam]:
-        """The parameters with their names."""
-        named = [n for group in self.groups for n in named_params(group)]
-        return [n for n in named if n.param.grad is not None and n.param.requires_grad]
-
     def all_params(self) -> list[Tensor]:
         """All parameters of the optimizer, with or without a gradient."""
         return [param for group in self.groups for param in group["params"]]
@@ -71,7 +65,9 @@ class Table:
         if len(scope.conditions) == 0:  # `not` of a tuple breaks the graphs of `torch.compile`
             return rows
         if node.path not in self._scopes:
-            self._scopes[node.path] = {i for i, named in enumerate(self.named_params) if scope.has(named)}
+            named = [n for group in self.groups for n in named_params(group)]
+            of_rows = [n for n in named if n.param.grad is not None and n.param.requires_grad]
+            self._scopes[node.path] = {i for i, n in enumerate(of_rows) if scope.has(n)}
         chosen = self._scopes[node.path]
         return [i for i in rows if i in chosen]
 
@@ -82,16 +78,16 @@ def taking_part(groups: Sequence[Group]) -> tuple[list[Tensor], list[Any], list[
     grads: list[Any] = []
     group_of: list[int] = []
     for g, group in enumerate(groups):
-        own: list[Tensor] = group["params"]
-        found = [param.grad for param in own]
-        if type(None) in set(map(type, found)) or False in [param.requires_grad for param in own]:
-            if True in [param.is_meta for param in own]:
+        params_of_group: list[Tensor] = group["params"]
+        grads_of_group = [param.grad for param in params_of_group]
+        if type(None) in set(map(type, grads_of_group)) or False in [param.requires_grad for param in params_of_group]:
+            if True in [param.is_meta for param in params_of_group]:
                 _refuse_meta(group)
-            own = [param for param in own if param.grad is not None and param.requires_grad]
-            found = [param.grad for param in own]
-        params += own
-        grads += found
-        group_of += [g] * len(own)
+            params_of_group = [param for param in params_of_group if param.grad is not None and param.requires_grad]
+            grads_of_group = [param.grad for param in params_of_group]
+        params += params_of_group
+        grads += grads_of_group
+        group_of += [g] * len(params_of_group)
     return params, grads, group_of
 
 
@@ -100,9 +96,9 @@ def refuse_unusable(groups: Sequence[Group]) -> None:
     for group in groups:
         if True in [param.is_meta for param in group["params"]]:
             _refuse_meta(group)
-        own = [param for param in group["params"] if param.grad is not None and param.requires_grad]
-        if not {torch.strided}.issuperset([param.grad.layout for param in own]):
-            sparse = next(param for param in own if param.grad.layout != torch.strided)
+        params = [param for param in group["params"] if param.grad is not None and param.requires_grad]
+        if not {torch.strided}.issuperset([param.grad.layout for param in params]):
+            sparse = next(param for param in params if param.grad.layout != torch.strided)
             raise RuntimeError(
                 f"{_name(sparse, group)} has a sparse gradient, which transforms do not take: use clip_grad_norm_"
             )

@@ -29,23 +29,23 @@ class Updates:
         # the usual case first: a list of gradients needs no look at each row
         if self.untouched and not self._maximize and (over_grads or not writable):
             return list(self._grads) if len(rows) == len(self._grads) else [self._grads[i] for i in rows]
-        found: list[Tensor] = []
+        updates: list[Tensor] = []
         for i in rows:
             update, borrowed, grad = self._updates[i], self._borrowed[i], self._grads[i]
             if update is None:  # no transform has acted: with maximize the sign turns here, and only once
                 update, borrowed = (-grad, False) if self._maximize else (grad, True)
             # a copy, because another transform may still need what the memory belongs to
-            found.append(update.clone() if writable and borrowed and not (over_grads and update is grad) else update)
-        return found
+            updates.append(update.clone() if writable and borrowed and not (over_grads and update is grad) else update)
+        return updates
 
-    def own(self, rows: list[int], over_grads: bool) -> list[Tensor]:
+    def writable(self, rows: list[int], over_grads: bool) -> list[Tensor]:
         """Return the updates of some rows, copied where they may not be written to, and store the copies."""
         over_grads = over_grads or self._over_grads
         updates = self.current(rows, writable=True, over_grads=over_grads)
         if not (over_grads and self.untouched and not self._maximize):
             pairs = zip(rows, updates, strict=True)
-            own = [(i, update) for i, update in pairs if update is not self._grads[i]]
-            self._put_own([i for i, _ in own], [update for _, update in own])
+            copies = [(i, update) for i, update in pairs if update is not self._grads[i]]
+            self._put_writable([i for i, _ in copies], [update for _, update in copies])
         return updates
 
     def put(self, rows: list[int], updates: Sequence[Tensor]) -> None:
@@ -65,7 +65,7 @@ class Updates:
         """Copy updates that share a tensor with ``.grad``, because a ``target="grad"`` transform will write to it."""
         # an update of None is read from .grad later, so it gets what a `target="grad"` transform writes
         shared = [i for i in rows if self._updates[i] is self._grads[i]]
-        self._put_own(shared, [self._grads[i].clone() for i in shared])
+        self._put_writable(shared, [self._grads[i].clone() for i in shared])
 
     def write_back(self, rows: list[int]) -> None:
         """Write the updates of some rows into their gradients. An update that is the gradient itself is left out."""
@@ -74,12 +74,12 @@ class Updates:
         changed = [(grad, new.clone() if new in grads else new) for grad, new in pairs if new is not grad]
         foreach.copy_([grad for grad, _ in changed], [new for _, new in changed])
 
-    def _put_own(self, rows: Sequence[int], updates: Sequence[Tensor]) -> None:
+    def _put_writable(self, rows: Sequence[int], updates: Sequence[Tensor]) -> None:
         for i, update in zip(rows, updates, strict=True):
             self._updates[i], self._borrowed[i], self.untouched = update, False, False
 
     def mark(self, rows: Sequence[int]) -> None:
-        """Note for `keep` that a transform has acted on updates, although they are still the gradients."""
+        """Note for `keep` that a transform has acted on updates, although it has left them equal to the gradients."""
         for i in rows if not self._maximize else ():
             if self._updates[i] is None:
                 self._updates[i] = self._grads[i]
@@ -89,7 +89,7 @@ class Updates:
         """Use other tensors as the updates of some rows within the block, for a chain inside a composite."""
         outside = self._updates, self._borrowed, self.untouched
         self._updates, self._borrowed = list(self._updates), list(self._borrowed)
-        self._put_own(rows, updates)
+        self._put_writable(rows, updates)
         try:
             yield
         finally:

@@ -44,7 +44,7 @@ class Walk:
     refused_by: list[str] = field(default_factory=list)
     """The gates that refused the step, and "nonfinite" if a gradient that is not finite did."""
     are_zero: bool = False
-    """True if all gradients are 0, by a norm that was measured anyway and needs no wait to read."""
+    """True if all gradients are 0. It stays False if reading a norm would wait, or no norm was measured."""
 
     def change_closure_gradients(self, chain: Chain) -> None:
         """Apply the transforms with ``target="closure"`` to the gradients that the closure left."""
@@ -68,22 +68,22 @@ class Walk:
         company = self.company
         for i, node in enumerate(nodes):
             transform, rest = node.transform, nodes[i + 1 :]
-            own = self.table.in_scope(node, rows)
+            acting = self.table.in_scope(node, rows)
             if self.judged.listens:
                 self.judged.before_first(transform)
             # transforms with target="closure" have exchanged their numbers in `change_closure_gradients`
             if company is not None and transform.target != "closure":
-                own = company.acting(self, node, own)
-            if end is not None and own:
-                done = end.take(self, node, own, rest)
+                acting = company.acting(self, node, acting)
+            if end is not None and acting:
+                done = end.finish(self, node, acting, rest)
                 if done:  # no later transform may see these rows
-                    rows, own = ([i for i in these if i not in done] for these in (rows, own))
+                    rows, acting = ([i for i in these if i not in done] for these in (rows, acting))
                     # with company the walk goes on without rows, because others wait for this process in the exchanges
                     if not rows and company is None:
                         return
             # gates have decided before the walk: see `StepPolicy.allows`
-            if own and not isinstance(transform, Gate):
-                self._change(node, own, end, rest)
+            if acting and not isinstance(transform, Gate):
+                self._change(node, acting, end, rest)
         if end is not None and rows:
             end.deliver(self, rows)
 
@@ -103,7 +103,7 @@ class Walk:
             measured, factors = self._measured(node, rows, self.executor.read(rows))
             # before a rule, clipped gradients may stay in .grad, as after torch's clip; a copy would cost a pass
             self.executor.scale(rows, measured, factors, end is not None and end.may_write_grads(rest))
-        elif not self.executor.take(self, node, rows):
+        elif not self.executor.defer(self, node, rows):
             # a rule only reads, so it may get the gradients themselves: a copy would cost a pass over memory
             updates = self.executor.read(rows, writable=not isinstance(transform, UpdateRule))
             self.executor.memory.put(rows, self.apply(node, rows, updates))
@@ -145,12 +145,12 @@ class Walk:
 
     def _apply_child(self, node: Node, rows: list[int], name: str, updates: list[Tensor]) -> list[Tensor]:
         child = self.nodes.by_path[f"{node.path}/{name}"]
-        own = self.table.in_scope(child, rows)
-        own = own if self.company is None else self.company.acting(self, child, own)
+        acting = self.table.in_scope(child, rows)
+        acting = acting if self.company is None else self.company.acting(self, child, acting)
         # rows outside of the scope of the child keep their updates
         result = dict(zip(rows, updates, strict=True))
-        if own:
-            result.update(zip(own, self.apply(child, own, [result[i] for i in own]), strict=True))
+        if acting:
+            result.update(zip(acting, self.apply(child, acting, [result[i] for i in acting]), strict=True))
         return [result[i] for i in rows]
 
     def _measured(self, node: Node, rows: list[int], updates: list[Tensor]) -> tuple[Measured, Tensor]:
@@ -172,7 +172,7 @@ class Walk:
         # one object for all parameters of a group: `by_setting` then finds a range without comparing
         settings = of_groups * len(rows) if len(of_groups) == 1 else [of_groups[g] for g in group_of]
         # only statistics ask which gradients are usable. A scaling measures them if they are not known yet
-        known = transform.keeps_statistics and judged.norms is not None
+        reads_norms = transform.keeps_statistics and judged.norms is not None
         step = Step(
             params,
             grads,
@@ -180,7 +180,7 @@ class Walk:
             self.executor.states(node, states, partial(_begin, transform, params, settings)),
             settings,
             node.global_state(self.chain_state) if node.global_keys else {},
-            gradient_norms=judged.of(rows) if known else None,
+            gradient_norms=judged.of(rows) if reads_norms else None,
             apply_child=partial(self._apply_child, node, rows) if node.children else None,
             tools=self.executor,
             has_loss=self.loss.exists,
@@ -202,12 +202,11 @@ class Walk:
 
 def settings_of(node: Node, rest: Sequence[Node], settings: Mapping[str, list[Setting]]) -> list[Setting]:
     """The settings of each group: those of a transform and, where it has none of that name, of the rest."""
-    own = settings[node.path]
     if not rest:
-        return own
-    # a kernel takes the rest of the chain in one call, so it needs the settings of LR too. Its own come first
-    together = [*(settings[n.path] for n in rest[::-1]), own]
-    return [{key: value for found in together for key, value in found[g].items()} for g in range(len(own))]
+        return settings[node.path]
+    # a kernel does the rest of the chain in one call, so it needs the settings of LR too
+    by_transform = [settings[n.path] for n in (*rest[::-1], node)]  # later ones replace earlier ones of the same name
+    return [{key: value for s in of_group for key, value in s.items()} for of_group in zip(*by_transform, strict=True)]
 
 
 def _begin(transform: Transform, params: Sequence[Tensor], settings: Sequence[Setting], i: int) -> State:

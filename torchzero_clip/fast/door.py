@@ -8,17 +8,17 @@ from torch import Tensor
 
 from torchzero_clip.engine.walk import Walk
 from torchzero_clip.fast.fast import Fast
-from torchzero_clip.fast.layout import Workspace
-from torchzero_clip.fast.plan import Options, Plan, Planned
+from torchzero_clip.fast.plan import Options, Plan
+from torchzero_clip.fast.repeated import Planned
+from torchzero_clip.fast.workspace import Workspace
 from torchzero_clip.types import Group, State
 
 
 class FastWay:
-    """The fast way of the steps of one optimizer. Saving and copying leave it out, because a new one serves as well.
+    """The fast way of the steps of one optimizer. It is not saved or copied: a new one works the same.
 
-    It has the plan of the optimizer, and makes one after a few steps in a row that looked the same. If few steps follow
-    a plan, the next plan needs twice as many such steps. So plans cost little where parameters get gradients only now
-    and then.
+    After a few steps in a row that looked the same, it makes a plan that the next steps follow. If few steps follow a
+    plan, the next plan needs twice as many such steps, so that a model whose steps vary spends little time on plans.
     """
 
     _FIRST_WAIT, _LONGEST_WAIT = 2, 64
@@ -37,23 +37,25 @@ class FastWay:
     def beside(self, key: object) -> "FastWay":
         """The fast way of some of the parameters, which take their steps in turns and share memory."""
         if key not in self._beside:
-            workspace, own = Workspace(), self._workspace
-            workspace.scratch, workspace.tried = own.scratch, own.tried
+            workspace = Workspace()
+            workspace.scratch, workspace.tried = self._workspace.scratch, self._workspace.tried
             self._beside[key] = FastWay(workspace)
         return self._beside[key]
 
-    def begin(self, groups: list[Group], kept: Mapping[Tensor, State], options: Options, *given: Any) -> Planned | None:
-        """Begin a step by the plan; ``given`` is as in `Planned`, from ``chain_state`` on.
+    def begin(self, groups: list[Group], kept: Mapping[Tensor, State], options: Options, *rest: Any) -> Planned | None:
+        """Begin a step by the plan; ``rest`` are the arguments of `Planned` from ``chain_state`` on.
 
         Return None, before any change, if there is no plan or it does not fit. Raise if a setting is out of range.
         """
         plan, self.plan = self.plan, None  # an error drops the plan
-        found = plan.gathered(groups, kept, self._workspace.vectors) if plan and options == plan.options else None
-        if plan is None or found is None or not plan.is_settled(groups):
+        if plan is None or options != plan.options:
             return None
-        self.plan, self._workspace.layout = plan, plan.layout
+        gathered = plan.tensors.gathered(groups, kept, self._workspace.vectors)
+        if gathered is None or not plan.settings.are_kept(groups):
+            return None
+        self.plan, self._workspace.layout = plan, plan.course.layout
         self._uses += 1
-        return Planned(plan, groups, *found, self._workspace, *given)
+        return Planned(plan.course, plan.settings.of_groups, groups, gathered, self._workspace, *rest)
 
     def learn(self, walk: Walk, options: Options) -> None:
         """Make a plan of a step, if a kernel took it for all parameters and the steps before looked the same."""

@@ -1,10 +1,11 @@
 """The fast way of a step: operations wait until an update rule's kernel or another transform needs the updates.
 
-The results are those of `Readable`, up to rounding. `Fast` leaves transforms that cannot wait to the walk.
+The results are those of `ReadableExecutor`, up to rounding. `Fast` leaves transforms that cannot wait to the walk.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any, final
 
 from torch import Tensor
@@ -16,22 +17,24 @@ from torchzero_clip.core.kinds import Fused, Kernel, Shifting, UpdateRule
 from torchzero_clip.core.nodes import Node
 from torchzero_clip.core.states import States
 from torchzero_clip.core.step import Step
-from torchzero_clip.core.transform import overridden_last
-from torchzero_clip.engine.executor import DeliveredScale, Executor, Host, Measurer
+from torchzero_clip.engine.executor import DeliveredScale, Executor, Measurer, WalkLike
 from torchzero_clip.engine.updates import Updates
 from torchzero_clip.fast.kernels import Delivered, Ended, run_kernel
-from torchzero_clip.fast.layout import Workspace
 from torchzero_clip.fast.ops import Average, Op, Pointwise, Queues, Scale, Shift
 from torchzero_clip.fast.pieces import run_pieces
 from torchzero_clip.fast.trial import try_out
 from torchzero_clip.fast.vectors import VectorStates
+from torchzero_clip.fast.workspace import Workspace
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.blocks import SHORT, Moves
 from torchzero_clip.functional.measure import Measured, scale_
-from torchzero_clip.functional.norms import JointNorm, each_norm, may_look, mesh_norm, whole_norm, whole_norms
+from torchzero_clip.functional.norms import JointNorm, joint_norm, norms_of_each
 from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.functional.shards import is_partial, locals_of
+from torchzero_clip.functional.ways import may_look
 from torchzero_clip.types import Columns, Runs, Setting, State
+
+_DTYPE_AND_DEVICE = attrgetter("dtype", "device")
 
 
 class Averaging(Measurer):
@@ -51,7 +54,7 @@ class Averaging(Measurer):
         into: list[Tensor],
         from_update: bool,
     ) -> JointNorm | None:
-        each = [setting for setting, own in runs for _ in range(own.start, own.stop)]
+        each = [setting for setting, span in runs for _ in range(span.start, span.stop)]
         if not averages[0].is_cpu and _fit_pieces(updates, [averages]):
             op = Pointwise(Average(from_update), each, [averages], Flags(usable, started), into=[into])
             run_pieces([op], updates, each, self._scratch, writes=False)
@@ -59,8 +62,8 @@ class Averaging(Measurer):
         may_move = max(map(Tensor.numel, averages)) > SHORT and may_look(usable)
         all_move = may_move and bool((usable & started if from_update else usable).all())
         if all_move and foreach.fit_kernels([averages, updates]):
-            moves = Moves(averages, updates, [1 - own["beta"] for own in each])
-            return whole_norm(into, self._scratch, beside=True, moves=moves)
+            moves = Moves(averages, updates, [1 - setting["beta"] for setting in each])
+            return joint_norm(into, self._scratch, plain=True, beside=True, moves=moves)
         return super().average_(averages, updates, runs, usable, started, into=into, from_update=from_update)
 
 
@@ -96,8 +99,8 @@ class Fast(Averaging, Executor):
 
     @override
     def states(self, node: Node, stored: list[State], begin: Callable[[int], State]) -> States:
-        known = self._columns if self._columns is not None and len(stored) == len(self._columns["params"]) else None
-        return VectorStates(stored, node.path, node.state, begin, self._vectors, known)
+        columns = self._columns if self._columns is not None and len(stored) == len(self._columns["params"]) else None
+        return VectorStates(stored, node.path, node.state, begin, self._vectors, columns)
 
     @override
     def read(self, rows: list[int], *, writable: bool = False) -> list[Tensor]:
@@ -119,13 +122,11 @@ class Fast(Averaging, Executor):
 
     @override
     def joint_norm(self, grads: list[Tensor], *, beside: bool) -> JointNorm | None:
-        if self._layout is None and not foreach.are_plain(grads):
-            return mesh_norm(grads, beside=beside)
-        return whole_norm(grads, self._scratch, beside=beside)
+        return joint_norm(grads, self._scratch, plain=self._layout is not None, beside=beside)
 
     @override
-    def norm_of_each(self, grads: list[Tensor]) -> Tensor:
-        return each_norm(grads, self._scratch) if self._layout is None else whole_norms(grads, self._scratch)
+    def norms_of_each(self, grads: list[Tensor]) -> Tensor:
+        return norms_of_each(grads, self._scratch, plain=self._layout is not None)
 
     @override
     def settle(self, rows: Sequence[int]) -> None:
@@ -143,10 +144,10 @@ class Fast(Averaging, Executor):
     def _carry_out(self, op: Op, rows: list[int]) -> None:
         if isinstance(op, Scale):
             if not op.does_nothing:
-                waiting = op.measured.with_targets(self.memory.own(rows, op.over_grads))
-                scale_(waiting, op.factors, self._scratch, known=op.extent, name=str(rows[0]))
+                waiting = op.measured.with_targets(self.memory.writable(rows, op.over_grads))
+                scale_(waiting, op.factors, self._scratch, extremes=op.extent, name=str(rows[0]))
             return
-        updates = self.memory.own(rows, False)
+        updates = self.memory.writable(rows, False)
         if isinstance(op, Shift):
             foreach.subtract_plain_(updates, self._scratch.elements(op.numbers.to(updates[0].dtype)))
             return
@@ -172,16 +173,16 @@ class Fast(Averaging, Executor):
         self.memory.write_back(rows)
 
     @override
-    def take(self, host: Host, node: Node, rows: list[int]) -> bool:
+    def defer(self, walk: WalkLike, node: Node, rows: list[int]) -> bool:
         """Let a shift or an elementwise transform wait, where updates have the layout."""
         transform = node.transform
-        if isinstance(transform, Elementwise) and not node.is_ours:  # tests try out ours
-            self._try_out(transform, host.settings[node.path], host.table.params, rows)
+        if isinstance(transform, Elementwise):
+            self._try_out(transform, walk.settings[node.path], walk.table.params, rows)
         if self._layout is None or not self._layout.runs_in_pieces or not self.memory.untouched:
             return False
         if isinstance(transform, Shifting):
             return self._shift(transform, rows)
-        return isinstance(transform, Elementwise) and self._pointwise(host, node, transform, rows)
+        return isinstance(transform, Elementwise) and self._pointwise(walk, node, transform, rows)
 
     def _shift(self, transform: Shifting, rows: list[int]) -> bool:
         updates = self.read(rows)
@@ -198,16 +199,16 @@ class Fast(Averaging, Executor):
         for dtype in dtypes:
             key = id(transform), foreach.wide_dtype(dtype.to_real())
             if key not in self._tried:
-                acting = [setting for setting in settings if transform.acts_with(setting)]
-                for setting in {tuple(v is None for v in own.values()): own for own in acting}.values():
+                acting = [s for s in settings if transform.acts_with(s)]
+                for setting in {tuple(v is None for v in s.values()): s for s in acting}.values():
                     try_out(transform, setting, key[1])
                 if acting:
                     self._tried.add(key)
 
-    def _pointwise(self, host: Host, node: Node, transform: Elementwise, rows: list[int]) -> bool:
-        if node.children or not transform.is_elementwise():
+    def _pointwise(self, walk: WalkLike, node: Node, transform: Elementwise, rows: list[int]) -> bool:
+        if node.children or not transform.is_elementwise:
             return False
-        step = host.step_for(node, rows)
+        step = walk.step_for(node, rows)
         if transform.rows_of(step) is not None or not transform.may_wait(step):
             return False
         queue = self._queues.on(rows)
@@ -226,42 +227,42 @@ class Fast(Averaging, Executor):
         flags = flags if transform.has_change else flags.of_formula()
         # False on other devices, where reading factors would wait
         finite = updates[0].is_cpu and (queue is None or all(op.keeps_finite for op in queue.ops))
-        done = partial(_finished, host, node, step)
+        done = partial(_finished, walk, node, step)
         self._queues.wait(rows, Pointwise(transform, step.settings, state, flags, finite, into=into, done=done))
         return True
 
     @override
-    def finish(self, host: Host, node: Node, rows: list[int], rest: Sequence[Node]) -> set[int]:
+    def finish(self, walk: WalkLike, node: Node, rows: list[int], rest: Sequence[Node]) -> set[int]:
         rule = node.transform
-        # an inherited kernel would bypass a subclass that overrides only `apply_tensors`
-        if not isinstance(rule, UpdateRule) or overridden_last(type(rule), "kernel", "apply_tensors") != "kernel":
+        if not isinstance(rule, UpdateRule) or not rule.has_kernel:
             return set()
         done: set[int] = set()
-        for later, part in self._grouped(host, node, rule, rows, rest):
-            if self._take_step(host, node, rule, part, later):
+        for later, part in self._grouped(walk, node, rule, rows, rest):
+            if self._take_step(walk, node, rule, part, later):
                 done.update(part)
         return done
 
     def _grouped(
-        self, host: Host, node: Node, rule: UpdateRule, rows: list[int], rest: Sequence[Node]
+        self, walk: WalkLike, node: Node, rule: UpdateRule, rows: list[int], rest: Sequence[Node]
     ) -> list[tuple[list[Node], list[int]]]:
         """Rows that the rest of the chain treats alike, with the transforms that act on them."""
-        variants = list(map(rule.variant, host.settings[node.path]))
-        table = host.table
+        variants = list(map(rule.variant, walk.settings[node.path]))
+        table = walk.table
         acting = [table.in_scope(n, rows) for n in rest]
-        same_dtype = self._layout is not None or len({table.params[i].dtype for i in rows}) == 1
-        if same_dtype and len(set(variants)) == 1 and all(own is rows for own in acting):
+        # kernels take tensors of one dtype on one device
+        kinds = {} if self._layout is not None else {i: _DTYPE_AND_DEVICE(table.params[i]) for i in rows}
+        if len(set(kinds.values())) <= 1 and len(set(variants)) == 1 and all(in_scope is rows for in_scope in acting):
             return [(list(rest), rows)]
         chosen = list(map(set, acting))
         grouped: dict[Any, list[int]] = {}
         for i in rows:
-            later = tuple(k for k, own in enumerate(chosen) if i in own)
-            grouped.setdefault((later, table.params[i].dtype, variants[table.group_of[i]]), []).append(i)
+            later = tuple(k for k, in_scope in enumerate(chosen) if i in in_scope)
+            grouped.setdefault((later, kinds.get(i), variants[table.group_of[i]]), []).append(i)
         return [([rest[k] for k in later], part) for (later, *_), part in grouped.items()]
 
-    def _take_step(self, host: Host, node: Node, rule: UpdateRule, rows: list[int], rest: Sequence[Node]) -> bool:
+    def _take_step(self, walk: WalkLike, node: Node, rule: UpdateRule, rows: list[int], rest: Sequence[Node]) -> bool:
         """Take the step of some rows by a call of torch. Return False if there is none."""
-        step = host.step_for(node, rows, rest)
+        step = walk.step_for(node, rows, rest)
         try:
             fused = rule.kernel([n.transform for n in rest], step)
             run = None
@@ -283,7 +284,7 @@ class Fast(Averaging, Executor):
                 raise
             return True
         finally:
-            host.store(node, step)
+            walk.store(node, step)
 
     def _fits(self, node: Node, fused: Fused, rows: list[int], step: Step) -> bool:
         """True if parameters, updates and state are laid out as a kernel needs them."""
@@ -329,9 +330,9 @@ class Fast(Averaging, Executor):
 
     def _run_each(self, fused: Fused, calls: Sequence[Kernel | None], columns: list[list[Tensor]], step: Step) -> None:
         columns = [*map(locals_of, columns), *map(step.column, fused.counters)]
-        for setting, own in step.by_setting():
+        for setting, span in step.by_setting():
             for call in (fused.kernel, fused.loop):
-                chosen = [i for i in range(own.start, own.stop) if calls[i] is call]
+                chosen = [i for i in range(span.start, span.stop) if calls[i] is call]
                 if call is not None and chosen:
                     params, updates, *state = [[column[i] for i in chosen] for column in columns]
                     call(params, updates, state, setting, None)
@@ -355,7 +356,7 @@ def _fit_pieces(tensors: Sequence[Tensor], state: Sequence[Sequence[Tensor]]) ->
     return all(foreach.kind(column) is not None and foreach.all_contiguous(column) for column in (tensors, *state))
 
 
-def _finished(host: Host, node: Node, step: Step, changed: Tensor) -> None:
+def _finished(walk: WalkLike, node: Node, step: Step, changed: Tensor) -> None:
     """Report the share of elements that an elementwise transform changed, and store its state."""
     step.show_share("clipped", changed, sum(param.numel() for param in step.params))
-    host.store(node, step)
+    walk.store(node, step)

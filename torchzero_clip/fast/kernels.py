@@ -9,8 +9,8 @@ from torch import Tensor
 from torchzero_clip.core.kinds import Fused, Kernel
 from torchzero_clip.core.nodes import Node
 from torchzero_clip.engine.executor import DeliveredScale
-from torchzero_clip.fast.layout import Layout
-from torchzero_clip.functional import foreach, rows
+from torchzero_clip.fast.workspace import StepLayout
+from torchzero_clip.functional import foreach, short_tensors
 from torchzero_clip.functional.clip import inverse
 from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.types import Columns, Runs, Setting
@@ -26,14 +26,14 @@ class Ended(NamedTuple):
     rest: list[Node]
     fused: Fused
     kernel: Kernel
-    layout: Layout
+    layout: StepLayout
     columns: dict[str, list[Tensor]]  # parameters, gradients and state by key
 
 
 class Delivered(NamedTuple):
     """The end of a step in which the updates of all parameters were written into their gradients."""
 
-    layout: Layout
+    layout: StepLayout
     columns: dict[str, list[Tensor]]  # as in `Ended`
     scale: DeliveredScale
 
@@ -41,7 +41,7 @@ class Delivered(NamedTuple):
 def run_kernel(
     kernel: Kernel, columns: Columns, runs: Runs, factors: Tensor | float | None, scratch: Scratch, name: str
 ) -> None:
-    """Multiply updates by their factors, in place, and take the step; ``name`` is as in `rows.multiply_short_`.
+    """Multiply updates by their factors, in place, and take the step; ``name`` is as in `multiply_short_`.
 
     ``columns`` are parameters, updates, and a list for each key of state. ``factors`` are a vector with one for each
     update; or one for all, as a 0-d tensor or, except in float64, as a number; or None for 1.
@@ -53,11 +53,11 @@ def run_kernel(
         scale = inverse(factors)
     elif factors is not None:
         if params[0].dtype == torch.float64 and factors.ndim and not factors.is_cpu:
-            rows.multiply_each_(updates, factors, scratch, name=name)  # the kernels divide in float32
+            short_tensors.multiply_each_(updates, factors, scratch, name=name)  # the kernels divide in float32
         elif params[0].dtype == torch.float64:
             foreach.multiply_each_(updates, factors.expand(len(updates)))
         elif factors.ndim and not factors.is_cpu:
-            long = rows.multiply_short_(updates, factors, scratch, LONG, name=name)
+            long = short_tensors.multiply_short_(updates, factors, scratch, LONG, name=name)
             inverses = inverse(factors) if long else factors
             alone = {i: inverses.select(0, i) for i in long}
         elif not factors.ndim:
@@ -67,9 +67,9 @@ def run_kernel(
     if len(runs) == 1 and not alone:
         kernel(params, updates, state, runs[0][0], scale)
         return
-    for setting, own in runs:
-        places = range(own.start, own.stop)
-        together = [i for i in places if i not in alone] if alone else own
+    for setting, span in runs:
+        places = range(span.start, span.stop)
+        together = [i for i in places if i not in alone] if alone else span
         _call(kernel, together, columns, setting, scale)
         for i in places if alone else ():
             if i in alone:

@@ -12,9 +12,9 @@ from torchzero_clip.core.elements import Elements, Flags
 from torchzero_clip.core.elementwise import Elementwise
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.measure import L2, Measured
-from torchzero_clip.functional.norms import beyond_float32, extent, may_look
 from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.functional.shards import pack
+from torchzero_clip.functional.ways import beyond_float32, extent, may_look
 from torchzero_clip.types import Setting
 
 
@@ -25,7 +25,7 @@ class Scale:
     measured: Measured
     factors: Tensor
     over_grads: bool  # it may write over the gradients
-    _known: tuple[float, float] | None = field(default=None, init=False)
+    _extent: tuple[float, float] | None = field(default=None, init=False)
 
     @classmethod
     def by_number(cls, factor: float) -> "Scale":
@@ -46,9 +46,9 @@ class Scale:
     @property
     def extent(self) -> tuple[float, float] | None:
         """The smallest and the largest factor; None where reading them would wait."""
-        if self._known is None and may_look(self.factors):
-            self._known = extent(self.factors)
-        return self._known
+        if self._extent is None and may_look(self.factors):
+            self._extent = extent(self.factors)
+        return self._extent
 
     @property
     def fits_kernels(self) -> bool:
@@ -87,22 +87,22 @@ class Pointwise:
     into: list[list[Tensor]] = field(default_factory=list)  # where the next state goes; ``state`` keeps its values
     done: Callable[[Tensor], None] | None = None  # called at the end with the number of elements that changed
     scratch: Scratch | None = field(default=None, init=False)
-    known: list[bool] = field(default_factory=list, init=False)
+    unmasked: list[bool] = field(default_factory=list, init=False)
     """For each parameter, True if all its elements are known to take part. Flags on CUDA are not read."""
 
     @property
     def keeps_finite(self) -> bool:
         """True if finite updates stay finite."""
-        return self.transform.stays_finite()
+        return self.transform.keeps_finite
 
     def begin(self, scratch: Scratch) -> None:
         """Find out which parameters take part. Called before `elements`."""
         self.scratch = scratch
         flags = [flag for flag in self.flags[:2] if flag is not None]
         if flags and flags[0].is_cpu:
-            self.known = torch.stack(flags).all(0).tolist()
+            self.unmasked = torch.stack(flags).all(0).tolist()
         else:
-            self.known = [not flags] * len(self.settings)
+            self.unmasked = [not flags] * len(self.settings)
 
     def elements(self) -> Elements:
         """The elements of tensors that are known to take part."""
@@ -174,6 +174,6 @@ class Queues(list[Queue]):
     def claim(self, rows: Sequence[int]) -> list[Queue]:
         """Remove all queues that share a row with ``rows``, and return them."""
         asked = set(rows)
-        found = [queue for queue in self if not asked.isdisjoint(queue.rows)]
+        claimed = [queue for queue in self if not asked.isdisjoint(queue.rows)]
         self[:] = [queue for queue in self if asked.isdisjoint(queue.rows)]
-        return found
+        return claimed

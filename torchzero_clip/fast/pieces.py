@@ -15,8 +15,8 @@ from torchzero_clip.fast.ops import Op, Pointwise, Scale, Shift
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.clip import inverse
 from torchzero_clip.functional.measure import by_setting
-from torchzero_clip.functional.rows import ROW
 from torchzero_clip.functional.scratch import Scratch
+from torchzero_clip.functional.short_tensors import BLOCK
 from torchzero_clip.types import Setting
 
 ON_CPU = 2**18
@@ -27,7 +27,7 @@ IN_ONE_PASS = 2**20  # without elementwise transforms, a piece is read only once
 
 ELSEWHERE = 2**24
 """Elements of a piece on other devices, 64 MiB of float32. Pieces are large, because each one takes launches. There,
-each tensor of a piece fills whole rows of `ROW` elements, so numbers are spread over rows, and not over elements."""
+each tensor of a piece fills whole blocks of `BLOCK` elements, so numbers are spread over blocks, and not elements."""
 
 ALONE_ON_CPU, ALONE = 2**17, 2**19  # longer tensors have pieces of their own, because they then need not be copied
 
@@ -42,8 +42,8 @@ class _Piece(NamedTuple):
     flat: Tensor  # the same memory as a vector
     part: int | None  # the number of the part of a long tensor; None for whole tensors
     owner: Tensor | None
-    """On other devices, the place in ``rows`` that each row of elements belongs to; None for one tensor."""
-    pads: list[Tensor]  # the unused ends of rows
+    """On other devices, the place in ``rows`` that each block of memory belongs to; None for one tensor."""
+    pads: list[Tensor]  # the unused ends of blocks
     state: list[tuple[Tensor, list[Tensor]]]
     """Memory for the state of several tensors, and for numbers spread over their elements: vectors, with views of each
     in the shapes of the tensors."""
@@ -51,8 +51,8 @@ class _Piece(NamedTuple):
     """Memory for results in half precision, None for wider dtypes: a vector, and its views in the shapes."""
 
     def laid_out(self, flat: Tensor) -> Tensor:
-        """Elements of this piece as a matrix of rows if it has an ``owner``, else unchanged."""
-        return flat if self.owner is None else flat.view(-1, ROW)
+        """Elements of this piece as a matrix of blocks if it has an ``owner``, else unchanged."""
+        return flat if self.owner is None else flat.view(-1, BLOCK)
 
 
 class _Before(NamedTuple):
@@ -93,7 +93,7 @@ def run_pieces(
     """
     first = updates[0]
     stages = [op for op in ops if isinstance(op, Pointwise)]
-    groups = [own for _, own in by_setting(settings)]
+    groups = [span for _, span in by_setting(settings)]
     most = ELSEWHERE if not first.is_cpu else ON_CPU if stages else IN_ONE_PASS
     depth = max([len(stage.state) + len(stage.flags.numbers) for stage in stages], default=0)
     key = tuple(group.stop for group in groups)
@@ -105,14 +105,14 @@ def run_pieces(
         stage.begin(scratch)
     before = _Before.of(ops[0] if ops else None, foreach.wide_dtype(first.dtype))
     tensors = [updates, *columns, *(column for stage in stages for column in (*stage.state, *_new_columns(stage)))]
-    for piece, own in _with_tensors(pieces, tensors, most):
-        given, states = own[0], iter(own[1 + len(columns) :])
+    for piece, of_piece in _with_tensors(pieces, tensors, most):
+        old_updates, states = of_piece[0], iter(of_piece[1 + len(columns) :])
         if kernel is None and writes and piece.part is not None and piece.rounded is None:
             # a part of a long tensor needs no memory of its own, because transforms may write to what they read
-            piece = piece._replace(flat=given[0], views=[])
+            piece = piece._replace(flat=old_updates[0], views=[])
         if piece.pads:
             foreach.zero_plain_(piece.pads)  # transforms count changed elements there too
-        source = _read(piece, given, before)
+        source = _read(piece, old_updates, before)
         for stage in stages:
             old = list(islice(states, len(stage.state)))
             _run(stage, piece, source, old, list(islice(states, len(_new_columns(stage)))) or old)
@@ -124,9 +124,9 @@ def run_pieces(
             foreach.copy_plain_([piece.rounded[0]], [piece.flat])
         views = piece.views if piece.rounded is None else piece.rounded[1]
         if kernel is not None:
-            kernel(own[1], views, own[2 : 1 + len(columns)], settings[piece.rows[0]], None)
+            kernel(of_piece[1], views, of_piece[2 : 1 + len(columns)], settings[piece.rows[0]], None)
         elif views and writes:
-            foreach.copy_plain_(given, views)
+            foreach.copy_plain_(old_updates, views)
     for stage in stages:
         stage.finish()
 
@@ -148,29 +148,29 @@ def _with_tensors(
             yield piece, [[part] for part in next(parts)]
 
 
-def _read(piece: _Piece, given: list[Tensor], before: _Before) -> Tensor:
+def _read(piece: _Piece, updates: list[Tensor], before: _Before) -> Tensor:
     """The elements of a piece as a vector: a view of the update, or changed elements in the memory of the piece."""
     factors, inverses, means = before
     row = piece.rows[0]
     if piece.part is None:
-        foreach.copy_plain_(piece.views, given)
+        foreach.copy_plain_(piece.views, updates)
         if factors is not None:
             _multiply(piece, factors, inverses)
         if means is not None and piece.owner is not None:
             piece.laid_out(piece.flat).sub_(_of_elements(means, piece))
         elif means is not None:
-            own = means.narrow(0, row, len(piece.rows))
-            foreach.subtract_plain_(piece.views, own.unbind())
+            numbers = means.narrow(0, row, len(piece.rows))
+            foreach.subtract_plain_(piece.views, numbers.unbind())
         return piece.flat
-    source = given[0]
+    source = updates[0]
     if piece.rounded is not None:
-        foreach.copy_plain_([piece.flat], given)
+        foreach.copy_plain_([piece.flat], updates)
         source = piece.flat
     if inverses is not None:
         source = torch.div(source, inverses.select(0, row) if inverses.ndim else inverses, out=piece.flat)
     elif factors is not None:
-        own = factors.select(0, row) if factors.ndim else factors
-        source = torch.mul(source, foreach.as_factors(own, piece.flat.dtype), out=piece.flat)
+        numbers = factors.select(0, row) if factors.ndim else factors
+        source = torch.mul(source, foreach.as_factors(numbers, piece.flat.dtype), out=piece.flat)
     return source if means is None else torch.sub(source, means.select(0, row), out=piece.flat)
 
 
@@ -181,8 +181,8 @@ def _multiply(piece: _Piece, factors: Tensor, inverses: Tensor | None) -> None:
     elif piece.owner is not None:
         piece.laid_out(piece.flat).mul_(_of_elements(foreach.as_factors(factors, piece.flat.dtype), piece))
     else:
-        own = factors.narrow(0, piece.rows[0], len(piece.rows))
-        foreach.multiply_plain_(piece.views, list(foreach.as_factors(own, piece.flat.dtype).unbind()))
+        numbers = factors.narrow(0, piece.rows[0], len(piece.rows))
+        foreach.multiply_plain_(piece.views, list(foreach.as_factors(numbers, piece.flat.dtype).unbind()))
 
 
 def _new_columns(stage: Pointwise) -> list[list[Tensor]]:
@@ -194,9 +194,9 @@ def _run(
     stage: Pointwise, piece: _Piece, source: Tensor, columns: list[list[Tensor]], into: list[list[Tensor]]
 ) -> None:
     """Send one piece through one transform, from ``source`` to its memory; state goes from ``columns`` to ``into``."""
-    are_known = all(stage.known[i] for i in piece.rows)
+    are_unmasked = all(stage.unmasked[i] for i in piece.rows)
     is_alone = len(piece.rows) == 1
-    if is_alone or (piece.flat.is_cpu and not are_known):
+    if is_alone or (piece.flat.is_cpu and not are_unmasked):
         if into is not columns:  # while the piece is in the cache
             for new, old in zip(into, columns, strict=True):
                 foreach.copy_plain_(new, old)
@@ -213,7 +213,7 @@ def _run(
     for (_, views), column in zip(joined, columns, strict=True):
         foreach.copy_plain_(views, column)
     at = stage.elements()
-    if not are_known:
+    if not are_unmasked:
         at = Elements(usable, started, scratch=stage.scratch, spread=partial(_of_elements, piece=piece))
     stage.run(x, x, state, piece.rows[0], at)
     for (_, views), column in zip(joined, into, strict=True):
@@ -221,7 +221,7 @@ def _run(
 
 
 def _change(stage: Pointwise, source: Tensor, result: Tensor, state: list[Tensor], row: int) -> None:
-    at = stage.elements() if stage.known[row] else stage.flags.elements(row, source.device, stage.scratch)
+    at = stage.elements() if stage.unmasked[row] else stage.flags.elements(row, source.device, stage.scratch)
     state = [*state, *(vector.select(0, row).to(source.dtype) for vector in stage.flags.numbers)]
     stage.run(source, result, state, row, at)
 
@@ -239,20 +239,20 @@ def _of_elements(vector: Tensor, piece: _Piece) -> Tensor:
     """The number of each element or row, from a vector with one for each parameter; 0-d if all are the same."""
     if foreach.is_one_number(vector):
         return vector.select(0, 0)
-    own = vector.narrow(0, piece.rows[0], len(piece.rows))
-    return own if piece.owner is None else own.index_select(0, piece.owner).unsqueeze(1)
+    numbers = vector.narrow(0, piece.rows[0], len(piece.rows))
+    return numbers if piece.owner is None else numbers.index_select(0, piece.owner).unsqueeze(1)
 
 
 def _planned(updates: Sequence[Tensor], groups: list[slice], depth: int, most: int, scratch: Scratch) -> list[_Piece]:
     """Pieces of memory. Short neighbours with equal settings share a piece, and long tensors are cut."""
     first = updates[0]
-    alone, row = (ALONE_ON_CPU, 1) if first.is_cpu else (ALONE, ROW)
+    alone, unit = (ALONE_ON_CPU, 1) if first.is_cpu else (ALONE, BLOCK)
     runs: list[_Rows] = []
     for group in groups:
         rows: list[int] = []
         sizes: list[int] = []
         for i in range(group.start, group.stop):
-            size = -(-updates[i].numel() // row) * row
+            size = -(-updates[i].numel() // unit) * unit
             if size > alone:
                 total = updates[i].numel()
                 runs += [([i], [min(most, total - k * most)], k) for k in range(-(-total // most))]
@@ -274,12 +274,12 @@ def _planned(updates: Sequence[Tensor], groups: list[slice], depth: int, most: i
 
 def _piece(run: _Rows, memory: list[Tensor], shapes: list[torch.Size], rounded: Tensor | None) -> _Piece:
     rows, sizes, part = run
-    # a tensor that is alone is not padded, because it needs no rows to tell tensors apart
+    # a tensor that is alone is not padded, because it needs no blocks to tell tensors apart
     total = sum(sizes) if part is not None or len(rows) > 1 else shapes[0].numel()
     flats = [vector.narrow(0, 0, total) for vector in (*memory, *([] if rounded is None else [rounded]))]
     if part is not None:
-        own = None if rounded is None else (flats[-1], flats[-1:])
-        return _Piece(rows, flats[:1], flats[0], part, None, [], [], own)
+        rounding = None if rounded is None else (flats[-1], flats[-1:])
+        return _Piece(rows, flats[:1], flats[0], part, None, [], [], rounding)
     starts = [0, *accumulate(sizes)]
     counts_of = [shape.numel() for shape in shapes]
     spans = list(zip(starts, counts_of, shapes, strict=False))
@@ -288,9 +288,9 @@ def _piece(run: _Rows, memory: list[Tensor], shapes: list[torch.Size], rounded: 
     pads = [flat.narrow(0, a, rest) for flat in flats[: len(memory)] for a, rest in ends if rest]
     owner = None
     if len(rows) > 1 and not flats[0].is_cpu:
-        counts = torch.tensor(sizes, device=flats[0].device) // ROW
+        counts = torch.tensor(sizes, device=flats[0].device) // BLOCK
         places = torch.arange(len(counts), device=counts.device)
-        owner = torch.repeat_interleave(places, counts, output_size=total // ROW)  # a size, so that it does not wait
+        owner = torch.repeat_interleave(places, counts, output_size=total // BLOCK)  # a size, so that it does not wait
     state = list(zip(flats[1 : len(memory)], shaped[1 : len(memory)], strict=True))
-    own = None if rounded is None else (flats[-1], shaped[-1])
-    return _Piece(rows, shaped[0], flats[0], part, owner, pads, state, own)
+    rounding = None if rounded is None else (flats[-1], shaped[-1])
+    return _Piece(rows, shaped[0], flats[0], part, owner, pads, state, rounding)

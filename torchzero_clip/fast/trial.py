@@ -16,7 +16,7 @@ TOLERANCE = 1e-4
 """The largest difference between `change` and the formula, as a part of the largest number: rounding is smaller."""
 ROUNDING = 1e-6
 """The same between a formula of halves of a tensor and of the whole."""
-Found = tuple[str, Tensor, float]
+Computed = tuple[str, Tensor, float]
 """What was computed, its numbers, and how much they may differ."""
 
 
@@ -27,17 +27,17 @@ def try_out(transform: Elementwise, setting: Setting, dtype: torch.dtype) -> Non
     ``result`` would train on uninitialized memory. The tensor is on CPU, so the trial does not wait for a device.
     """
     first = torch.linspace(-2.9, 3.3, 12, dtype=dtype, device="cpu")
-    if isinstance(first, FakeTensor) or not transform.is_elementwise():
+    if isinstance(first, FakeTensor) or not transform.is_elementwise:
         return
     if not set(transform.keys) <= transform.init_state(first, setting).keys():
         return  # the step itself explains what is missing
     second = 1.7 * first.flip(0) + 0.013
     updates = [first, second, second.roll(1).masked_fill(first == first[2], torch.inf), second]
-    found: list[list[Found]] = []
+    computed: list[list[Computed]] = []
     for by_formula in sorted({not transform.has_change, transform.has_formula}):
         with torch.random.fork_rng(devices=[]):  # both methods draw equal numbers, and the step those after them
-            found.append(_steps(transform, setting, updates, by_formula))
-    for (what, changed, _), (_, expected, allowed) in zip(found[0], found[-1], strict=True):
+            computed.append(_steps(transform, setting, updates, by_formula))
+    for (what, changed, _), (_, expected, allowed) in zip(computed[0], computed[-1], strict=True):
         wrong = ~torch.isclose(changed, expected, TOLERANCE, allowed, equal_nan=True)
         if bool(wrong.any()):
             raise RuntimeError(
@@ -46,10 +46,10 @@ def try_out(transform: Elementwise, setting: Setting, dtype: torch.dtype) -> Non
             )
 
 
-def _steps(transform: Elementwise, setting: Setting, updates: Sequence[Tensor], by_formula: bool) -> list[Found]:
+def _steps(transform: Elementwise, setting: Setting, updates: Sequence[Tensor], by_formula: bool) -> list[Computed]:
     """The new elements, the new state and how many elements changed, after each step."""
     state, chain_state = transform.init_state(updates[0], setting), transform.init_global_state()
-    found: list[Found] = []
+    computed: list[Computed] = []
     for i, x in enumerate(updates):
         norm = torch.full((1,), torch.inf if i == 3 else 1.0, dtype=torch.float64, device="cpu")
         step = Step([torch.zeros_like(x)], [x], None, [state], [setting], chain_state, gradient_norms=norm)
@@ -58,32 +58,32 @@ def _steps(transform: Elementwise, setting: Setting, updates: Sequence[Tensor], 
         is_usual = all(bool(flag) for flag in flags[:2] if flag is not None)
         at = Elements(finite=i < 2, scratch=Scratch()) if is_usual else flags.elements(0, x.device)
         at.is_first = True
-        own = [state[key] for key in transform.keys]
-        given = [x, *own, *(vector.select(0, 0).to(x.dtype) for vector in flags.numbers)]
+        tensors = [state[key] for key in transform.keys]
+        arguments = [x, *tensors, *(vector.select(0, 0).to(x.dtype) for vector in flags.numbers)]
         if by_formula and i < 2:
-            _check_formula(transform, given, setting, at)
-        new, count = _changed(transform, given, setting, at, by_formula)
+            _check_formula(transform, arguments, setting, at)
+        new, count = _changed(transform, arguments, setting, at, by_formula)
         # rounding may change elements in one of two methods
         unclear = (new != x) & torch.isclose(new, x, 0, TOLERANCE * _largest(x))
-        named = {"elements": new, **{f"state {k!r}": v.clone() for k, v in zip(transform.keys, own, strict=True)}}
-        found += [(what, value, TOLERANCE * _largest(value)) for what, value in named.items()]
-        found.append(("the count", count.to(x.dtype).view(1), float(unclear.sum())))
-    return found
+        named = {"elements": new, **{f"state {k!r}": v.clone() for k, v in zip(transform.keys, tensors, strict=True)}}
+        computed += [(what, value, TOLERANCE * _largest(value)) for what, value in named.items()]
+        computed.append(("the count", count.to(x.dtype).view(1), float(unclear.sum())))
+    return computed
 
 
 def _changed(
-    transform: Elementwise, given: Sequence[Tensor], setting: Setting, at: Elements, by_formula: bool
+    transform: Elementwise, arguments: Sequence[Tensor], setting: Setting, at: Elements, by_formula: bool
 ) -> tuple[Tensor, Tensor]:
     """The new elements and the count. Raise if a method writes to what it may only read, or leaves NaN."""
-    method, x = f"{transform!r}.{'formula' if by_formula else 'change'}", given[0]
-    copies, result = [tensor.clone() for tensor in given], torch.full_like(x, torch.nan)
+    method, x = f"{transform!r}.{'formula' if by_formula else 'change'}", arguments[0]
+    copies, result = [tensor.clone() for tensor in arguments], torch.full_like(x, torch.nan)
     rest = ~x.isfinite() if at.mask is None else ~(x.isfinite() & at.mask)
-    count = transform.counted(x, result, given[1:], setting, at, by_formula=by_formula)
+    count = transform.counted(x, result, arguments[1:], setting, at, by_formula=by_formula)
     if not torch.equal(copies[0], x):
         raise RuntimeError(f"{method} changes x in place. Write the new elements to result")
     if bool(result[x.isfinite()].isnan().any()):
         raise RuntimeError(f"{method} gives NaN for finite elements{'' if by_formula else WRITE_ALL}")
-    for key, new, old in zip(transform.keys, given[1:], copies[1:], strict=False):
+    for key, new, old in zip(transform.keys, arguments[1:], copies[1:], strict=False):
         if by_formula and bool(new[x.isfinite()].isnan().any()):
             raise RuntimeError(f"{method} gives NaN in the state {key!r} for finite elements")
         if transform.keeps_statistics and not torch.equal(new[rest], old[rest]):
@@ -94,10 +94,10 @@ def _changed(
     return result, count
 
 
-def _check_formula(transform: Elementwise, given: Sequence[Tensor], setting: Setting, at: Elements) -> None:
+def _check_formula(transform: Elementwise, arguments: Sequence[Tensor], setting: Setting, at: Elements) -> None:
     """Raise if results of the formula that are not random depend on the shape."""
     with torch.random.fork_rng(devices=[]):
-        whole, again, halves = (_in_parts(transform, given, setting, at, parts) for parts in (1, 1, 2))
+        whole, again, halves = (_in_parts(transform, arguments, setting, at, parts) for parts in (1, 1, 2))
     if torch.equal(whole, again) and not torch.allclose(whole, halves, ROUNDING, ROUNDING * _largest(whole)):
         raise RuntimeError(
             f"{transform!r}.formula computes other numbers from halves of a tensor than from the whole. It must treat "
@@ -105,15 +105,15 @@ def _check_formula(transform: Elementwise, given: Sequence[Tensor], setting: Set
         )
 
 
-def _in_parts(transform: Elementwise, given: Sequence[Tensor], setting: Setting, at: Elements, parts: int) -> Tensor:
+def _in_parts(transform: Elementwise, whole: Sequence[Tensor], setting: Setting, at: Elements, parts: int) -> Tensor:
     """What the formula computes from the tensors, cut into parts: the new elements and the new state, in rows."""
-    cut = [tensor.clone().chunk(parts) if tensor.ndim else [tensor] * parts for tensor in given]
-    found: list[Tensor] = []
+    cut = [tensor.clone().chunk(parts) if tensor.ndim else [tensor] * parts for tensor in whole]
+    results: list[Tensor] = []
     for x, *state in zip(*cut, strict=True):
         result = torch.empty_like(x)
         transform.counted(x, result, state, setting, at, by_formula=True)
-        found.append(torch.stack([result, *state[: len(transform.keys)]]))
-    return torch.cat(found, 1)
+        results.append(torch.stack([result, *state[: len(transform.keys)]]))
+    return torch.cat(results, 1)
 
 
 def _largest(tensor: Tensor) -> float:

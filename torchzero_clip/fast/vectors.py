@@ -13,6 +13,7 @@ from torchzero_clip.compat import FakeTensor
 from torchzero_clip.core.states import States
 from torchzero_clip.core.undo import Undo
 from torchzero_clip.functional import foreach
+from torchzero_clip.functional.dtypes import widened
 from torchzero_clip.types import State
 
 
@@ -33,25 +34,25 @@ class Vectors:
         self._kept: dict[str, _Kept] = {}
 
     def are_views(self, name: str, column: list[Any]) -> bool:
-        """Whether the numbers under a name are the views that `vector` made last."""
+        """True if the numbers under a name are the views that `vector` made last."""
         kept = self._kept.get(name)
         return kept is not None and len(column) == len(kept.views) and all(map(operator.is_, column, kept.views))
 
-    def known(self, name: str, column: list[Tensor]) -> Tensor | None:
+    def last(self, name: str, column: list[Tensor]) -> Tensor | None:
         """The vector that `vector` made last under a name, if the numbers are still its elements; else None."""
         kept = self._kept.get(name)
         if kept is None or not self.are_views(name, column) or pointers(column) != kept.pointers:
             return None
         return kept.vector
 
-    def vector(self, name: str, column: list[Tensor], rows: Sequence[State]) -> Tensor | None:
-        """The numbers that ``rows`` have under a name as a vector, to be modified; None if they cannot be one.
+    def vector(self, name: str, column: list[Tensor], states: Sequence[State]) -> Tensor | None:
+        """The numbers that ``states`` have under a name as a vector, to be modified; None if they cannot be one.
 
-        Views of the vector replace them in the rows, and in ``column``, which has them as they are now.
+        Views of the vector replace them in the states, and in ``column``, which has them as they are now.
         """
-        known = self.known(name, column)
-        if known is not None:
-            return known
+        last = self.last(name, column)
+        if last is not None:
+            return last
         if len({(type(n), n.ndim, n.dtype, n.device) for n in column}) != 1 or column[0].ndim:
             return None
         if len(set(map(id, column))) < len(column):  # a parameter that is listed twice
@@ -61,8 +62,8 @@ class Vectors:
         if type(vector) is Tensor and (vector.is_cpu or vector.is_cuda):
             # the same memory with a storage for each: a pickle of a view would contain the whole vector
             views = [from_dlpack(to_dlpack(view)) for view in views]
-        for row, view in zip(rows, views, strict=True):
-            row[name] = view
+        for state, view in zip(states, views, strict=True):
+            state[name] = view
         column[:] = views
         self._kept[name] = _Kept(vector, views, pointers(views))
         return vector
@@ -74,49 +75,49 @@ def pointers(tensors: Sequence[Tensor]) -> list[int]:
 
 
 class VectorStates(States):
-    """States whose numbers are elements of vectors. Columns of all parameters that are ``known`` need no collecting."""
+    """States whose numbers are elements of vectors. ``columns`` are those of all parameters that exist already."""
 
     def __init__(
         self,
         stored: Sequence[State],
         path: str,
-        own: Callable[[State], State],
+        entries_of: Callable[[State], State],
         begin: Callable[[int], State],
         vectors: Vectors,
-        known: dict[str, list[Tensor]] | None,
+        columns: dict[str, list[Tensor]] | None,
     ) -> None:
-        self._stored, self._path, self._own, self._begin, self.begun = stored, path, own, begin, {}
+        self._stored, self._path, self._entries_of, self._begin, self.begun = stored, path, entries_of, begin, {}
         self._vectors = vectors
-        self._known: dict[str, list[Tensor]] = {} if known is None else known
-        self._found: dict[str, Tensor | None] = {}
+        self._columns: dict[str, list[Tensor]] = {} if columns is None else columns
+        self._by_key: dict[str, Tensor | None] = {}
 
     @override
-    def _store(self, stored: State, own: State) -> None:
-        for key, value in own.items():
+    def _store(self, stored: State, entries: State) -> None:
+        for key, value in entries.items():
             name = f"{self._path}/{key}"
-            if name in self._known and stored.get(name) is not value:
-                del self._known[name]
-        super()._store(stored, own)
+            if name in self._columns and stored.get(name) is not value:
+                del self._columns[name]
+        super()._store(stored, entries)
 
     @override
-    def _drafted(self, name: str, rows: Sequence[State], column: list[Tensor], undo: Undo) -> list[Tensor]:
-        drafts = super()._drafted(name, rows, column, undo)
-        if name in self._known:
-            self._known[name] = drafts
+    def _drafted(self, name: str, states: Sequence[State], column: list[Tensor], undo: Undo) -> list[Tensor]:
+        drafts = super()._drafted(name, states, column, undo)
+        if name in self._columns:
+            self._columns[name] = drafts
         return drafts
 
     @override
     def column(self, key: str, indices: Sequence[int] | None = None) -> list[Any]:
         name = f"{self._path}/{key}"
-        if self.touched is not None or indices is not None or name not in self._known:
+        if self.touched is not None or indices is not None or name not in self._columns:
             return super().column(key, indices)
         self._has_begun = True
-        return self._known[name]
+        return self._columns[name]
 
     @override
     def numbers(self, key: str, indices: Sequence[int] | None = None) -> Tensor:
         vector = self._vector(key, indices)
-        return super().numbers(key, indices) if vector is None else vector.double()
+        return super().numbers(key, indices) if vector is None else widened(vector)
 
     @override
     def keep(self, key: str, values: Tensor, indices: Sequence[int] | None = None) -> None:
@@ -141,15 +142,15 @@ class VectorStates(States):
             self.undo.vector(vector, self.column(key, indices))
 
     def _vector(self, key: str, indices: Sequence[int] | None) -> Tensor | None:
-        """The vector of one key; None if its numbers cannot be one, or dicts were read, which may replace them."""
+        """The vector of one key. None if its numbers cannot form one, or authors may replace them in dicts."""
         if self.touched is not None:
             return None
         name = f"{self._path}/{key}"
         if indices is not None:
-            rows = [self._stored[i] for i in indices]
-            self._known.pop(name, None)
-            self._found.pop(key, None)  # its views leave the rows
-            return self._vectors.vector(name, self.column(key, indices), rows)
-        if key not in self._found:
-            self._found[key] = self._vectors.vector(name, self.column(key), self._stored)
-        return self._found[key]
+            states = [self._stored[i] for i in indices]
+            self._columns.pop(name, None)
+            self._by_key.pop(key, None)  # its views leave the states
+            return self._vectors.vector(name, self.column(key, indices), states)
+        if key not in self._by_key:
+            self._by_key[key] = self._vectors.vector(name, self.column(key), self._stored)
+        return self._by_key[key]

@@ -4,7 +4,6 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -63,37 +62,36 @@ def labels(kind: str, named: Iterable[tuple[str | None, Tensor]]) -> dict[Tensor
     for i, (name, tensor) in enumerate(named):
         places.setdefault(tensor, (i, name))
     times = Counter(name for _, name in places.values())
-    found: dict[Tensor, str] = {}
+    label_of: dict[Tensor, str] = {}
     for tensor, (i, name) in places.items():
         unnamed = f"{kind} {i} of shape {tuple(tensor.shape)}"
-        found[tensor] = unnamed if not name else name if times[name] == 1 else f"{name} ({kind} {i})"
-    return found
+        label_of[tensor] = unnamed if not name else name if times[name] == 1 else f"{name} ({kind} {i})"
+    return label_of
 
 
 def bad_gradients(norms: dict[str, float], meshes: Iterable[ProcessGroup], group: ProcessGroup | None) -> BadGradients:
-    """The bad gradients of all processes, from the norms of own ones by label. All processes have to call this."""
+    """The bad gradients of all processes, from the norms on this process by label. All processes have to call this."""
     # a mesh holds parts of the same parameters, the group holds other parameters
-    own = dict(norms)
     for mesh in meshes:  # the largest: a plain gradient may be missing, or finite, on one rank only
         worst: dict[str, float] = {}
-        for name, norm in (pair for part in _from_all(own, mesh) for pair in part.items()):
-            known = worst.get(name, norm)
-            worst[name] = known if math.isnan(known) or known > norm else norm
-        own = worst
-    parts = [own] if group is None else _from_all(own, group)
+        for name, norm in (pair for of_rank in _from_all(norms, mesh) for pair in of_rank.items()):
+            before = worst.get(name, norm)
+            worst[name] = before if math.isnan(before) or before > norm else norm
+        norms = worst
+    parts = [norms] if group is None else _from_all(norms, group)
     times = Counter(name for part in parts for name in part)
     pairs = [
         (name if times[name] == 1 else f"{name} (rank {rank} of process_group)", norm)
         for rank, part in enumerate(parts)
         for name, norm in part.items()
     ]
-    found = [name for name, norm in pairs if not math.isfinite(norm)]
+    names = [name for name, norm in pairs if not math.isfinite(norm)]
     # rounded, so that the order does not depend on how tensors are sharded or measured
     finite = sorted(((name, float(f"{x:.6g}")) for name, x in pairs if math.isfinite(x)), key=lambda pair: -pair[1])
-    return BadGradients(tuple(found[:MOST]), len(found), dict(finite[:BESIDE]))
+    return BadGradients(tuple(names[:MOST]), len(names), dict(finite[:BESIDE]))
 
 
-def _from_all(own: dict[str, float], group: ProcessGroup) -> list[dict[str, float]]:
-    found: list[Any] = [None] * group.size()
-    dist.all_gather_object(found, own, group=group)
-    return found
+def _from_all(norms: dict[str, float], group: ProcessGroup) -> list[dict[str, float]]:
+    of_ranks: list[dict[str, float]] = [{}] * group.size()  # all are replaced
+    dist.all_gather_object(of_ranks, norms, group=group)
+    return of_ranks

@@ -9,10 +9,12 @@ from torch.distributed import ProcessGroup
 
 from torchzero_clip.checks import as_number, non_negative, scalar
 from torchzero_clip.functional import foreach
+from torchzero_clip.functional.dtypes import widened
 from torchzero_clip.functional.measure import Slicing, cut
 from torchzero_clip.functional.metric import Metric
-from torchzero_clip.functional.norms import all_ones, beyond_float32, joint_mean, may_look, slice_sums
+from torchzero_clip.functional.moments import joint_mean, sums_of_slices
 from torchzero_clip.functional.shards import wholes
+from torchzero_clip.functional.ways import all_ones, beyond_float32, may_look
 
 TINY = 1e-12  # slices with a norm up to this are not normalized, because only noise is left of them
 
@@ -30,7 +32,7 @@ def read_limit(name: str, value: float | Tensor) -> float | Tensor:
 
 def clip_by_(tensors: Sequence[Tensor], limit: float | Tensor, norm: Tensor) -> None:
     """Scale all tensors by the factor that brings ``norm``, a 0-d tensor, to at most ``limit``, in place."""
-    factor = clip_factors(Metric("norm"), norm.double(), limit)
+    factor = clip_factors(Metric("norm"), widened(norm), limit)
     if not all_ones(factor):
         foreach.scale_(tensors, [factor] * len(tensors), exact=beyond_float32(factor))
 
@@ -44,14 +46,15 @@ def centralize_(tensors: Sequence[Tensor], slicing: Slicing, group: ProcessGroup
         foreach.subtract_slices_([p.tensor for p in parts], [mean] * len(parts))
         return
     _, parts = cut([tensor for tensor in tensors if tensor.ndim], slicing)
-    means = [total / p.size for total, p in zip(slice_sums(parts), parts, strict=True)]
+    means = [total / p.size for total, p in zip(sums_of_slices(parts), parts, strict=True)]
     foreach.subtract_slices_([p.tensor for p in parts], means)
 
 
 def clip_factors(metric: Metric, norms: Tensor, limit: float | Tensor, floor: float = 0.0) -> Tensor:
-    """The factors that bring metrics to at most ``limit``, and those that are not 0 to at least ``floor``.
+    """The factors min(1, limit / norm), and floor / norm for norms between 0 and ``floor``.
 
-    A limit in a tensor was not checked, because this would wait for the device: a negative one gives NaN.
+    They bring metrics to at most ``limit``, and those that are not 0 to at least ``floor``. A limit in a tensor was not
+    checked, because this would wait for the device: a negative one gives NaN.
     """
     # norms are the roots of metrics, as for 'var'; limit and floor are in units of the metric
     low = metric.root(floor)
@@ -59,7 +62,7 @@ def clip_factors(metric: Metric, norms: Tensor, limit: float | Tensor, floor: fl
         high = torch.where(limit >= 0, limit, math.nan).to(norms).reshape(()).pow(1 / metric.degree)
     elif (high := metric.root(limit)) == math.inf and not low:
         return torch.ones_like(norms)
-    elif norms.numel() == 1 and may_look(norms):  # arithmetic on tensors of one number takes five times as long
+    elif norms.numel() == 1 and may_look(norms):
         return torch.full_like(norms, clip_factor(norms.item(), high, low))
     # torch divides a number by a tensor by multiplying with the inverse, which is inf for the smallest numbers
     bound = high if isinstance(high, Tensor) else torch.full_like(norms, high)
@@ -67,8 +70,17 @@ def clip_factors(metric: Metric, norms: Tensor, limit: float | Tensor, floor: fl
     return torch.where((norms > 0) & (norms < low), torch.full_like(norms, low) / norms, factor) if low else factor
 
 
+def within(norms: Tensor, limits: Tensor | float, usable: Tensor | None = None) -> Tensor:
+    """The factors that bring norms to at most their limits, for statistics.
+
+    They are 1 where a norm or a limit is no number, and where ``usable`` is false.
+    """
+    exceeds = norms > limits if usable is None else (norms > limits) & usable
+    return torch.where(exceeds, limits / norms, 1.0)
+
+
 def clip_factor(norm: float, high: float, low: float) -> float:
-    """The factor of one norm, in the units of the norm."""
+    """The same for one norm, with limits in its units: a number takes a fifth of the time of a tensor."""
     return low / norm if 0 < norm < low else 1.0 if norm <= high else high / norm
 
 

@@ -16,6 +16,7 @@ from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
 from torchzero_clip.compat import FakeTensor, any_distributed
+from torchzero_clip.functional.dtypes import widest_of
 from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.functional.shards import distributed_like, local, locals_of
 from torchzero_clip.types import Columns, Setting
@@ -25,6 +26,9 @@ PLAIN = {Tensor, nn.Parameter, FakeTensor}
 
 TINY32, MAX32 = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 """The smallest and the largest number that float32 holds with full precision."""
+
+WIDE = {torch.float32, torch.float64}
+"""Real dtypes of tensors whose statistics have the same dtype, not a wider one."""
 
 _DTYPE = attrgetter("dtype")
 _DTYPE_AND_PLACE = attrgetter("dtype", "is_cpu")
@@ -72,7 +76,7 @@ def fit_kernels(columns: Sequence[Sequence[Tensor]]) -> bool:
 
 
 def adamw_(
-    params: list[Tensor], updates: list[Tensor], state: Columns, setting: Setting, scale: Any, *, fused: bool
+    params: list[Tensor], updates: list[Tensor], state: Columns, setting: Setting, scale: Tensor | None, *, fused: bool
 ) -> None:
     """Take a step of AdamW by torch's fused kernel, which divides updates by ``scale`` in place, or by its loop.
 
@@ -97,7 +101,7 @@ def sgd_(
     updates: list[Tensor],
     state: Columns,
     setting: Setting,
-    scale: Any,
+    scale: Tensor | None,
     *,
     fused: bool,
     nesterov: bool,
@@ -105,13 +109,13 @@ def sgd_(
     """Take a step of SGD, as in `adamw_`. Without state there is no momentum."""
     rates: dict[str, Any] = {key: setting[key] for key in ("momentum", "dampening")}
     rates |= {"nesterov": nesterov, "weight_decay": 0.0, "maximize": False}
-    buffers: list[Any] = state[0] if state else []
+    buffers = state[0] if state else []
     if fused:
         # in a first step the kernel would write the gradients over the buffers, which exist already
         rates |= {"is_first_step": False, "lr": _beside_params(setting["lr"], params)}
         _foreach._fused_sgd_(params, updates, buffers, grad_scale=scale, found_inf=None, **rates)
         return
-    sgd(params, updates, buffers or [None] * len(params), lr=setting["lr"], foreach=False, fused=False, **rates)
+    sgd(params, updates, [*buffers] or [None] * len(params), lr=setting["lr"], foreach=False, fused=False, **rates)
 
 
 def _beside_params(lr: float | Tensor, params: Sequence[Tensor]) -> float | Tensor:
@@ -171,22 +175,22 @@ def times(tensors: Sequence[Tensor], numbers: Sequence[float]) -> list[Tensor]:
     return list(_foreach._foreach_mul(list(tensors), list(numbers)))
 
 
-def norms(tensors: Sequence[Tensor], p: float, dtype: torch.dtype) -> list[Tensor]:
+def norms_of_each(tensors: Sequence[Tensor], p: float, dtype: torch.dtype) -> list[Tensor]:
     """The p-norm of each plain tensor, accumulated in ``dtype``; none may be empty."""
     return list(_foreach._foreach_norm(list(tensors), p, dtype=dtype))
 
 
 def scale_(tensors: Sequence[Tensor], factors: Sequence[Tensor], *, exact: bool = False) -> None:
     """Multiply each tensor by its factor (of one element, or one per slice), in place."""
-    # exact: in float64, for factors that float32 cannot hold
+    # exact: in float64 where the device has it, for factors that float32 cannot hold
     dtypes = {tensor.dtype for tensor in tensors}
     # torch.compile cannot trace `to_real`
-    wide = {d: torch.float64 if exact else wide_dtype(d.to_real() if d.is_complex else d) for d in dtypes}
+    wide = {d: wide_dtype(d.to_real() if d.is_complex else d) for d in dtypes}
     for tensor, factor in zip(locals_of(tensors), factors, strict=True):
-        part, own = tensor, factor
+        dtype = widest_of(tensor) if exact else wide[tensor.dtype]
         if tensor.is_complex():  # a complex inf times a real number is NaN, because it has the product inf * 0
-            part, own = torch.view_as_real(tensor), factor.unsqueeze(-1) if factor.ndim else factor
-        part.mul_(_beside(part, own, wide[tensor.dtype]))
+            tensor, factor = torch.view_as_real(tensor), factor.unsqueeze(-1) if factor.ndim else factor
+        tensor.mul_(_beside(tensor, factor, dtype))
 
 
 def multiply_each_(
@@ -211,11 +215,6 @@ def as_factors(factors: Tensor, dtype: torch.dtype) -> Tensor:
     """Factors in a dtype, clamped to its range, because on CUDA a check of the range would wait for the device."""
     largest = torch.finfo(dtype).max
     return (factors if dtype == torch.float64 else factors.clamp(min=-largest, max=largest)).to(dtype)
-
-
-def is_real_and_wide(dtype: torch.dtype) -> bool:
-    """True for float32 and float64: statistics of such tensors have the same dtype, not a wider one."""
-    return dtype in (torch.float32, torch.float64)
 
 
 def is_one_number(vector: Tensor) -> bool:
@@ -314,10 +313,10 @@ def lerp_(tensors: Sequence[Tensor], ends: Sequence[Tensor], weight: float) -> N
     _foreach._foreach_lerp_(locals_of(tensors), locals_of(ends), weight)
 
 
-def lerp_rows_(chosen: Tensor, tensors: Sequence[Tensor], ends: Sequence[Tensor], weight: float) -> None:
-    """``tensors += weight * (ends - tensors)`` for ``chosen`` rows, in place; the ends of others may hold anything."""
+def lerp_chosen_(chosen: Tensor, tensors: Sequence[Tensor], ends: Sequence[Tensor], weight: float) -> None:
+    """``tensors += weight * (ends - tensors)`` for ``chosen`` tensors, in place; other ends may hold anything."""
     if not (chosen.is_cpu and not torch.compiler.is_compiling()):
-        # reading the flags would wait for the device, so all rows are computed
+        # reading the flags would wait for the device, so all tensors are computed
         for flag, tensor, end in zip(chosen.unbind(), locals_of(tensors), locals_of(ends), strict=True):
             lerp_where_(flag.to(tensor.device), tensor, end, weight)
         return

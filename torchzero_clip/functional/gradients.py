@@ -12,20 +12,21 @@ from torch.distributed import ProcessGroup
 
 from torchzero_clip.compat import warn_user
 from torchzero_clip.functional.bad import bad_gradients, labels
-from torchzero_clip.functional.foreach import PLAIN, TINY32, all_contiguous, are_plain, wide_dtype
+from torchzero_clip.functional.foreach import PLAIN, TINY32, all_contiguous, are_plain, is_dense, wide_dtype
 from torchzero_clip.functional.measure import Slicing
-from torchzero_clip.functional.norms import may_look, p_norms
 from torchzero_clip.functional.processes import check_group
 from torchzero_clip.functional.shards import aligned, is_distributed, mesh_groups, wholes, without_gradient
+from torchzero_clip.functional.slices import norms_of_slices
+from torchzero_clip.functional.ways import may_look
 from torchzero_clip.types import Tensors
 
 NamedTensors: TypeAlias = list[tuple[str | None, Tensor]]
 
 
 def listed(name: str, tensors: Tensors) -> list[Any]:
-    """What a tensor or an iterable has, as a list that can be read twice."""
+    """A tensor, or the items of an iterable, in a list. `named_tensors` checks the items."""
     is_iterable = isinstance(tensors, Iterable)  # pyright: ignore[reportUnnecessaryIsInstance]
-    items: list[Any] = [tensors] if isinstance(tensors, Tensor) else list(tensors) if is_iterable else []
+    items = [tensors] if isinstance(tensors, Tensor) else list(tensors) if is_iterable else []
     # a list of parameters is callable too, because it is a module
     if not is_iterable or (callable(tensors) and not all(isinstance(item, Tensor) for item in items)):
         way_out = ": pass model.parameters()" if name == "params" and callable(tensors) else ""
@@ -41,16 +42,15 @@ def tensors_of(name: str, tensors: Tensors) -> list[Tensor]:
 
 def named_tensors(name: str, tensors: Tensors) -> NamedTensors:
     """A tensor, an iterable of tensors, or of pairs of a name and a tensor, as a list of such pairs."""
-    items = listed(name, tensors)
-    found: NamedTensors = []
-    for i, item in enumerate(items):
+    pairs: NamedTensors = []
+    for i, item in enumerate(listed(name, tensors)):
         is_named = isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str)
-        own, tensor = item if is_named else (None, item)
+        label, tensor = item if is_named else (None, item)
         if not isinstance(tensor, Tensor):
             kind = type(tensor).__name__
             raise TypeError(f"{name} must be a tensor or an iterable of tensors, got {kind} at index {i}")
-        found.append((own, tensor))
-    return found
+        pairs.append((label, tensor))
+    return pairs
 
 
 def gradients(params: Tensors, process_group: ProcessGroup | None = None, *, zeros_count: bool = False) -> list[Tensor]:
@@ -71,45 +71,44 @@ def with_gradients(
     grads = own_gradients(having)
     if PLAIN.issuperset(map(type, params)):
         return list(zip(having, grads, strict=True))
-    found = dict(zip(map(id, having), grads, strict=True))
+    grad_of = dict(zip(map(id, having), grads, strict=True))
     missing = without_gradient(list(once.values()), zeros_count=zeros_count)
-    found |= {id(param): torch.zeros_like(param) for param in missing}
-    return [(param, found[key]) for key, param in once.items() if key in found]
+    grad_of |= {id(param): torch.zeros_like(param) for param in missing}
+    return [(param, grad_of[key]) for key, param in once.items() if key in grad_of]
 
 
-def warn_of_no_gradients(params: Tensors, given: Sequence[Tensor]) -> None:
-    """Warn that a call changes nothing, because none of its tensors has a gradient."""
+def warn_of_no_gradients(params: Tensors, parameters: Sequence[Tensor]) -> None:
+    """Warn that a call changes nothing, because no parameter has a gradient. ``parameters`` lists the ``params``."""
     # in a pipeline or with experts, one of several processes may have none
     if torch.compiler.is_compiling() or (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return
-    if isinstance(params, Iterator) and not given:
+    if isinstance(params, Iterator) and not parameters:
         warn_user("params is an iterator that has ended, so nothing was changed: pass a new one, model.parameters()")
-    elif any(param.requires_grad for param in given):
+    elif any(param.requires_grad for param in parameters):
         warn_user(
             "none of the parameters has a gradient, so nothing was changed. Call this function after backward(), and "
             "before step() and zero_grad()"
         )
-    elif not all(isinstance(param, nn.Parameter) for param in given):
+    elif not all(isinstance(param, nn.Parameter) for param in parameters):
         warn_user("none of the tensors has a .grad, so nothing was changed: pass the parameters, not their gradients")
 
 
 def own_gradients(params: Sequence[Tensor]) -> list[Tensor]:
     """The gradients of parameters that have one, each laid out like its parameter and in memory of its own."""
     # replaced, in .grad too: those with other placements, pending conjugations or negations, expanded ones, shared ones
-    found: list[Any] = [param.grad for param in params]
-    strided = {torch.strided}.issuperset([grad.layout for grad in found])
-    if strided and are_plain(found, 0) and all_contiguous(found) and len(set(map(id, found))) == len(found):
-        return found
+    before = [param.grad for param in params if param.grad is not None]
+    strided = {torch.strided}.issuperset([grad.layout for grad in before])
+    if strided and are_plain(before, 0) and all_contiguous(before) and len(set(map(id, before))) == len(before):
+        return before
     owners: dict[Tensor, Tensor] = {}
     grads: list[Tensor] = []
-    for param in params:
-        given: Any = param.grad
-        grad = aligned(given, param)
+    for param, stored in zip(params, before, strict=True):
+        grad = aligned(stored, param)
         if grad.layout == torch.strided and 0 in grad.stride():
             grad = laid_out_like(grad, param)
         if owners.setdefault(grad, param) is not param:
             grad = grad.clone()
-        if grad is not given:
+        if grad is not stored:
             param.grad = grad = laid_out_like(grad, param)
         grads.append(grad)
     return grads
@@ -131,22 +130,11 @@ def laid_out_like(value: Tensor, param: Tensor) -> Tensor:
     # torch's fused optimizers assume that gradients have the strides of their parameter; on the CPU without a check
     if value.layout != torch.strided or is_distributed(value) or value.stride() == param.stride():
         return value
-    strides = param.stride() if _is_dense(param) else torch.empty(param.shape, device="meta").stride()
+    strides = param.stride() if is_dense(param) else torch.empty(param.shape, device="meta").stride()
     pairs = zip(value.shape, value.stride(), strides, strict=True)
-    if all(given == own for size, given, own in pairs if size != 1):
+    if all(stride == wanted for size, stride, wanted in pairs if size != 1):
         return value
     return value.new_empty_strided(value.shape, strides).copy_(value)
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """True if every entry of the memory between the first and the last entry belongs to exactly one index."""
-    along = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1:
-            if stride != along:
-                return False
-            along *= size
-    return True
 
 
 @contextmanager
@@ -157,7 +145,7 @@ def opened(
 
     ``values_suffice`` returns True if the stored values of a sparse tensor are enough.
     """
-    pairs = [(own, None) if own.layout == torch.strided else _opened(own, values_suffice) for own in tensors]
+    pairs = [(x, None) if x.layout == torch.strided else _opened(x, values_suffice) for x in tensors]
     yield [dense for dense, _ in pairs]
     for _, close in pairs:
         if close is not None and write:
@@ -179,8 +167,9 @@ def _opened(tensor: Tensor, values_suffice: Callable[[Tensor], bool]) -> tuple[T
 def values_tell_all(slicing: Slicing) -> Callable[[Tensor], bool]:
     """A function: True if a sparse tensor has the metric of its stored values, so that zeros do not count."""
     joint, blind_to_zeros = slicing.dim == "global", not slicing.metric.counts_zeros
-    whole = joint or (slicing.dim is None and not slicing.inverse_dims)
-    return lambda values: whole and blind_to_zeros and (joint or values.numel() >= slicing.min_size)
+    return lambda values: (
+        (joint or slicing.is_whole) and blind_to_zeros and (joint or values.numel() >= slicing.min_size)
+    )
 
 
 def as_reported(total: Tensor, grads: list[Tensor], process_group: ProcessGroup | None = None) -> Tensor:
@@ -189,8 +178,8 @@ def as_reported(total: Tensor, grads: list[Tensor], process_group: ProcessGroup 
     if process_group is not None:
         return total
     dtype = torch.float32
-    for given in {grad.dtype for grad in grads}:
-        dtype = torch.promote_types(dtype, wide_dtype(given).to_real())
+    for dtype_of_grad in {grad.dtype for grad in grads}:
+        dtype = torch.promote_types(dtype, wide_dtype(dtype_of_grad).to_real())
     largest = torch.finfo(dtype).max
     if may_look(total) and not TINY32 <= total <= largest and total.isfinite() and total != 0:
         return total
@@ -203,6 +192,6 @@ def names_of_bad(
     """Those ``owners`` whose ``values`` have inf or NaN on some process, as text. All processes have to call this."""
     names = labels(kind, named)
     parts = [part._replace(groups=()) for part in wholes(values)]  # the names of all ranks are joined afterwards
-    norms = [norm.item() for norm in p_norms(parts, math.inf)]
-    own = {names[owner]: norm for owner, norm in zip(owners, norms, strict=True)}
-    return bad_gradients(own, mesh_groups([tensor for _, tensor in named]), process_group).listed
+    norms = [norm.item() for norm in norms_of_slices(parts, math.inf)]
+    norm_of = {names[owner]: norm for owner, norm in zip(owners, norms, strict=True)}
+    return bad_gradients(norm_of, mesh_groups([tensor for _, tensor in named]), process_group).listed

@@ -123,18 +123,18 @@ def clip_grad_norm_(
     boolean("error_if_nonfinite", error_if_nonfinite)
 
     items = listed("params", params)
-    given = tensors_of("params", items)
+    parameters = tensors_of("params", items)
     floor, total = min_norm or 0.0, None
     if not isinstance(limit, Tensor):
-        total = scale_ordinary_(given, slicing, lambda norm: clip_factor(norm, limit, floor), process_group)
+        total = scale_ordinary_(parameters, slicing, lambda norm: clip_factor(norm, limit, floor), process_group)
     if total is not None:
         return total
-    pairs = with_gradients(given, process_group, zeros_count=slicing.metric.counts_zeros)
+    pairs = with_gradients(parameters, process_group, zeros_count=slicing.metric.counts_zeros)
     if not pairs and process_group is None:
-        warn_of_no_gradients(params, given)
+        warn_of_no_gradients(params, parameters)
     grads = [grad for _, grad in pairs]
     with opened(grads, values_tell_all(slicing)) as tensors:
-        judged = given if error_if_nonfinite else None
+        judged = parameters if error_if_nonfinite else None
         measured = measure_over_processes(tensors, slicing, process_group, judged)
         if error_if_nonfinite and not measured.total.isfinite():
             named, owners = named_tensors("params", items), [param for param, _ in pairs]
@@ -174,14 +174,14 @@ def clip_grad_value_(params: Tensors, value: float) -> None:
     """
     value = as_number(value)
     non_negative("value", value)
-    given = tensors_of("params", params)
-    ordinary = ordinary_gradients(given)
+    parameters = tensors_of("params", params)
+    ordinary = ordinary_gradients(parameters)
     if ordinary is not None:
         clamp_plain_(ordinary, value)
         return
-    grads = gradients(given)
+    grads = gradients(parameters)
     if not grads:
-        warn_of_no_gradients(params, given)
+        warn_of_no_gradients(params, parameters)
     with opened(grads, lambda values: True) as tensors:
         clamp_(tensors, value)
 
@@ -238,13 +238,13 @@ def normalize_grads_(
     """
     finite("norm_value", norm_value)
     slicing = Slicing.checked(ord, dim, inverse_dims, min_size)
-    given = tensors_of("params", params)
-    total = scale_ordinary_(given, slicing, lambda norm: normalize_factor(norm, norm_value), process_group)
+    parameters = tensors_of("params", params)
+    total = scale_ordinary_(parameters, slicing, lambda norm: normalize_factor(norm, norm_value), process_group)
     if total is not None:
         return total
-    grads = gradients(given, process_group, zeros_count=slicing.metric.counts_zeros)
+    grads = gradients(parameters, process_group, zeros_count=slicing.metric.counts_zeros)
     if not grads and process_group is None:
-        warn_of_no_gradients(params, given)
+        warn_of_no_gradients(params, parameters)
     with opened(grads, values_tell_all(slicing)) as tensors:
         measured = measure_over_processes(tensors, slicing, process_group)
         scale_(measured, measured.by_norm(lambda norms: normalize_factors(slicing.metric, norms, norm_value)))
@@ -291,9 +291,9 @@ def centralize_grads_(
     networks](https://arxiv.org/abs/2004.01461), 2020.
     """
     slicing = Slicing.checked(1, dim, inverse_dims, min_size)
-    given = tensors_of("params", params)
-    grads = gradients(given, process_group, zeros_count=slicing.dim == "global")
+    parameters = tensors_of("params", params)
+    grads = gradients(parameters, process_group, zeros_count=slicing.dim == "global")
     if not grads and process_group is None:
-        warn_of_no_gradients(params, given)
+        warn_of_no_gradients(params, parameters)
     with opened(grads, lambda values: False) as tensors:
         centralize_(tensors, slicing, process_group)

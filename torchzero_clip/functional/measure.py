@@ -11,27 +11,17 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
 from torchzero_clip.checks import boolean, count, dims
-from torchzero_clip.functional import foreach, rows
+from torchzero_clip.functional import blocks, foreach, short_tensors
+from torchzero_clip.functional.dtypes import moved, widest, widest_of
 from torchzero_clip.functional.metric import Metric, parse_ord
-from torchzero_clip.functional.norms import (
-    JointNorm,
-    beyond_float32,
-    combine,
-    extent,
+from torchzero_clip.functional.moments import (
     joint_moments,
-    joint_norm_of_meshes,
-    may_look,
-    merged,
-    moments,
-    p_norms,
+    metrics_of_slices,
+    moments_of_slices,
     root_of_moments,
-    slice_metrics,
-    slice_sums,
-    total_norm,
-    whole_maxima,
-    whole_norm,
-    whole_norms,
+    sums_of_slices,
 )
+from torchzero_clip.functional.norms import JointNorm, joint_norm, joint_norm_of_meshes, norms_of_each
 from torchzero_clip.functional.processes import device_of, gathered
 from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.functional.shards import (
@@ -45,7 +35,8 @@ from torchzero_clip.functional.shards import (
     summed,
     wholes,
 )
-from torchzero_clip.functional.slices import Slices, plan, sliced_norms
+from torchzero_clip.functional.slices import joint_of_norms, merged, norms_of_slices
+from torchzero_clip.functional.ways import beyond_float32, extent, may_look, way_of
 from torchzero_clip.types import Dim, Ord
 
 S = TypeVar("S")
@@ -75,6 +66,11 @@ class Slicing(NamedTuple):
         boolean("inverse_dims", inverse_dims)
         count("min_size", min_size)
         return cls(parse_ord(ord), dim, inverse_dims, min_size)
+
+    @property
+    def is_whole(self) -> bool:
+        """True if each tensor is one slice."""
+        return self.dim is None and not self.inverse_dims
 
     def reduced_dims(self, tensor: Tensor) -> tuple[int, ...]:
         """The dimensions that a slice of ``tensor`` spans; empty if the tensor is to be left alone."""
@@ -113,7 +109,7 @@ class Measured:
     _parts: list[Part] | None = None
     """The tensors that were measured: the same memory, or a copy of distributed tensors with partial placements. None
     if ``slices`` is given, or if each is a plain tensor and one slice."""
-    slices: Slices | None = None
+    slices: blocks.Cut | None = None
     """How plain tensors were cut, if their slices were measured together."""
     moments: Tensor | None = None
     """The sums from which ``total`` was computed, as in `joint_moments`; None if ``metric`` is a power."""
@@ -171,9 +167,9 @@ class Measured:
             return torch.cat([total * count, torch.full_like(total, count)])
         return total
 
-    def of_processes(self, rows: Tensor) -> "Measured":
-        """The same with the joint metric of several processes, each with a row of `numbers`."""
-        root = joint_root(self.metric, rows)
+    def of_processes(self, numbers: Tensor) -> "Measured":
+        """The same with the joint metric of several processes, from a matrix with the `numbers` of one in each row."""
+        root = joint_root(self.metric, numbers)
         vector = root.expand(len(self.vector)) if self.joint else self.vector
         return replace(self, total=root**self.metric.degree, vector=vector)
 
@@ -182,9 +178,12 @@ class Measured:
         parts = self.parts
         shapes = [p.slice_shape for p in parts]
         chunks = vector.split(list(map(math.prod, shapes)))
-        rows = zip(chunks, shapes, parts, strict=True)
+        columns = zip(chunks, shapes, parts, strict=True)
         # the vector is on the device of the first tensor, and tensors may be on several
-        return [chunk.view(shape).to(p.tensor.device) for chunk, shape, p in rows]
+        return [
+            chunk.view(shape) if chunk.device == p.tensor.device else moved(chunk.view(shape), p.tensor.device)
+            for chunk, shape, p in columns
+        ]
 
     def of_slices(self, vector: Tensor) -> Tensor:
         """A vector with a number per slice from one with a number per measured tensor."""
@@ -209,8 +208,8 @@ class Measured:
                 to one call of ``rule``.
             rule: From a vector of norms and a setting to a vector of the same length.
         """
-        own = settings if len(self.indices) == len(settings) else [settings[i] for i in self.indices]
-        shared = by_setting(own)
+        all_measured = len(self.indices) == len(settings)
+        shared = by_setting(settings if all_measured else [settings[i] for i in self.indices])
         if len(shared) == 1:
             # all slices share one norm: one operation on one number instead of one on each slice
             if not (self.joint and len(self.vector) > 0):
@@ -218,8 +217,8 @@ class Measured:
             return rule(self.vector.narrow(0, 0, 1), shared[0][0]).expand(len(self.vector))
         counts = self.counts
         chunks = self.vector.split([sum(counts[part]) for _, part in shared])
-        found = [rule(chunk, setting) for chunk, (setting, _) in zip(chunks, shared, strict=True)]
-        return torch.cat(found or [self.vector])
+        results = [rule(chunk, setting) for chunk, (setting, _) in zip(chunks, shared, strict=True)]
+        return torch.cat(results or [self.vector])
 
 
 def by_setting(settings: Sequence[S]) -> list[tuple[S, slice]]:
@@ -235,29 +234,28 @@ def by_setting(settings: Sequence[S]) -> list[tuple[S, slice]]:
 def cut(tensors: Sequence[Tensor], slicing: Slicing, dims_of: DimsOf | None = None) -> tuple[list[int], list[Part]]:
     """The indices of the tensors that have slices, and their parts."""
     # a slice without elements has no norm, and a variance needs two elements
-    smallest = max(slicing.min_size, slicing.metric.min_size, 1)
-    indices: list[int] = []
-    parts: list[Part] = []
-    for i, tensor in enumerate(tensors):
-        dims = slicing.reduced_dims(tensor) if dims_of is None else _checked_dims(tensor, dims_of(tensor))
-        p = part(summed(tensor), dims)
-        if dims and p.size >= smallest:
-            indices.append(i)
-            parts.append(p)
-    return indices, parts
+    joint = slicing.dim == "global"
+    smallest = 1 if joint else max(slicing.min_size, slicing.metric.min_size, 1)
+    if joint or (dims_of is None and slicing.is_whole):
+        parts = wholes(tensors)
+    else:
+        dims_of = dims_of or slicing.reduced_dims
+        parts = [part(summed(tensor), _checked_dims(tensor, dims_of(tensor))) for tensor in tensors]
+    indices = [i for i, p in enumerate(parts) if p.dims and p.size >= smallest]
+    return indices, [parts[i] for i in indices]
 
 
 def _checked_dims(tensor: Tensor, dims: Sequence[int]) -> tuple[int, ...]:
     """Dimensions in order, none of them negative."""
     ndim = max(tensor.ndim, 1)
-    found = sorted({d + ndim if d < 0 else d for d in dims})
-    if any(not 0 <= d < ndim for d in found):
+    ordered = sorted({d + ndim if d < 0 else d for d in dims})
+    if any(not 0 <= d < ndim for d in ordered):
         raise ValueError(f"slice_dims returned {tuple(dims)} for a tensor of shape {tuple(tensor.shape)}")
-    return tuple(found)
+    return tuple(ordered)
 
 
-class Way(NamedTuple):
-    """How tensors are measured. It changes results by rounding at most."""
+class Resources(NamedTuple):
+    """What measuring may use, and what it has to find. It changes norms by rounding at most."""
 
     plain: bool = False
     """All local parts are plain and none is a pending sum, so that norms of whole tensors take few operations."""
@@ -267,51 +265,45 @@ class Way(NamedTuple):
     """The name of what is measured, the same in each step, under which ``scratch`` has the plan for slices."""
     beside: bool = False
     """The norm of each tensor is wanted beside the joint norm where that takes less than two passes."""
-    known: JointNorm | None = None
+    each: bool = False
+    """The norm of each tensor is wanted in any case."""
+    norms: JointNorm | None = None
     """The joint L2 norm and the norm of each tensor, if the tensors are plain and were measured before."""
 
 
-READABLE = Way()
+NONE = Resources()
 
 
 def measure(
-    tensors: Sequence[Tensor], slicing: Slicing, dims_of: DimsOf | None = None, way: Way = READABLE, each: bool = False
+    tensors: Sequence[Tensor], slicing: Slicing, dims_of: DimsOf | None = None, resources: Resources = NONE
 ) -> Measured:
     """Measure every slice; ``dims_of`` returns the dimensions of one, if they are not those of ``slicing``."""
-    # each: `Measured.tensor_norms` are computed also where slices are joined
+    if resources.plain and len(tensors) > 0:
+        measured = _measure_plain(tensors, slicing, dims_of, resources)
+        if measured is not None:
+            return measured
     metric, joint = slicing.metric, slicing.dim == "global"
-    whole_tensors = joint or (slicing.dim is None and not slicing.inverse_dims and dims_of is None)
-    smallest = 1 if joint else max(slicing.min_size, 1)
-    may_be_fast = whole_tensors and metric in (L2, LINF) and len(tensors) > 0
-    # a tensor without elements, or of too few, has no slice: then each tensor is looked at
-    if way.plain and may_be_fast and min(map(Tensor.numel, tensors)) >= smallest:
-        return _measure_plain(tensors, metric, joint, each, way)
-    if joint:
-        return _measure_jointly(tensors, metric, each, way.beside)
-    if way.plain and way.scratch is not None and metric == L2:
-        slices = _sliced(tensors, slicing, dims_of or slicing.reduced_dims, way.scratch, way.name)
-        if slices is not None:
-            return _measure_slices(tensors, slices)
     indices, parts = cut(tensors, slicing, dims_of)
     targets = memories([tensors[i] for i in indices])
     # decided by dimensions, not by what this process holds, because all ranks have to agree
     one_slice_each = len(parts) == len(tensors) and all(len(p.dims) == p.tensor.ndim for p in parts)
-    if not metric.is_power:
-        known = moments(parts, metric) if len(parts) == len(tensors) else None
-        whole_parts = wholes(tensors) if known is None else parts
-        rooted = joint_moments(whole_parts, metric, known)
-        total = root_of_moments(metric, rooted.unsqueeze(0)) ** metric.degree
-        norms, cut_parts = pack(slice_metrics(parts, metric, known)), None if way.plain and one_slice_each else parts
-        return Measured(metric, indices, norms, total, targets, _parts=cut_parts, moments=rooted)
-
-    return _measure_powers(tensors, metric, indices, parts, one_slice_each)
+    if metric.is_power:
+        vector, total, norms = _powers(tensors, slicing, indices, parts, resources)
+        tensor_norms = norms if one_slice_each and metric.p > 0 else None
+        return Measured(metric, indices, vector, total, targets, joint, tensor_norms, parts)
+    moments = moments_of_slices(parts, metric) if joint or len(parts) == len(tensors) else None
+    numbers = joint_moments(parts if joint or moments is not None else wholes(tensors), metric, moments)
+    root = root_of_moments(metric, numbers.unsqueeze(0))
+    vector = root.expand(len(parts)) if joint else pack(metrics_of_slices(parts, metric, moments))
+    cut_parts = None if resources.plain and one_slice_each and not joint else parts
+    return Measured(metric, indices, vector, root**metric.degree, targets, joint, _parts=cut_parts, moments=numbers)
 
 
 def measure_over_processes(
     tensors: Sequence[Tensor], slicing: Slicing, group: ProcessGroup | None, judged: Sequence[Tensor] | None = None
 ) -> Measured:
     """Measure every slice, and find the joint metric of all processes of a group."""
-    measured = measure(tensors, slicing, way=Way(foreach.are_plain(tensors)))
+    measured = measure(tensors, slicing, resources=Resources(foreach.are_plain(tensors)))
     # if tensors are judged, a metric of inf or NaN on one process makes it so on all processes of the group and of
     # their meshes: plain tensors beside distributed ones may differ between ranks
     device = measured.total.device
@@ -319,85 +311,109 @@ def measure_over_processes(
     # inf and NaN win a maximum, so that all processes find the same factor
     worst = total.new_zeros(0) if judged is None else largest_on_all_ranks(total, judged).to(device)
     if group is not None:
-        own = measured.numbers(sum(map(Tensor.numel, tensors)))
-        rows = gathered(torch.cat([own, worst]).to(device_of(tensors, group)), group).to(device)
-        measured = measured.of_processes(rows.narrow(1, 0, len(own)))
-        worst = rows.narrow(1, len(own), len(worst)).amax(dim=0)
+        numbers = measured.numbers(sum(map(Tensor.numel, tensors)))
+        of_all = moved(gathered(moved(torch.cat([numbers, worst]), device_of(tensors, group)), group), device)
+        measured = measured.of_processes(of_all.narrow(1, 0, len(numbers)))
+        worst = of_all.narrow(1, len(numbers), len(worst)).amax(dim=0)
     if judged is None:
         return measured
     worst = worst.squeeze(0)
     return replace(measured, total=torch.where(worst.isfinite(), measured.total, worst))
 
 
-def _measure_powers(
-    tensors: Sequence[Tensor], metric: Metric, indices: list[int], parts: list[Part], one_slice_each: bool
-) -> Measured:
-    """The p-norms or mean magnitudes of the slices of ``parts``, which are the tensors at ``indices``, cut."""
-    values = p_norms(parts, metric.p)
-    kept = set(indices)
+def _powers(
+    tensors: Sequence[Tensor], slicing: Slicing, indices: list[int], parts: list[Part], resources: Resources
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The metric of each slice of ``parts``, which are the tensors at ``indices``; that of all; and the p-norms."""
+    metric, joint, count = slicing.metric, slicing.dim == "global", sum(map(Tensor.numel, tensors))
+    if joint and not resources.each and any(p.groups for p in parts):  # those of each need a collective of their own
+        total, norms = joint_norm_of_meshes(parts, metric.p, beside=resources.beside)
+        total = metric.of_norm(total, count)
+        return total.expand(len(parts)), total, norms
+    values = norms_of_slices(parts, metric.p)
+    vector = norms = pack(values)
+    total = joint_of_norms(norms, metric.p) if joint else _joined(tensors, indices, parts, values, metric.p)
+    total = metric.of_norm(total, count)
+    if joint:
+        vector = total.expand(len(parts))
+    elif metric.kind == "mad":
+        vector = pack([metric.of_norm(value, p.size) for value, p in zip(values, parts, strict=True)])
+    return vector, total, norms
+
+
+def _joined(
+    tensors: Sequence[Tensor], indices: list[int], parts: list[Part], norms: Sequence[Tensor], p: float
+) -> Tensor:
+    """The p-norm of all tensors together from the norms of the slices of some; the others are measured here."""
+    values, measured = list(norms), set(indices)
+    spread = [i for i, part in enumerate(parts) if part.spread]
+    if spread:
+        # this process has only some slices of such a tensor
+        local = [Part(pack([norms[i]]), (0,), parts[i].size, parts[i].spread) for i in spread]
+        for i, value in zip(spread, sums_of_slices(local) if p == 0 else norms_of_slices(local, p), strict=True):
+            values[i] = value
     # tensors that are left alone are part of the joint norm that users see
-    rest = wholes([tensor for i, tensor in enumerate(tensors) if i not in kept])
-    left_alone = p_norms([p for p in rest if p.size], metric.p)
-    targets = memories([tensors[i] for i in indices])
-    total = metric.of_norm(total_norm(parts, values, left_alone, metric.p), sum(t.numel() for t in tensors))
-    rows = zip(values, parts, strict=True)
-    norms = pack([metric.of_norm(value, p.size) for value, p in rows] if metric.kind == "mad" else values)
-    tensor_norms = (norms if metric.kind == "norm" else pack(values)) if metric.p > 0 and one_slice_each else None
-    return Measured(metric, indices, norms, total, targets, tensor_norms=tensor_norms, _parts=parts)
+    others = wholes([tensor for i, tensor in enumerate(tensors) if i not in measured])
+    return joint_of_norms(pack([*values, *norms_of_slices([part for part in others if part.size], p)]), p)
 
 
-def _measure_plain(tensors: Sequence[Tensor], metric: Metric, joint: bool, each: bool, way: Way) -> Measured:
-    """The L2 or largest norms of tensors, each one slice, whose local parts are plain."""
+def _measure_plain(
+    tensors: Sequence[Tensor], slicing: Slicing, dims_of: DimsOf | None, resources: Resources
+) -> Measured | None:
+    """L2 or largest norms of tensors whose local parts are plain; None if they have to be measured one by one."""
+    metric, joint, scratch = slicing.metric, slicing.dim == "global", resources.scratch
+    if metric not in (L2, LINF):
+        return None
+    if not (joint or (dims_of is None and slicing.is_whole)):
+        return _measure_cut(tensors, slicing, dims_of or slicing.reduced_dims, resources)
+    # a tensor without elements, or of too few, has no slice: then each tensor is looked at
+    if min(map(Tensor.numel, tensors)) < (1 if joint else max(slicing.min_size, 1)):
+        return None
     targets, indices = locals_of(tensors), list(range(len(tensors)))
     are_local = all(map(operator.is_, targets, tensors))
-    if metric == L2 and joint and are_local and not each:
-        both = way.known or whole_norm(targets, way.scratch, beside=way.beside)
+    both = resources.norms if metric == L2 else None
+    if joint and not resources.each:
+        if not are_local:  # the joint norm takes one collective of one number, those of each one of many
+            return None
+        if metric == L2 and both is None:
+            both = joint_norm(targets, scratch, plain=True, beside=resources.beside)
         if both is not None:
             total, norms = both
             return Measured(L2, indices, total.expand(len(targets)), total, targets, True, norms)
-    # the joint norm takes one collective of one number, and those of each take one of as many as tensors
-    if joint and not are_local and not each:
-        return _measure_jointly(tensors, metric, each, way.beside)
-    # also if the joint norm above is extreme or not finite, and so None
-    norms = way.known[1] if way.known is not None and metric == L2 else None
-    if norms is None:
-        norms = (whole_norms if metric == L2 else whole_maxima)(targets, way.scratch)
+    norms = None if both is None else both[1]
+    if norms is None:  # also if the joint norm above is extreme or not finite
+        norms = norms_of_each(targets, scratch, metric.p, plain=True)
     if not are_local:  # one collective for all tensors of a mesh
         norms = pack(merged(wholes(tensors), list(norms.unbind()), metric.p))
-    wide = tensors[0].dtype == torch.float64  # the squares of other dtypes are in the range of float64
-    total = torch.linalg.vector_norm(norms) if metric == L2 and not wide else combine(norms, metric.p)
-    vector = total.expand(len(norms)) if joint else norms
-    return Measured(metric, indices, vector, total, targets, joint, norms)
+    # the squares of other dtypes are in the range of float64
+    fits = metric == L2 and tensors[0].dtype != torch.float64 and norms.dtype == torch.float64
+    total = torch.linalg.vector_norm(norms) if fits else joint_of_norms(norms, metric.p)
+    return Measured(metric, indices, total.expand(len(norms)) if joint else norms, total, targets, joint, norms)
 
 
-def _sliced(tensors: Sequence[Tensor], slicing: Slicing, dims_of: DimsOf, scratch: Scratch, name: str) -> Slices | None:
-    """How tensors are cut; None unless they are plain, real and wide, on CPU, and each has slices."""
-    if not (may_look(tensors[0]) and foreach.are_plain(tensors) and foreach.is_real_and_wide(tensors[0].dtype)):
+def _measure_cut(tensors: Sequence[Tensor], slicing: Slicing, dims_of: DimsOf, resources: Resources) -> Measured | None:
+    """The L2 norms of slices, measured together; None unless tensors are measured in blocks, and each has slices."""
+    scratch = resources.scratch
+    if scratch is None or slicing.metric != L2 or not foreach.are_plain(tensors) or way_of(tensors, 2.0) != "blocks":
         return None
 
-    def planned() -> Slices | None:
-        checked = [_checked_dims(tensor, own) for tensor, own in zip(tensors, dims, strict=True)]
-        shapes = [tensor.shape or (1,) for tensor in tensors]
-        sizes = [math.prod(shape[d] for d in own) for shape, own in zip(shapes, checked, strict=True)]
-        if not all(checked) or min(sizes) < slicing.min_size:
-            return None
-        return plan(tensors, checked, scratch)
+    def planned() -> blocks.Cut | None:
+        _, parts = cut(tensors, slicing, dims_of)
+        are_all = len(parts) == len(tensors)
+        return blocks.cut_into_blocks(tensors, parts, scratch) if are_all else None
 
     dims = [tuple(dims_of(tensor)) for tensor in tensors]
     # compared in each step, because an author's slice_dims may return others at any time
-    return scratch.plan(f"slices {name}", tensors, planned, (slicing.min_size, *dims))
-
-
-def _measure_slices(tensors: Sequence[Tensor], slices: Slices) -> Measured:
-    """The L2 norms of slices of plain tensors, measured together."""
-    norms = sliced_norms(tensors, slices)
+    slices = scratch.plan(f"slices {resources.name}", tensors, planned, (slicing.min_size, *dims))
+    if slices is None:
+        return None
+    norms, tensor_norms = blocks.norms_of_slices(tensors, slices), None
     # without scalars, which are scaled as vectors, plain tensors are their own memory
     targets = list(tensors) if min(map(Tensor.dim, tensors)) else memories(tensors)
-    total, tensor_norms = combine(norms, 2.0), None
     if tensors[0].dtype != torch.float64:  # their squares are in the range of float64
         squares = norms.new_zeros(len(tensors)).index_add_(0, slices.owner, norms.square())
         tensor_norms = squares.sqrt_()
-    indices = list(range(len(tensors)))
+    total, indices = joint_of_norms(norms, 2.0), list(range(len(tensors)))
     return Measured(L2, indices, norms, total, targets, tensor_norms=tensor_norms, slices=slices)
 
 
@@ -405,51 +421,29 @@ def measured_like(measured: Measured, tensors: Sequence[Tensor]) -> Tensor:
     """The norms of the same slices of other tensors of the same shapes: a vector."""
     slices = measured.slices
     if slices is not None and foreach.kind([*tensors, *measured.targets]) is not None:
-        return sliced_norms(tensors, slices)
+        return blocks.norms_of_slices(tensors, slices)
     pairs = zip(tensors, measured.dims, strict=True)
-    return pack(slice_metrics([part(summed(tensor), dims) for tensor, dims in pairs], measured.metric))
+    return pack(metrics_of_slices([part(summed(tensor), dims) for tensor, dims in pairs], measured.metric))
 
 
-def _measure_jointly(tensors: Sequence[Tensor], metric: Metric, each: bool, beside: bool) -> Measured:
-    parts = wholes(tensors)
-    indices = [i for i, p in enumerate(parts) if p.size]
-    kept = [parts[i] for i in indices]
-    own = norms = None
-    if not metric.is_power:
-        own = joint_moments(kept, metric)
-        root = root_of_moments(metric, own.unsqueeze(0))
-    else:
-        # without a mesh the norms of each tensor are found anyway; with one they need a collective of their own
-        if each or not any(p.groups for p in kept):
-            norms = pack(p_norms(kept, metric.p))
-            total = combine(norms, metric.p)
-        else:
-            total, norms = joint_norm_of_meshes(kept, metric.p, beside=beside)
-        root = metric.of_norm(total, sum(p.size for p in kept))
-    targets = memories([tensors[i] for i in indices])
-    tensor_norms = norms if norms is not None and metric.p > 0 and len(kept) == len(parts) else None
-    total, vector = root**metric.degree, root.expand(len(kept))
-    return Measured(metric, indices, vector, total, targets, True, tensor_norms, kept, moments=own)
-
-
-def joint_root(metric: Metric, rows: Tensor) -> Tensor:
-    """The root of the metric of the tensors of several processes, 0-d, from a row of `Measured.numbers` for each."""
+def joint_root(metric: Metric, numbers: Tensor) -> Tensor:
+    """The root of the metric of the tensors of several processes, 0-d, from `Measured.numbers` of one in each row."""
     if metric.kind == "norm":
-        norms = rows.select(1, 0)
+        norms = numbers.select(1, 0)
         if metric.p >= 0:
-            return combine(norms, metric.p)
+            return joint_of_norms(norms, metric.p)
         some = norms != NOTHING
-        return torch.where(some.any(), combine(torch.where(some, norms, math.inf), metric.p), 0.0)
+        return torch.where(some.any(), joint_of_norms(torch.where(some, norms, math.inf), metric.p), 0.0)
     if metric.kind == "mad":
-        total, count = rows.sum(dim=0).unbind()
+        total, count = numbers.sum(dim=0).unbind()
         return total / count.clamp(min=1)
-    return root_of_moments(metric, rows)
+    return root_of_moments(metric, numbers)
 
 
 def no_numbers(metric: Metric, device: torch.device) -> Tensor:
     """The `Measured.numbers` of a process without tensors."""
     none = NOTHING if metric.kind == "norm" and metric.p < 0 else 0.0
-    return torch.full((WIDTHS[metric.kind],), none, dtype=torch.float64, device=device)
+    return torch.full((WIDTHS[metric.kind],), none, dtype=widest(device), device=device)
 
 
 def scale_(
@@ -457,25 +451,25 @@ def scale_(
     factors: Tensor,
     scratch: Scratch | None = None,
     *,
-    known: tuple[float, float] | None = None,
+    extremes: tuple[float, float] | None = None,
     name: str = "",
 ) -> None:
-    """Multiply every slice by its factor, in place; with memory this takes few launches, see `rows.multiply_short_`.
+    """Multiply every slice by its factor, in place; with memory this takes few launches, see `short_tensors`.
 
-    ``known`` has the smallest and the largest factor, if these were read before.
+    ``extremes`` are the smallest and the largest factor, if these were read before.
     """
-    if known is None and may_look(factors):
-        known = extent(factors)
-    if not measured.targets or known == (1.0, 1.0):
+    if extremes is None and may_look(factors):
+        extremes = extent(factors)
+    if not measured.targets or extremes == (1.0, 1.0):
         return
-    is_beyond = beyond_float32(factors, known)
+    is_beyond = beyond_float32(factors, extremes)
     if measured.is_whole and not (factors.is_cpu and is_beyond):
         if scratch is None or factors.is_cpu or foreach.is_one_number(factors):
-            is_mixed = known is not None and 1.0 in known
+            is_mixed = extremes is not None and 1.0 in extremes
             changed = [i for i, factor in enumerate(factors.tolist()) if factor != 1] if is_mixed else None
             foreach.multiply_each_(measured.targets, factors, scratch, changed)
         else:
-            rows.multiply_each_(measured.targets, factors, scratch, name=name)
+            short_tensors.multiply_each_(measured.targets, factors, scratch, name=name)
         return
     if measured.slices is not None and not is_beyond:
         measured.slices.scale_(measured.targets, factors)
@@ -499,24 +493,24 @@ def effect(measured: Measured, factors: Tensor) -> dict[str, Tensor]:
     factors = factors.narrow(0, 0, 1) if foreach.is_one_number(factors) else factors
     off = 1 - factors
     changed = torch.hardshrink(off, ROUNDING) != 0  # also True for NaN
-    return {"norm": total, "factor": 1 - off.mean(), "clipped": changed.mean(dtype=torch.float64)}
+    return {"norm": total, "factor": 1 - off.mean(), "clipped": changed.mean(dtype=widest_of(changed))}
 
 
 def effect_numbers(measured: Measured, factors: Tensor) -> Tensor:
     """The numbers of this process from which `effect_of` finds the effect of several: a vector of three."""
     # the sum is taken of 1 - factor, so that ranks without slices report a factor of 1
     off = 1 - factors
-    columns: Sequence[Tensor] = [off, (torch.hardshrink(off, ROUNDING) != 0).double(), torch.ones_like(factors)]
+    columns: Sequence[Tensor] = [off, (torch.hardshrink(off, ROUNDING) != 0).to(off.dtype), torch.ones_like(factors)]
     if measured.spread:  # other ranks hold the rest of the slices
         parts, counts = measured.parts, measured.counts
-        own = [Part(v, (0,), p.size, p.spread) for c in columns for p, v in zip(parts, c.split(counts), strict=True)]
-        columns = pack(slice_sums(own)).split(len(parts))
+        local = [Part(v, (0,), p.size, p.spread) for c in columns for p, v in zip(parts, c.split(counts), strict=True)]
+        columns = pack(sums_of_slices(local)).split(len(parts))
     return torch.stack([column.sum() for column in columns])
 
 
-def effect_of(total: Tensor, rows: Tensor) -> dict[str, Tensor]:
-    """The metrics of a scaling of several processes, from a row of `effect_numbers` for each."""
-    lost, changed, count = rows.sum(dim=0).unbind()
+def effect_of(total: Tensor, numbers: Tensor) -> dict[str, Tensor]:
+    """The metrics of a scaling of several processes, from the `effect_numbers` of one in each row."""
+    lost, changed, count = numbers.sum(dim=0).unbind()
     count = count.clamp(min=1)
     return {"norm": total, "factor": 1 - lost / count, "clipped": changed / count}
 

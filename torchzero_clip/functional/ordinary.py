@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from torchzero_clip.functional.blocks import LARGEST, SMALLEST, direct_joint_norm, direct_norms
+from torchzero_clip.functional.blocks import joint_norm_once, norms_of_each_once
 from torchzero_clip.functional.foreach import MAX32, TINY32, all_contiguous, multiply_plain_
 from torchzero_clip.functional.measure import L2, Slicing
+from torchzero_clip.functional.ways import LARGEST, SMALLEST
 
 _KINDS = {Tensor, nn.Parameter}
 _GRAD, _FACTS = attrgetter("grad"), attrgetter("dtype", "layout", "is_cpu")
@@ -39,11 +40,11 @@ def scale_ordinary_(
     is extreme or not finite, or float32 cannot hold a factor.
     """
     joint = slicing.dim == "global"
-    is_whole = slicing.metric == L2 and (joint or (slicing.dim is None and not slicing.inverse_dims))
-    grads = ordinary_gradients(params) if is_whole and group is None else None
+    measures_wholes = slicing.metric == L2 and (joint or slicing.is_whole)
+    grads = ordinary_gradients(params) if measures_wholes and group is None else None
     if grads is None or not all(map(Tensor.numel, grads)):
         return None
-    norms = [direct_joint_norm(grads).item()] if joint else direct_norms(grads)
+    norms = [joint_norm_once(grads).item()] if joint else norms_of_each_once(grads)
     if not all(SMALLEST < norm < LARGEST for norm in norms):  # `min` and `max` may pass over a NaN
         return None
     factors = [rule(norm) for norm in norms]

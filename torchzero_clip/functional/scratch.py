@@ -24,8 +24,8 @@ class Scratch:
 
     # every optimizer has its own, because two threads that shared one would overwrite each other's numbers
 
-    _known: Sequence[Tensor] = ()
-    _layout: object = None
+    _tensors: Sequence[Tensor] = ()
+    _layout: object = None  # that of ``_tensors``
 
     def __init__(self) -> None:
         self._memory: dict[Hashable, Tensor] = {}
@@ -35,7 +35,7 @@ class Scratch:
         """The same memory and plans, for tensors of a known layout: `plan` compares the object that stands for it."""
         knowing = object.__new__(Scratch)
         knowing._memory, knowing._plans = self._memory, self._plans
-        knowing._known, knowing._layout = tensors, layout
+        knowing._tensors, knowing._layout = tensors, layout
         return knowing
 
     def memory(self, name: str, count: int, like: Tensor) -> Tensor:
@@ -56,16 +56,16 @@ class Scratch:
             return memory, memory.unbind()
 
         # for 400 elements `unbind` takes 0.37 ms, which is three quarters of the time to multiply short tensors by them
-        memory, found = self.plan("elements", [vector], make)
+        memory, elements = self.plan("elements", [vector], make)
         memory.copy_(vector)
-        return found
+        return elements
 
     def plan(self, name: str, tensors: Sequence[Tensor], make: Callable[[], T], key: Hashable = None) -> T:
         """What ``make`` returns; called only if the tensors or the key differ from the last call with this name."""
         # no tensor is listed twice, and the result depends on their layout and on the key alone
         kept = self._plans.get(name)
-        is_known = len(tensors) == len(self._known) and all(map(operator.is_, tensors, self._known))
-        layout = self._layout if is_known else None
+        are_same = len(tensors) == len(self._tensors) and all(map(operator.is_, tensors, self._tensors))
+        layout = self._layout if are_same else None
         if kept is not None and kept.key == key and layout is not None and kept.layout is layout:
             return kept.result
         if kept is not None and kept.key == key and kept.fits(tensors):

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
 from torchzero_clip.compat import any_distributed, dtensors, is_distributed
+from torchzero_clip.functional.dtypes import widest_of
 
 
 class Part(NamedTuple):
@@ -108,8 +109,7 @@ def wholes(tensors: Sequence[Tensor]) -> list[Part]:
     """The local part of each tensor as one slice."""
     if any_distributed(tensors):
         return [part(summed(tensor), range(max(tensor.ndim, 1))) for tensor in tensors]
-    plain = [tensor if tensor.ndim else tensor.view(1) for tensor in tensors]
-    return [Part(tensor, tuple(range(tensor.ndim)), tensor.numel()) for tensor in plain]
+    return [Part(tensor, tuple(range(tensor.ndim)), tensor.numel()) for tensor in memories(tensors)]
 
 
 def part(tensor: Tensor, dims: Sequence[int]) -> Part:
@@ -129,16 +129,17 @@ def part(tensor: Tensor, dims: Sequence[int]) -> Part:
 
 
 def pack(values: Sequence[Tensor]) -> Tensor:
-    """All values in one float64 vector, on the device of the first."""
+    """All values in one vector of the `widest` dtype, on the device of the first."""
     if not values:
         return torch.zeros(0, dtype=torch.float64, device="cpu")
     device, dtype = values[0].device, values[0].dtype
+    wide = torch.float64 if values[0].is_cpu else widest_of(values[0])
     if all(value.device == device and value.dtype == dtype for value in values):
-        return torch.cat([value.reshape(-1) for value in values]).double()  # one cast instead of one for each value
+        return torch.cat([value.reshape(-1) for value in values]).to(wide)  # one cast instead of one for each value
     is_meta = [value.is_meta for value in values]
     if True in is_meta and False in is_meta:
         raise RuntimeError("some gradients are on the meta device, where they have no values, and others are not")
-    return torch.cat([value.reshape(-1).to(device, torch.float64) for value in values])
+    return torch.cat([value.reshape(-1).to(device, wide) for value in values])
 
 
 def elements_at(vector: Tensor, indices: Sequence[int]) -> Tensor:
@@ -180,14 +181,14 @@ def without_gradient(params: Sequence[Tensor], *, zeros_count: bool) -> list[Ten
     for param in distributed:
         mesh = param.device_mesh
         groups = tuple(mesh.get_group(k) for k in range(mesh.ndim))
-        flag = torch.full((1,), float(param.grad is not None), dtype=torch.float64, device=param.device)
+        flag = torch.full((1,), float(param.grad is not None), dtype=widest_of(param), device=param.device)
         parts.append(Part(flag, (0,), 1, groups))
         flags.append(flag)
     counts = all_reduce(parts, flags, ReduceOp.SUM)
     if not missing:
         return []
-    found = zip(distributed, counts, strict=True)
-    return [param for param, count in found if param.grad is None and count.item() > 0]
+    pairs = zip(distributed, counts, strict=True)
+    return [param for param, count in pairs if param.grad is None and count.item() > 0]
 
 
 def largest_on_all_ranks(values: Tensor, tensors: Sequence[Tensor]) -> Tensor:

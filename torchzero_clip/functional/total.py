@@ -1,4 +1,4 @@
-"""The two halves of a global clip: the norm of all gradients together, and clipping by a given norm."""
+"""The two halves of a global clip: the norm of all gradients together, and clipping by a unnamed norm."""
 
 import torch
 from torch import Tensor, nn
@@ -61,23 +61,23 @@ def get_total_norm(
     slicing = Slicing(parse_ord(ord), "global")
     boolean("error_if_nonfinite", error_if_nonfinite)
     tensors = listed("tensors", tensors)
-    given = tensors_of("tensors", tensors)
-    if given and all(isinstance(tensor, nn.Parameter) and tensor.grad is not None for tensor in given):
+    unnamed = tensors_of("tensors", tensors)
+    if unnamed and all(isinstance(tensor, nn.Parameter) and tensor.grad is not None for tensor in unnamed):
         warn_user(
             "get_total_norm got parameters, and returns the norm of the weights. That of gradients is "
             "get_total_norm([p.grad for p in parameters if p.grad is not None]); detach the weights if theirs is meant"
         )
-    check_group(process_group, given)
-    with opened(given, values_tell_all(slicing), write=False) as dense:
-        judged = given if error_if_nonfinite else None
+    check_group(process_group, unnamed)
+    with opened(unnamed, values_tell_all(slicing), write=False) as dense:
+        judged = unnamed if error_if_nonfinite else None
         total = measure_over_processes(dense, slicing, process_group, judged).total
         if error_if_nonfinite and not total.isfinite():
-            bad = names_of_bad("tensor", named_tensors("tensors", tensors), given, dense, process_group)
+            bad = names_of_bad("tensor", named_tensors("tensors", tensors), unnamed, dense, process_group)
             raise RuntimeError(
                 f"the norm of the tensors is {total}. Tensors with inf or NaN: {bad}. Pass error_if_nonfinite=False "
                 "to get this norm"
             )
-    return as_reported(total, given, process_group)
+    return as_reported(total, unnamed, process_group)
 
 
 @torch.no_grad()
@@ -120,9 +120,9 @@ def clip_grads_with_norm_(params: Tensors, max_norm: float | Tensor, total_norm:
         total_norm = torch.tensor(total_norm, dtype=torch.float64, device="cpu")
     elif total_norm.numel() != 1:
         raise ValueError(f"total_norm must have one element, got shape {tuple(total_norm.shape)}")
-    given = tensors_of("params", params)
-    grads = gradients(given)
+    parameters = tensors_of("params", params)
+    grads = gradients(parameters)
     if not grads:
-        warn_of_no_gradients(params, given)
+        warn_of_no_gradients(params, parameters)
     with opened(grads, lambda values: True) as tensors:
         clip_by_(tensors, limit, replicated(total_norm).reshape(()))

@@ -1,7 +1,7 @@
 """Callbacks for trainers, and the metrics of an optimizer that a trainer has wrapped."""
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torchzero_clip.integrations.measured import metrics as metrics
 from torchzero_clip.integrations.measured import numbers as numbers
@@ -15,7 +15,7 @@ CALLBACKS = {"TrainerCallback": "transformers", "LightningCallback": "lightning"
 """The callbacks, and the packages that they need."""
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     """Import a callback, and the trainer's package with it, when it is first asked for."""
     if name not in CALLBACKS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

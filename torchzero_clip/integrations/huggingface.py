@@ -1,20 +1,21 @@
 """A callback for the Trainer of Hugging Face."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from transformers import TrainerControl, TrainerState, TrainingArguments
 from typing_extensions import override
 
 from torchzero_clip.compat import warn_user
-from torchzero_clip.integrations.attaching import Given, attached, check_trained
+from torchzero_clip.integrations.attaching import ToAttach, ToRecord, attached, check_recorder, check_trained, started
 from torchzero_clip.integrations.measured import numbers, unwrapped
 from torchzero_clip.modular.before_step import BeforeStep, chain_of
-from torchzero_clip.recorder.numbers import finite_ones
-from torchzero_clip.recorder.recorder import Recorder, begun, check_given
+from torchzero_clip.recorder.arithmetic import finite_ones
+from torchzero_clip.recorder.recorder import Recorder
 
 SAVED = "recorder.pt"
 
@@ -46,14 +47,14 @@ class TrainerCallback(transformers.TrainerCallback):
 
     def __init__(
         self,
-        recorder: Recorder | Callable[[Any], Recorder] | None = None,
+        recorder: ToRecord | None = None,
         *,
-        transforms: Given = (),
+        transforms: ToAttach = (),
         trainer: transformers.Trainer | None = None,
     ) -> None:
-        check_given(recorder)
+        check_recorder(recorder)
         self._trainer = trainer
-        self._given, self._transforms = recorder, transforms
+        self._to_record, self._transforms = recorder, transforms
         self.recorder = recorder if isinstance(recorder, Recorder) else None
         """The recorder. None if there is none, or before training if a function makes it."""
         self.handle: BeforeStep | None = None
@@ -62,29 +63,33 @@ class TrainerCallback(transformers.TrainerCallback):
         self._logged = -1  # the step of the last loss
 
     @override
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Check that only one side clips, put the transforms in place, and begin or continue the record."""
         optimizer, model = kwargs["optimizer"], kwargs["model"]
-        own = bool(self._transforms) or chain_of(optimizer) is not None or self._given is None
-        if own and not self._transforms:
+        has_transforms = bool(self._transforms) or chain_of(optimizer) is not None or self._to_record is None
+        if has_transforms and not self._transforms:
             unwrapped(optimizer)
-        if args.max_grad_norm is not None and args.max_grad_norm > 0:
+        if (args.max_grad_norm or 0.0) > 0:
             clips = f"the Trainer clips gradients to max_grad_norm={args.max_grad_norm} before"
-            if own:
+            if has_transforms:
                 raise ValueError(
                     f"{clips} the optimizer gets them. Write TrainingArguments(max_grad_norm=0). For the same limit, "
                     'put ClipNorm(1.0, dim="global") into the chain or into transforms='
                 )
             warn_user(f"{clips} they are recorded. For the norms before, set max_grad_norm=0")
-        check_trained([optimizer], model, raises=own)
+        check_trained([optimizer], model, raises=has_transforms)
         if self._transforms:
             self.handle = attached(self._transforms, [self.handle], optimizer, model)
-        self._come_first(args.report_to)
+        self._come_first(args.report_to if isinstance(args.report_to, list) else [])
         self._live, self._logged = {}, -1
-        if self._given is not None:
+        if self._to_record is not None:
             path, step = _checkpoint(args, state) / SAVED, state.global_step
             saved = path if path.exists() else None
-            self.recorder = begun(self._given, self.recorder, optimizer, model, log=self._keep, saved=saved, step=step)
+            self.recorder = started(
+                self._to_record, self.recorder, optimizer, model, log=self._keep, saved=saved, step=step
+            )
 
     def _keep(self, step: int, values: dict[str, float]) -> None:
         """Add the numbers of steps that are written to the file, which may happen several times between two logs."""
@@ -96,7 +101,7 @@ class TrainerCallback(transformers.TrainerCallback):
             self._live[name] = value
 
     @override
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self.recorder is not None:
             self.recorder.flush(warn=True)
             saved, place = self.recorder.state_dict(), _checkpoint(args, state) / SAVED
@@ -105,12 +110,19 @@ class TrainerCallback(transformers.TrainerCallback):
                 place.with_suffix(".tmp").replace(place)
 
     @override
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(self, *args: object, **kwargs: object) -> None:
         if self.recorder is not None:
             self.recorder.close(warn=True)
 
     @override
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
         if logs is None or "loss" not in logs or kwargs.get("optimizer") is None:
             return
         named = {} if chain_of(kwargs["optimizer"]) is None else numbers(kwargs["optimizer"])
@@ -132,7 +144,7 @@ class TrainerCallback(transformers.TrainerCallback):
     def _come_first(self, services: Sequence[str]) -> None:
         """Move to the front of the Trainer's callbacks, where `on_log` runs before those that write logs."""
         if self._trainer is not None:
-            callbacks: list[Any] = self._trainer.callback_handler.callbacks
+            callbacks: list[transformers.TrainerCallback] = self._trainer.callback_handler.callbacks
             if any(callback is self for callback in callbacks):  # else it is inside another callback
                 callbacks[:] = [self, *(callback for callback in callbacks if callback is not self)]
         elif services:
@@ -142,5 +154,5 @@ class TrainerCallback(transformers.TrainerCallback):
             )
 
 
-def _checkpoint(args: Any, state: Any) -> Path:
-    return Path(args.output_dir) / f"checkpoint-{state.global_step}"
+def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
+    return Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"

@@ -8,17 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from torchzero_clip.compat import warn_user
-from torchzero_clip.integrations.attaching import Given, attached, check_trained
+from torchzero_clip.integrations.attaching import ToAttach, ToRecord, attached, check_recorder, check_trained, started
 from torchzero_clip.modular.before_step import BeforeStep, chain_of
 from torchzero_clip.modular.host import unwrap
 from torchzero_clip.modular.modular import Modular
-from torchzero_clip.recorder.recorder import Recorder, begun, check_given
+from torchzero_clip.recorder.recorder import Recorder
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Callback
+    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.loggers import Logger
 else:  # one library under two names
     try:
         Callback = importlib.import_module("lightning.pytorch").Callback
@@ -51,9 +53,9 @@ class LightningCallback(Callback):
         TypeError: For an argument of another type. When training starts, if there is neither recorder nor transform.
     """
 
-    def __init__(self, recorder: Recorder | Callable[[Any], Recorder] | None = None, *, transforms: Given = ()) -> None:
-        check_given(recorder)
-        self._given, self._transforms = recorder, transforms
+    def __init__(self, recorder: ToRecord | None = None, *, transforms: ToAttach = ()) -> None:
+        check_recorder(recorder)
+        self._to_record, self._transforms = recorder, transforms
         self.recorder = recorder if isinstance(recorder, Recorder) else None
         """The recorder. None if there is none, or before training if a function makes it."""
         self.handles: list[BeforeStep] = []
@@ -62,11 +64,11 @@ class LightningCallback(Callback):
         self._logged: dict[str, Tensor] = {}  # the names of the numbers that were logged
 
     @override
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_fit_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
         """Check that only one side clips, and put the transforms in place before a checkpoint is loaded."""
         limit = trainer.gradient_clip_val
         clips = f"the Trainer clips gradients by gradient_clip_val={limit} before" if limit and limit > 0 else ""
-        if self._given is not None and not self._transforms and not _chains(trainer.optimizers):
+        if self._to_record is not None and not self._transforms and not _chains(trainer.optimizers):
             if clips:  # the Trainer has to clip for other optimizers
                 warn_user(f"{clips} they are recorded. For the norms before, set it to None")
             return
@@ -81,29 +83,29 @@ class LightningCallback(Callback):
                 "gets them. Remove the method, and do the same by transforms"
             )
         if self._transforms:
-            own = self.handles
-            self.handles = [attached(self._transforms, own, each, pl_module) for each in trainer.optimizers]
+            transforms, handles = self._transforms, self.handles
+            self.handles = [attached(transforms, handles, optimizer, pl_module) for optimizer in trainer.optimizers]
 
     @override
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
         """Check that there is something to log, and begin the record."""
         chains = _chains(trainer.optimizers)
-        if not chains and self._given is None:
+        if not chains and self._to_record is None:
             kinds = ", ".join(type(optimizer).__name__ for optimizer in trainer.optimizers)
             expected = "a Modular, so that LightningCallback has metrics to log"
             raise TypeError(f"configure_optimizers must return {expected}, got {kinds}: or pass transforms=[...]")
         check_trained(trainer.optimizers, pl_module, raises=bool(chains))
-        if self._given is None:
+        if self._to_record is None:
             return
-        found = [*map(unwrap, chains.values()), *map(unwrap, trainer.optimizers)]
-        given = self._given.optimizer if isinstance(self._given, Recorder) else found[0]
-        optimizer = next((own for own in found if own is given), found[0])
+        hosts = [*map(unwrap, chains.values()), *map(unwrap, trainer.optimizers)]
+        recorded = self._to_record.optimizer if isinstance(self._to_record, Recorder) else hosts[0]
+        host = next((host for host in hosts if host is recorded), hosts[0])
         log, step = partial(_log, trainer.loggers), trainer.global_step if len(trainer.optimizers) == 1 else 0
-        self.recorder = begun(self._given, self.recorder, optimizer, pl_module, log=log, saved=self._loaded, step=step)
+        self.recorder = started(self._to_record, self.recorder, host, pl_module, log=log, saved=self._loaded, step=step)
         self._loaded = None
 
     @override
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_end(self, *args: object, **kwargs: object) -> None:
         if self.recorder is not None:
             self.recorder.close(warn=True)
 
@@ -120,33 +122,35 @@ class LightningCallback(Callback):
         self._loaded = state_dict or None
 
     @override
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: "Trainer", pl_module: "LightningModule", *args: object, **kwargs: object
+    ) -> None:
         # in float64, because float32 may not hold a norm; counts are ints
-        found = {
+        measured = {
             prefix + name: value if value.is_floating_point() else value.float()
             for prefix, chain in _chains(trainer.optimizers).items()
             for name, value in chain.metrics().items()
         }
         # a number that was logged before is NaN now if it is absent: else the Trainer logs the last one again
         absent = torch.full((), torch.nan, device=pl_module.device)
-        known = {name: torch.where(value.isfinite(), value, torch.nan) for name, value in found.items()}
-        self._logged = dict.fromkeys([*self._logged, *known], absent)
-        pl_module.log_dict({**self._logged, **known})
+        finite = {name: torch.where(value.isfinite(), value, torch.nan) for name, value in measured.items()}
+        self._logged = dict.fromkeys([*self._logged, *finite], absent)
+        pl_module.log_dict({**self._logged, **finite})
 
 
-def _log(loggers: Sequence[Any], step: int, values: dict[str, float]) -> None:
+def _log(loggers: Sequence["Logger"], step: int, values: dict[str, float]) -> None:
     for logger in loggers:
         logger.log_metrics(values, step=step)
 
 
-def _is_lightnings(hook: Any) -> bool:
-    """Whether a bound method is the one that modules inherit from Lightning."""
+def _is_lightnings(hook: Callable[..., None]) -> bool:
+    """True if a bound method is the one that modules inherit from Lightning."""
     modules = [sys.modules.get(name) for name in ("lightning.pytorch", "pytorch_lightning")]
-    own = [module.LightningModule.configure_gradient_clipping for module in modules if module is not None]
-    return getattr(hook, "__func__", None) in own
+    inherited = [module.LightningModule.configure_gradient_clipping for module in modules if module is not None]
+    return getattr(hook, "__func__", None) in inherited
 
 
-def _chains(optimizers: Sequence[Any]) -> dict[str, Modular | BeforeStep]:
+def _chains(optimizers: Sequence[Optimizer]) -> dict[str, Modular | BeforeStep]:
     """The transforms of each optimizer by the prefix of their metrics; optimizers without them are left out."""
-    found = {f"{i}/" if len(optimizers) > 1 else "": chain_of(each) for i, each in enumerate(optimizers)}
-    return {prefix: chain for prefix, chain in found.items() if chain is not None}
+    chains = {f"{i}/" if len(optimizers) > 1 else "": chain_of(optimizer) for i, optimizer in enumerate(optimizers)}
+    return {prefix: chain for prefix, chain in chains.items() if chain is not None}

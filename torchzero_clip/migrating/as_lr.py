@@ -1,7 +1,7 @@
 """torch's schedulers for settings other than the learning rate."""
 
 from collections.abc import Iterator, MutableMapping
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from torch.optim import Optimizer
 
@@ -46,9 +46,9 @@ def as_lr(optimizer: Optimizer | BeforeStep, key: str) -> Optimizer:
     key = key if runner is None else runner.nodes.storage_keys.get(key, key)
     for i, group in enumerate(optimizer.param_groups):
         if key not in group:
-            known = ", ".join(sorted(k for k, value in group.items() if is_numeric(value) and ":" not in k))
+            settings = ", ".join(sorted(k for k, value in group.items() if is_numeric(value) and ":" not in k))
             handle = ". Those of transforms before its steps: as_lr(handle, ...)" if BEFORE_STEP in group else ""
-            raise ValueError(f"param group {i} has no setting {key!r}; it has: {known}{handle}")
+            raise ValueError(f"param group {i} has no setting {key!r}; it has: {settings}{handle}")
         if isinstance(group[key], tuple | list) or not is_numeric(group[key]):
             raise ValueError(f"{key!r} is {group[key]!r} in param group {i}: schedulers of torch change only numbers")
     if runner is not None and key in runner.schedules:
@@ -69,11 +69,11 @@ class _View(Optimizer):
         return _View, (self._optimizer, self._key)  # schedulers are copied and pickled with what they schedule
 
     @property
-    def param_groups(self) -> list[Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def param_groups(self) -> list["_Group"]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The groups as they are now: loading a checkpoint replaces them."""
         return [_Group(group, self._key) for group in self._optimizer.param_groups]
 
-    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+    def _refuse(self, *args: object, **kwargs: object) -> NoReturn:
         raise RuntimeError(f"{self!r} is for schedulers only: call this of the optimizer itself")
 
     _refuse._wrapped_by_lr_sched = True  # pyright: ignore
@@ -83,21 +83,20 @@ class _View(Optimizer):
         return f"as_lr({type(self._optimizer).__name__}, {self._key!r})"
 
 
-class _Group(MutableMapping[str, Any]):
-    """A param group in which ``lr`` is another setting, and ``initial_lr`` and the like have qualified keys."""
+class _Group(MutableMapping[str, object]):
+    """A param group that stores ``lr`` under the key of another setting, and ``initial_lr`` as ``"key:initial_lr"``."""
 
     def __init__(self, group: Group, key: str) -> None:
         self._group, self._key = group, key
 
     def _stored(self, key: str) -> str:
-        # no setting has a colon in its name
         return self._key if key == "lr" else f"{self._key}:{key}" if key.endswith("_lr") else key
 
-    def __getitem__(self, key: str) -> Any:
+    def __getitem__(self, key: str) -> object:
         return self._group[self._stored(key)]
 
-    def __setitem__(self, key: str, value: Any) -> None:
-        if key == "lr":  # initial_lr would not do: some schedulers do not store it, and some store another number
+    def __setitem__(self, key: str, value: object) -> None:
+        if key == "lr":  # not initial_lr, because some schedulers do not store it, and some store another number
             self._group.setdefault(f"{self._key}:constructed", self._group[self._key])
         self._group[self._stored(key)] = value
 

@@ -19,10 +19,10 @@ from torchzero_clip.core.transform import Transform
 from torchzero_clip.migrating.torch_groups import TORCHS, copied, optimizer_of, settings_from, settings_to
 from torchzero_clip.modular.modular import Modular
 from torchzero_clip.optimizers.wrap import Wrap
-from torchzero_clip.types import Group, State
+from torchzero_clip.types import Checkpoint, Group, NewState, State
 
 
-def from_torch_optim(state_dict: Mapping[str, Any], optimizer: Modular) -> dict[str, Any]:
+def from_torch_optim(state_dict: Checkpoint, optimizer: Modular) -> dict[str, Any]:
     """Return a checkpoint with which a chain continues where an optimizer of `torch.optim` stopped.
 
     The chain needs the same optimizer at its end, for the same parameters in the same groups: `Adam` and a
@@ -65,25 +65,25 @@ def from_torch_optim(state_dict: Mapping[str, Any], optimizer: Modular) -> dict[
     nodes = optimizer.runner.chain.nodes()
     for group in groups:
         group |= nodes.init_global_state() | {key: 0 for key in COUNTERS if key in group}
-    state: dict[Any, dict[str, Any]] = {}
+    state: dict[int | str, NewState] = {}
     for old, new, group in zip(saved, groups, optimizer.param_groups, strict=True):
-        known = named_params(group)
+        params = named_params(group)
         new["params"] = old["params"]
-        if not known:
+        if not params:
             continue
-        name = optimizer_of(optimizer, known)
-        new.update(settings_from(old, optimizer, name, known))
+        name = optimizer_of(optimizer, params)
+        new.update(settings_from(old, optimizer, name, params))
         others = [node for node in nodes if node.path != name]
-        for i, named in zip(old["params"], known, strict=True):
+        for i, named in zip(old["params"], params, strict=True):
             if i in state_dict["state"]:
-                own = _state_from(state_dict["state"][i], nodes, name, named, new)
-                state[i] = fresh_state(others, named, new) | own
+                moved = _state_from(state_dict["state"][i], nodes, name, named, new)
+                state[i] = fresh_state(others, named, new) | moved
     return {"state": state, "param_groups": groups}
 
 
 def adapt_state_dict(
     optimizer: Modular,
-    state_dict: Mapping[str, Any],
+    state_dict: Checkpoint,
     *,
     new: str | Iterable[str] = (),
     dropped: str | Iterable[str] = (),
@@ -158,24 +158,24 @@ def to_torch_optim(optimizer: Modular, target: Optimizer) -> dict[str, Any]:
     instance("target", target, Optimizer)
     saved = saved_groups(optimizer.state_dict(), target.param_groups)
     groups: list[Group] = []
-    state: dict[Any, dict[str, Any]] = {}
+    state: dict[int | str, NewState] = {}
     kept = target.state_dict()["param_groups"]
     for old, new, group in zip(saved, kept, optimizer.param_groups, strict=True):
-        known = named_params(group)
-        if not known:
+        params = named_params(group)
+        if not params:
             groups.append(new)
             continue
-        name = optimizer_of(optimizer, known)
+        name = optimizer_of(optimizer, params)
         _check_target(optimizer.transforms[name], target)
-        groups.append({**new, **settings_to(group, new, optimizer, name, known), "params": old["params"]})
-        for i, named in zip(old["params"], known, strict=True):
-            own: State = optimizer.state.get(named.param, {})  # pyright: ignore
-            mine = {k.removeprefix(f"{name}/"): v for k, v in own.items() if k.startswith(f"{name}/")}
-            if mine:
-                _check_dtypes(mine, named)
+        groups.append({**new, **settings_to(group, new, optimizer, name, params), "params": old["params"]})
+        for i, named in zip(old["params"], params, strict=True):
+            of_param: State = optimizer.state.get(named.param, {})  # pyright: ignore
+            moved = {k.removeprefix(f"{name}/"): v for k, v in of_param.items() if k.startswith(f"{name}/")}
+            if moved:
+                _check_dtypes(moved, named)
                 # RMSprop counts steps, and does not use the count
                 state[i] = {"step": _counted(0)} if isinstance(target, optim.RMSprop) else {}
-                state[i].update({key: copied(value) for key, value in mine.items()})
+                state[i].update({key: copied(value) for key, value in moved.items()})
     return {"state": state, "param_groups": groups}
 
 
@@ -195,12 +195,12 @@ def _check_dtypes(state: State, named: NamedParam) -> None:
             )
 
 
-def _state_from(saved: Mapping[str, Any], nodes: Nodes, name: str, named: NamedParam, group: Group) -> dict[str, Any]:
+def _state_from(saved: State, nodes: Nodes, name: str, named: NamedParam, group: Group) -> NewState:
     """The state of one parameter, with the chain's keys."""
     node = nodes.by_path[name]
     transform, setting = node.transform, node.settings(group)
     possible = node.possible_state(named, setting)
-    result: dict[str, Any] = {}
+    result: NewState = {}
     for key, value in saved.items():
         if f"{name}/{key}" in possible:
             if value is not None:  # torch stores None for a momentum that was not used yet
@@ -215,5 +215,5 @@ def _state_from(saved: Mapping[str, Any], nodes: Nodes, name: str, named: NamedP
 
 
 def _counted(step: float | Tensor) -> Tensor:
-    """The step count as a tensor: in older versions of torch it was a number."""
+    """The step count as a tensor. Older versions of torch store a number."""
     return step.float() if isinstance(step, Tensor) else torch.tensor(float(step), dtype=torch.float32, device="cpu")

@@ -1,7 +1,6 @@
 """Converts param groups of torch's optimizers to those of chains, and back."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor, optim
 from torch.optim import Optimizer
@@ -26,12 +25,12 @@ TORCHS: dict[type[Transform], type[Optimizer]] = {Adam: optim.Adam, SGD: optim.S
 TORCHS[Muon] = optim.Muon
 
 
-def optimizer_of(optimizer: Modular, known: Sequence[NamedParam]) -> str:
+def optimizer_of(optimizer: Modular, params: Sequence[NamedParam]) -> str:
     """The name of the one transform that stands for an optimizer of torch for these parameters."""
     kinds, named_transforms = (*TORCHS, Wrap), optimizer.transforms.items()
     rules = [(name, transform.scope) for name, transform in named_transforms if type(transform) in kinds]
-    found = {tuple(name for name, scope in rules if scope.has(named)) for named in known} or {()}
-    if len(found) > 1 or len(names := found.pop()) != 1:
+    selections = {tuple(name for name, scope in rules if scope.has(named)) for named in params} or {()}
+    if len(selections) > 1 or len(names := selections.pop()) != 1:
         raise ValueError(
             "torch.optim has one optimizer for all parameters of a group: the chain needs exactly one of "
             f"{', '.join(kind.__name__ for kind in kinds)} for them, got {optimizer.runner.chain!r}"
@@ -44,7 +43,7 @@ def _template(transform: Transform) -> Optimizer:
     return transform.template if isinstance(transform, Wrap) else constructed(TORCHS[type(transform)], {})
 
 
-def settings_from(old: Group, optimizer: Modular, name: str, known: Sequence[NamedParam]) -> Group:
+def settings_from(old: Group, optimizer: Modular, name: str, params: Sequence[NamedParam]) -> Group:
     """Convert a group of torch's optimizer to the keys of the chain."""
     transform = optimizer.transforms[name]
     template = _template(transform)
@@ -52,10 +51,10 @@ def settings_from(old: Group, optimizer: Modular, name: str, known: Sequence[Nam
     lacks = usual - old.keys() - HOW - {"maximize", "decoupled_weight_decay"}  # versions differ in these
     has = torchs_arguments(old) - usual - HOW - {"maximize"}
     if lacks or has:
-        found = [f"{verb} {', '.join(sorted(keys))}" for verb, keys in (("lacks", lacks), ("has", has)) if keys]
+        differ = [f"{verb} {', '.join(sorted(keys))}" for verb, keys in (("lacks", lacks), ("has", has)) if keys]
         raise ValueError(
             f"the chain ends with {transform!r}, and the checkpoint is not from torch.optim.{type(template).__name__}: "
-            f"it {'; '.join(found)}. At the end of the chain, Wrap(torch.optim.X) takes checkpoints of any optimizer X"
+            f"it {'; '.join(differ)}. At the end of the chain, Wrap(torch.optim.X) takes checkpoints of any optimizer X"
         )
     _check_same("maximize", old.get("maximize", False), optimizer, transform)
     result: Group = {}
@@ -66,14 +65,14 @@ def settings_from(old: Group, optimizer: Modular, name: str, known: Sequence[Nam
             _check_same(key, value, optimizer, transform)
         elif key != BEFORE_STEP:
             result[key] = value  # keys of schedulers and trainers
-    return result | _decay_from(old, optimizer, name, known) | {"lr": old["lr"]}
+    return result | _decay_from(old, optimizer, name, params) | {"lr": old["lr"]}
 
 
-def settings_to(group: Group, new: Group, optimizer: Modular, name: str, known: Sequence[NamedParam]) -> Group:
+def settings_to(group: Group, new: Group, optimizer: Modular, name: str, params: Sequence[NamedParam]) -> Group:
     """Convert a group of the chain to the keys of torch's optimizer."""
     transform = optimizer.transforms[name]
     _check_same("maximize", new.get("maximize", False), optimizer, transform)
-    result: Group = {"weight_decay": _decay_to(group, new, optimizer, name, known)} if "weight_decay" in new else {}
+    result: Group = {"weight_decay": _decay_to(group, new, optimizer, name, params)} if "weight_decay" in new else {}
     for key, value in new.items():
         if f"{name}/{key}" in optimizer.runner.nodes.storage_keys:
             result[key] = group[optimizer.runner.nodes.storage_keys[f"{name}/{key}"]]
@@ -85,7 +84,7 @@ def settings_to(group: Group, new: Group, optimizer: Modular, name: str, known: 
     return others | result | {"lr": copied(group["lr"])}
 
 
-def _check_same(key: str, theirs: Any, optimizer: Modular, transform: Transform) -> None:
+def _check_same(key: str, theirs: object, optimizer: Modular, transform: Transform) -> None:
     """Raise if an argument of torch's optimizer has another value in the transform or in the chain."""
     usual = _template(transform).param_groups[0]
     if key == "maximize":
@@ -103,10 +102,10 @@ def _check_same(key: str, theirs: Any, optimizer: Modular, transform: Transform)
         raise ValueError(f"torch's optimizer has {key}={theirs!r}, and {owner} {key}={ours!r}")
 
 
-def _decays(optimizer: Modular, name: str, known: Sequence[NamedParam], group: Group) -> tuple[list[str], list[str]]:
+def _decays(optimizer: Modular, name: str, params: Sequence[NamedParam], group: Group) -> tuple[list[str], list[str]]:
     """The transforms that decay these weights: those at the place where torch's optimizer does, and the others."""
     transforms = optimizer.transforms
-    acting = [n for n, t in transforms.items() if isinstance(t, WeightDecay) and any(map(t.scope.has, known))]
+    acting = [n for n, t in transforms.items() if isinstance(t, WeightDecay) and any(map(t.scope.has, params))]
     names = list(transforms)
     if any(isinstance(transforms[n], LR) for n in names[: max(map(names.index, (*acting, name)))]):
         advice = f"put LR at the end of {optimizer.runner.chain!r}"
@@ -122,26 +121,26 @@ def _decays(optimizer: Modular, name: str, known: Sequence[NamedParam], group: G
     return (after, before) if decoupled else (before, after)
 
 
-def _decay_from(old: Group, optimizer: Modular, name: str, known: Sequence[NamedParam]) -> Group:
+def _decay_from(old: Group, optimizer: Modular, name: str, params: Sequence[NamedParam]) -> Group:
     """The decays of the group: that of the checkpoint where torch's optimizer decays, and 0 elsewhere."""
-    there, elsewhere = _decays(optimizer, name, known, old)
+    there, elsewhere = _decays(optimizer, name, params, old)
     value = 0.0 if isinstance(optimizer.transforms[name], Wrap) else old.get("weight_decay", 0.0)
-    whole = [n for n in there if all(map(optimizer.transforms[n].scope.has, known))]
-    if value and not whole:
+    for_all = [n for n in there if all(map(optimizer.transforms[n].scope.has, params))]
+    if value and not for_all:
         side = "after" if old.get("decoupled_weight_decay") or type(optimizer.transforms[name]) is Muon else "before"
         scoped = ", for all parameters of this group" if there else ""
         raise ValueError(f"the checkpoint has weight_decay={value}: put WeightDecay({value}) {side} {name!r}{scoped}")
-    values = dict.fromkeys((*there, *elsewhere), 0.0) | ({whole[0]: value} if value else {})
+    values = dict.fromkeys((*there, *elsewhere), 0.0) | ({for_all[0]: value} if value else {})
     return {optimizer.runner.nodes.storage_keys[f"{n}/weight_decay"]: decay for n, decay in values.items()}
 
 
-def _decay_to(group: Group, new: Group, optimizer: Modular, name: str, known: Sequence[NamedParam]) -> float:
-    there, elsewhere = _decays(optimizer, name, known, new)
+def _decay_to(group: Group, new: Group, optimizer: Modular, name: str, params: Sequence[NamedParam]) -> float:
+    there, elsewhere = _decays(optimizer, name, params, new)
     values = {n: group[optimizer.runner.nodes.storage_keys[f"{n}/weight_decay"]] for n in (*there, *elsewhere)}
     used = [n for n, value in values.items() if value]
     if not used:
         return 0.0
-    partial = not all(map(optimizer.transforms[used[0]].scope.has, known))
+    partial = not all(map(optimizer.transforms[used[0]].scope.has, params))
     if len(used) > 1 or used[0] in elsewhere or partial:
         raise ValueError(
             f"torch's optimizer cannot decay weights as this chain does: {optimizer.runner.chain!r}. In torch all "
@@ -151,5 +150,5 @@ def _decay_to(group: Group, new: Group, optimizer: Modular, name: str, known: Se
     return values[used[0]]
 
 
-def copied(value: Any) -> Any:
+def copied(value: object) -> object:
     return value.clone() if isinstance(value, Tensor) else value

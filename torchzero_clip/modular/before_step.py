@@ -19,11 +19,12 @@ from torchzero_clip.core.transform import Transform
 from torchzero_clip.core.undo import Spares, Undo
 from torchzero_clip.engine.checked import versions
 from torchzero_clip.engine.end import Deliver
-from torchzero_clip.engine.listener import Attached
+from torchzero_clip.engine.listener import HasListener
 from torchzero_clip.engine.nonfinite import Nonfinite, is_worth_a_warning, warn_of_skips
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.bad import BadGradients
 from torchzero_clip.functional.clip import inverse
+from torchzero_clip.functional.dtypes import widened
 from torchzero_clip.hints import explained
 from torchzero_clip.modular.entries import Entries
 from torchzero_clip.modular.followed import Followed, runner_before
@@ -54,7 +55,7 @@ class BeforeStep:
 
     def __init__(self, optimizer: Optimizer, delivery: Deliver, followed: Followed, entries: Entries) -> None:
         # weak, so that a deleted optimizer is freed at once, together with its hooks
-        self._found = weakref.ref(optimizer)
+        self._reference = weakref.ref(optimizer)
         self._followed, self._entries = followed, entries
         self.runner = followed.runner
         """What takes the steps of the transforms."""
@@ -68,9 +69,9 @@ class BeforeStep:
         self._is_open = False  # a step has begun and has not ended
         self._has_scaled = False  # this step has set ``grad_scale`` of the optimizer
         self._scale_before: Any = None  # its value before the step
-        own = entries.register(optimizer)
+        entry_hooks = entries.register(optimizer)
         around = optimizer.register_step_pre_hook(self.before), optimizer.register_step_post_hook(self.after)
-        self._hooks = [*around, *own]
+        self._hooks = [*around, *entry_hooks]
         # the step is over before the post-hooks of others, whose errors do not undo it
         optimizer._optimizer_step_post_hooks.move_to_end(around[1].id, last=False)  # pyright: ignore
         self._wrappers = {
@@ -80,10 +81,10 @@ class BeforeStep:
 
     @property
     def _optimizer(self) -> Optimizer:
-        found = self._found()
-        if found is None:
+        optimizer = self._reference()
+        if optimizer is None:
             raise ReferenceError("the optimizer of this handle was deleted")
-        return found
+        return optimizer
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -122,8 +123,8 @@ class BeforeStep:
 
     def has(self, group: dict[str, Any]) -> bool:
         """True if a param group is one of the optimizer's."""
-        found = self._found()
-        return found is not None and any(own is group for own in found.param_groups)
+        optimizer = self._reference()
+        return optimizer is not None and any(held is group for held in optimizer.param_groups)
 
     def metrics(self) -> dict[str, Tensor]:
         """Return what the transforms measured, as `Modular.metrics` does."""
@@ -138,7 +139,7 @@ class BeforeStep:
         """Let the optimizer take its steps with the gradients as they are. Its checkpoints have no entry any more."""
         if self not in _HANDLES:  # the optimizer may have another handle by now
             return
-        optimizer = self._found()
+        optimizer = self._reference()
         _HANDLES.discard(self)
         for hook in self._hooks:
             hook.remove()
@@ -160,8 +161,8 @@ class BeforeStep:
 
     def __repr__(self) -> str:
         chain = ", ".join(map(repr, self.runner.transforms.values()))
-        found = self._found()
-        return f"before_step({'deleted' if found is None else type(found).__name__}, {chain})"
+        optimizer = self._reference()
+        return f"before_step({'deleted' if optimizer is None else type(optimizer).__name__}, {chain})"
 
     def before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Change the gradients, or wrap the closure that makes them."""
@@ -186,7 +187,7 @@ class BeforeStep:
         self._depth, self._is_open = 1, True
         self.runner.skipped_by = ()
         self._entries.look(optimizer)
-        self._entries.placed.take_out(optimizer)
+        self._entries.placed.withdraw(optimizer)
         closure = kwargs.get("closure") if len(args) < 2 else args[1]
         if closure is None:
             self._change(optimizer, None)
@@ -283,7 +284,7 @@ class BeforeStep:
         if scale is not None:
             grads = [param.grad for param in _params(optimizer)]
             with torch.no_grad():
-                foreach.multiply_([grad for grad in grads if grad is not None], scale.double().reciprocal())
+                foreach.multiply_([grad for grad in grads if grad is not None], widened(scale).reciprocal())
             self._set_scale(optimizer, None)
         return True
 
@@ -331,14 +332,15 @@ class BeforeStep:
         """End the step, unless it has ended. If the optimizer has raised, undo what the transforms did to state."""
         if not self._is_open:
             return
+        optimizer = self._optimizer
         self._depth = 0
         if self._has_scaled:
-            self._restore_scale(self._optimizer)
+            self._restore_scale(optimizer)
         self._restore(is_taken=is_taken)
         if self.runner.reported.count:
             self.runner.reported.clear()
         if self in _HANDLES:  # else a closure or a hook has called `remove`
-            self._entries.placed.place(self._optimizer)
+            self._entries.placed.place(optimizer)
         self._is_open = False
         for param, grad in self._hidden:
             if param.grad is None:  # else there is a new one, if the step raised
@@ -412,9 +414,9 @@ def before_step(
         >>> round(handle.metrics()["clip_norm/norm"].item(), 4)
         5.0
     """
-    found = unwrapped_host(optimizer)
-    check_host(found, transforms)
-    if handle_of(found) is not None:
+    host = unwrapped_host(optimizer)
+    check_host(host, transforms)
+    if handle_of(host) is not None:
         raise RuntimeError(
             "this optimizer already has transforms before its steps: first call remove() of their handle"
         )
@@ -429,11 +431,11 @@ def before_step(
         process_group=process_group,
         fast=fast,
     )
-    followed = Followed(runner, found.param_groups, module)
-    handle = BeforeStep(found, delivery, followed, Entries(followed, new=new, dropped=dropped))
+    followed = Followed(runner, host.param_groups, module)
+    handle = BeforeStep(host, delivery, followed, Entries(followed, new=new, dropped=dropped))
     _warn_of_copies()
     _HANDLES.add(handle)
-    recorder = hook_owner(found, Attached)
+    recorder = hook_owner(host, HasListener)
     runner.listener = None if recorder is None else recorder.listener
     return handle
 
@@ -444,8 +446,8 @@ def _params(optimizer: Optimizer) -> list[Tensor]:
 
 def chain_of(optimizer: Any) -> Modular | BeforeStep | None:
     """The transforms of an optimizer, which may have wrappers, or of a handle; None if there are none."""
-    found = optimizer if isinstance(optimizer, BeforeStep) else unwrap(optimizer)
-    return found if isinstance(found, Modular | BeforeStep) else handle_of(found)
+    host = optimizer if isinstance(optimizer, BeforeStep) else unwrap(optimizer)
+    return host if isinstance(host, Modular | BeforeStep) else handle_of(host)
 
 
 def handle_of(optimizer: Optimizer) -> BeforeStep | None:
@@ -481,7 +483,7 @@ def hook_owner(optimizer: Optimizer, kind: type[T]) -> T | None:
     """The object of a kind whose method is a hook of the steps of an optimizer; None if it has none."""
     hooks: Any = getattr(optimizer, "_optimizer_step_pre_hooks", {})
     for hook in hooks.values():
-        own = getattr(hook, "__self__", None)
-        if isinstance(own, kind):
-            return own
+        owner = getattr(hook, "__self__", None)
+        if isinstance(owner, kind):
+            return owner
     return None

@@ -21,7 +21,7 @@ from torchzero_clip.modular.validation import listed_transforms
 
 _CLASSES: dict[Any, type] = {}  # by what `Modular.of` was called with
 
-known = SimpleNamespace()
+classes = SimpleNamespace()
 """The classes by their unique names. cloudpickle writes the code of a class that it does not find by its name."""
 
 
@@ -32,14 +32,14 @@ class Ready(type):
         if "_made_of" not in vars(cls):
             return super().__repr__()
         base, transforms, options = vars(cls)["_made_of"]
-        given = [*map(repr, transforms), *(f"{key}={value!r}" for key, value in options.items())]
-        return f"<class {base.__name__}.of({', '.join(given)})>"
+        arguments = [*map(repr, transforms), *(f"{key}={value!r}" for key, value in options.items())]
+        return f"<class {base.__name__}.of({', '.join(arguments)})>"
 
 
 class ClassMaker:
     """A base of `Modular`, whose constructor takes parameters and transforms."""
 
-    given: Mapping[str, Any] = {}
+    replaced_settings: Mapping[str, Any] = {}
     """The settings that replace those of the transforms while an object is made."""
 
     @classmethod
@@ -87,18 +87,22 @@ def _class_of(base: type, transforms: tuple[Transform, ...], options: dict[str, 
     key = base, _key(transforms), _key(options)
     if key not in _CLASSES:
         name = f"{base.__name__}_{uuid4().hex}"
-        attributes = {"_made_of": (base, transforms, options), "__module__": __name__, "__qualname__": f"known.{name}"}
+        attributes = {
+            "_made_of": (base, transforms, options),
+            "__module__": __name__,
+            "__qualname__": f"classes.{name}",
+        }
         made = Ready(base.__name__, (base,), attributes | {"__init__": _constructor(base, transforms, options)})
         _CLASSES[key] = made
-        vars(known)[name] = made
+        vars(classes)[name] = made
     return _CLASSES[key]
 
 
 def _unpickled(name: str, base: type, transforms: tuple[Transform, ...], options: dict[str, Any]) -> type:
-    """The class of a pickle. It may have objects that equal no others, such as functions that cloudpickle copies."""
-    found = vars(known).get(name) or _class_of(base, transforms, options)
-    vars(known)[name] = found
-    return found
+    """The class of a pickle, by its unique name: transforms may hold functions, whose copies do not equal them."""
+    made = vars(classes).get(name) or _class_of(base, transforms, options)
+    vars(classes)[name] = made
+    return made
 
 
 def _reduced(cls: Ready) -> Any:
@@ -123,14 +127,14 @@ def _constructor(base: Any, transforms: tuple[Transform, ...], options: dict[str
         settings = {key: value for key, value in settings.items() if key not in ignored}
         if unknown := [key for key in settings if key not in stored]:
             raise TypeError(f"no transform has a setting {unknown[0]!r}{_way_out(unknown[0], base, transforms, nodes)}")
-        self.given = settings if lr is None else {"lr": lr, **settings}
+        self.replaced_settings = settings if lr is None else {"lr": lr, **settings}
         base.__init__(self, params, *transforms, **options)
 
     values = {**nodes.defaults(), **nodes.schedules()}
     names = [key for key in values if key.isidentifier() and not iskeyword(key) and key not in ("self", "lr")]
     first = list(inspect.signature(__init__).parameters.values())
-    own = [inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=values[key]) for key in names]
-    __init__.__signature__ = inspect.Signature([*first[:-1], *own, first[-1]])  # pyright: ignore
+    keywords = [inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=values[key]) for key in names]
+    __init__.__signature__ = inspect.Signature([*first[:-1], *keywords, first[-1]])  # pyright: ignore
     return __init__
 
 
@@ -144,26 +148,26 @@ def _way_out(name: str, base: type, transforms: Sequence[Transform], nodes: Node
     return f"{did_you_mean(name, nodes.storage_keys.values())}{HINTS.get(name, '')}"
 
 
-def configured(chain: Chain, given: Mapping[str, Any]) -> Chain:
+def configured(chain: Chain, settings: Mapping[str, Any]) -> Chain:
     """The chain with other settings."""
-    if not given:
+    if not settings:
         return chain
     nodes = chain.nodes()
     places = {stored: (node.path, key) for node in nodes for key, stored in node.storage_keys.items()}
     changed: defaultdict[str, dict[str, Any]] = defaultdict(dict)
-    for name, value in given.items():
+    for name, value in settings.items():
         path, key = places[name]
         changed[f"/{path}"][key] = value
-    if "lr" in given and (rates := rates_of(nodes)):
+    if "lr" in settings and (rates := rates_of(nodes)):
         raise TypeError(
             f"lr would be one learning rate for {', '.join(repr(node.transform) for node, _ in rates)}, which have "
             "their own: leave lr out, write it into the param groups, or name one rate at most among the transforms"
         )
 
     def change(transform: Transform, path: str) -> dict[str, Any]:
-        own = changed.get(path, {})
-        schedules = {key: value for key, value in (transform.schedules | own).items() if callable(value)}
-        first = {key: as_builtin(at(value, 0, key)) for key, value in own.items()}
+        replaced = changed.get(path, {})
+        schedules = {key: value for key, value in (transform.schedules | replaced).items() if callable(value)}
+        first = {key: as_builtin(at(value, 0, key)) for key, value in replaced.items()}
         return {"schedules": schedules, "defaults": transform.defaults | first}
 
     return rebuilt(chain, change)

@@ -44,8 +44,8 @@ class _Used:
             items = used.transforms.items()
             used.transforms = {k: self.copy(t, iter([k]), f"{node.path}/", is_unit=True) for k, t in items}
             for key, child in used.transforms.items():
-                if (given := getattr(used, key, None)) is not None:
-                    setattr(used, key, child if given is transform.transforms[key] else _like(given, child))
+                if (argument := getattr(used, key, None)) is not None:
+                    setattr(used, key, child if argument is transform.transforms[key] else _like(argument, child))
         keys = node.storage_keys.items()
         used.defaults = {key: self._value(node, stored, used.defaults[key]) for key, stored in keys}
         if isinstance(used, UpdateRule) and used.lr is not None and not callable(used.lr):
@@ -54,29 +54,29 @@ class _Used:
 
     def settings(self) -> dict[str, Any]:
         """The settings as `copy` shows them, by the keys of param groups."""
-        rows = [(node, key, stored) for node in self._nodes for key, stored in node.storage_keys.items()]
-        return {stored: self._value(node, stored, node.transform.defaults[key]) for node, key, stored in rows}
+        places = [(node, key, stored) for node in self._nodes for key, stored in node.storage_keys.items()]
+        return {stored: self._value(node, stored, node.transform.defaults[key]) for node, key, stored in places}
 
     def _value(self, node: Node, stored: str, value: Any) -> Any:
         """The value of the constructor if some param group uses it, else that of the first group."""
         groups = [group for group in self._groups if any(node.scope.has(named) for named in named_params(group))]
         values = [group[stored] for group in groups if stored in group]
-        return value if not values or any(found is value or found == value for found in values) else values[0]
+        return value if not values or any(used is value or used == value for used in values) else values[0]
 
 
-def _like(given: Any, child: Transform) -> Any:
+def _like(argument: Any, child: Transform) -> Any:
     """The child of a composite in the form of its argument: a chain, a list or one transform."""
     if not isinstance(child, Chain):
-        return given
-    return child.written if isinstance(given, list | tuple) else child.written[0]
+        return argument
+    return child.written if isinstance(argument, list | tuple) else child.written[0]
 
 
 def _groups_line(groups: Iterable[Mapping[str, Any]], shown: Mapping[str, Any]) -> str:
     """The number of parameters in each group, with the settings that the transforms do not show."""
-    rows: list[str] = []
+    texts: list[str] = []
     for group in groups:
         params = group["params"]
         count = f"<{len(params)} tensors, {sum(p.numel() for p in params)} elements>"
-        own = {k: group[k] for k in shown if k in group and group[k] is not shown[k] and group[k] != shown[k]}
-        rows.append(f"{{'params': {count}, {repr(own)[1:]}" if own else count)
-    return rows[0] if len(rows) == 1 else f"[{', '.join(rows)}]"
+        differing = {k: group[k] for k in shown if k in group and group[k] is not shown[k] and group[k] != shown[k]}
+        texts.append(f"{{'params': {count}, {repr(differing)[1:]}" if differing else count)
+    return texts[0] if len(texts) == 1 else f"[{', '.join(texts)}]"

@@ -88,9 +88,9 @@ class Entries:
     def look(self, optimizer: Optimizer) -> None:
         """Take over what a load without hooks, or a user, has left in the optimizer."""
         groups = optimizer.param_groups
-        found = [group.get(KEY) for group in groups]
-        if found != [self._name] * len(groups):
-            if not any(entry == self._name for entry in found):  # else a group was added
+        entries = [group.get(KEY) for group in groups]
+        if entries != [self._name] * len(groups):
+            if not any(entry == self._name for entry in entries):  # else a group was added
                 if (load := self._checked(*_loaded(optimizer))) is not None:
                     self._take_over(load)
                 self.placed.place(optimizer)
@@ -168,8 +168,8 @@ class Entries:
 
     def _take_over(self, load: Load) -> None:
         self._load = None
-        for own, loaded in zip(self._followed.param_groups, load.groups, strict=True):
-            own.update({key: value for key, value in loaded.items() if key not in OF_OPTIMIZER})
+        for group, loaded in zip(self._followed.param_groups, load.groups, strict=True):
+            group.update({key: value for key, value in loaded.items() if key not in OF_OPTIMIZER})
         load.restore(self._followed.param_groups, self._followed.state)
 
     def begin_states(self) -> None:
@@ -187,24 +187,24 @@ def _as_checkpoint(groups: Sequence[Group], entries: Sequence[Any], ours: Mappin
         raise ValueError(_OF_COPY)
     if not all(isinstance(entry, Mapping) and isinstance(entry.get("settings"), Mapping) for entry in entries):
         raise ValueError(_INCOMPLETE)
-    own: list[Group] = []
+    saved_groups: list[Group] = []
     for group, entry in zip(groups, entries, strict=True):
         settings = {key: value for key, value in entry["settings"].items() if key not in OF_OPTIMIZER}
-        own.append({**settings, "params": list(group["params"])})
-    return {"state": {key: unpacked(saved) for key, saved in ours.items()}, "param_groups": own}
+        saved_groups.append({**settings, "params": list(group["params"])})
+    return {"state": {key: unpacked(saved) for key, saved in ours.items()}, "param_groups": saved_groups}
 
 
 def _check_whole(
     groups: Sequence[Group], entries: Sequence[Any], states: Mapping[Any, Any], params: Sequence[Any]
 ) -> None:
     """Raise if a parameter lacks state, although each one had some when the checkpoint was made."""
-    found = [
+    states_of = [
         (entry.get("each") is True, states.get(i))
         for g, entry in zip(groups, entries, strict=True)
         for i in g["params"]
     ]
-    is_lost = [bool(each and state and not state.get(KEY)) for each, state in found]
-    has_none = all(each and not (state and state.get(KEY)) for each, state in found)
+    is_lost = [bool(each and state and not state.get(KEY)) for each, state in states_of]
+    has_none = all(each and not (state and state.get(KEY)) for each, state in states_of)
     if any(is_lost) or (has_none and any(param.requires_grad for param in params)):
         raise ValueError(_INCOMPLETE)
 

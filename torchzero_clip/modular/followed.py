@@ -27,8 +27,8 @@ def runner_before(delivery: Deliver, transforms: Sequence[Transforms], **options
     for transform in as_written(transforms):
         _refuse(transform, transform)
     runner = Runner(Chain(*flatten(transforms)), delivery=delivery, **options)
-    # an author's transform may read the gradients after they were changed
-    delivery.over_grads = all(node.is_ours and node.transform.target == "update" for node in runner.nodes)
+    # other transforms may read the gradients after they were changed
+    delivery.over_grads = all(node.transform.pure and node.transform.target == "update" for node in runner.nodes)
     return runner
 
 
@@ -43,8 +43,8 @@ class Followed:
         for group in _named(groups, module):
             runner.add(group, self.param_groups, self._append, module=None)
         runner.complete(self.param_groups, None)
-        for own, group in zip(self.param_groups, groups, strict=True):
-            own["params"] = group["params"]
+        for ours, group in zip(self.param_groups, groups, strict=True):
+            ours["params"] = group["params"]
         _check_ids(groups)
         self._seen = _seen(groups)
 
@@ -59,8 +59,8 @@ class Followed:
         """The settings that are equal in all groups. An added group gets them, because some have to stay equal."""
         groups, schedules = self.param_groups, self.runner.schedules
         stored = self.nodes.storage_keys.values() if groups else ()
-        values = {key: [group[key] for group in groups] for key in stored if key not in schedules}
-        return {key: row[0] for key, row in values.items() if all(same(row[0], value) for value in row)}
+        columns = {key: [group[key] for group in groups] for key in stored if key not in schedules}
+        return {key: column[0] for key, column in columns.items() if all(same(column[0], value) for value in column)}
 
     def sync(self, groups: Sequence[Group]) -> None:
         """Follow the other optimizer if its parameters have changed."""
@@ -70,13 +70,13 @@ class Followed:
     def settings_to_save(self) -> list[dict[str, Any]]:
         """The settings of each group and the state of the whole chain, for a checkpoint."""
         chain_state = self.runner.chain_state
-        chain_state.take_counters(self.param_groups)
+        chain_state.adopt_counters(self.param_groups)
         chain_state.show(self.param_groups)
         return [{key: value for key, value in group.items() if key not in OF_OPTIMIZER} for group in self.param_groups]
 
     def follow(self, groups: Sequence[Group]) -> None:
         """Take over which parameters the other optimizer has. Raise, without any change, if they do not fit."""
-        own = [dict(group) for group in self.param_groups]
+        before = [dict(group) for group in self.param_groups]
         try:
             self._follow(groups)
             params = [named for group in self.param_groups for named in named_params(group)]
@@ -85,7 +85,7 @@ class Followed:
             check_places(runner.chain, self.nodes, params)
             _check_ids(groups)
         except Exception:
-            self.param_groups[:] = own
+            self.param_groups[:] = before
             raise
         self._seen, runner.has_meshes = _seen(groups), any_distributed([named.param for named in params])
         held = {param for group in groups for param in group["params"]}
@@ -93,20 +93,20 @@ class Followed:
             del self.state[param]
 
     def _follow(self, groups: Sequence[Group]) -> None:
-        known, given = list(self.param_groups), _named(groups, self._names_in)
-        found = _successors(known, groups)
-        for own, group, new in zip(found, groups, given, strict=True):
-            if own is not None:
-                own["params"] = group["params"]
-                if "param_names" in own:
-                    own["param_names"] = [name for name, _ in new["params"]]
-        self.param_groups[:] = [own for own in found if own is not None]  # those that a new group is compared with
-        for g, (group, new) in enumerate(zip(groups, given, strict=True)):
-            if found[g] is None:
+        before, named = list(self.param_groups), _named(groups, self._names_in)
+        successors = _successors(before, groups)
+        for ours, group, new in zip(successors, groups, named, strict=True):
+            if ours is not None:
+                ours["params"] = group["params"]
+                if "param_names" in ours:
+                    ours["param_names"] = [name for name, _ in new["params"]]
+        self.param_groups[:] = [ours for ours in successors if ours is not None]  # a new group is compared with them
+        for g, (group, new) in enumerate(zip(groups, named, strict=True)):
+            if successors[g] is None:
                 self.runner.add(new, self.param_groups, self._append, module=None)
-                found[g] = self.param_groups[-1]
+                successors[g] = self.param_groups[-1]
                 self.param_groups[-1]["params"] = group["params"]
-        self.param_groups[:] = [own for own in found if own is not None]
+        self.param_groups[:] = [ours for ours in successors if ours is not None]
 
 
 def _seen(groups: Sequence[Group]) -> list[int]:
@@ -121,34 +121,34 @@ def _check_ids(groups: Sequence[Group]) -> None:
         raise ValueError("a parameter is listed twice in the groups of the optimizer: list it once")
 
 
-def _successors(known: Sequence[Group], groups: Sequence[Group]) -> list[Group | None]:
+def _successors(before: Sequence[Group], groups: Sequence[Group]) -> list[Group | None]:
     """The settings of each group: from the group with its list, or with one of its parameters, or at its place."""
-    found: dict[int, Group] = {}
+    successors: dict[int, Group] = {}
     ways: list[Callable[[Group, int], bool]] = [
-        lambda own, g: own["params"] is groups[g]["params"],
-        lambda own, g: not set(own["params"]).isdisjoint(groups[g]["params"]),
-        lambda own, g: len(known) == len(groups) and own is known[g],
+        lambda ours, g: ours["params"] is groups[g]["params"],
+        lambda ours, g: not set(ours["params"]).isdisjoint(groups[g]["params"]),
+        lambda ours, g: len(before) == len(groups) and ours is before[g],
     ]
-    left = list(known)  # a group has the settings of one group only
+    left = list(before)  # a group has the settings of one group only
     for fits in ways:
-        for g in [g for g in range(len(groups)) if g not in found]:
-            place = next((k for k, own in enumerate(left) if fits(own, g)), None)
+        for g in [g for g in range(len(groups)) if g not in successors]:
+            place = next((k for k, ours in enumerate(left) if fits(ours, g)), None)
             if place is not None:
-                found[g] = left.pop(place)
-    return [found.get(g) for g in range(len(groups))]
+                successors[g] = left.pop(place)
+    return [successors.get(g) for g in range(len(groups))]
 
 
 def _named(groups: Sequence[Group], module: nn.Module | None) -> list[Group]:
     """The parameters of groups with the names that groups or the module have for them, and the names of the groups."""
-    known = None if module is None else {id(param): name for name, param in module.named_parameters()}
-    return [_with_names(group, known) for group in groups]
+    names = None if module is None else {id(param): name for name, param in module.named_parameters()}
+    return [_with_names(group, names) for group in groups]
 
 
-def _with_names(group: Group, known: Mapping[int, str] | None) -> Group:
+def _with_names(group: Group, names_in_module: Mapping[int, str] | None) -> Group:
     params = list(group["params"])
     names = group.get("param_names")
-    if names is None and known is not None:
-        names = [known.get(id(param), f"parameter {i}") for i, param in enumerate(params)]
+    if names is None and names_in_module is not None:
+        names = [names_in_module.get(id(param), f"parameter {i}") for i, param in enumerate(params)]
     of_group: Group = {"name": group["name"]} if "name" in group else {}
     if names is not None and not names:
         of_group["param_names"] = []  # an empty group does not show that parameters have names

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from torchzero_clip.checks import needs_closure
 from torchzero_clip.core.chain import Transforms, flatten
-from torchzero_clip.engine.listener import Attached
+from torchzero_clip.engine.listener import HasListener
 from torchzero_clip.modular.modular import Modular
 from torchzero_clip.modular.validation import NOT_ZERO_REDUNDANCY
 
@@ -24,12 +24,12 @@ class RefusedStep(BaseException):
 def unwrap(optimizer: Any) -> Any:
     """Follow ``optimizer`` and ``_optimizer``, as wrappers of Accelerate and Lightning have, to the last optimizer."""
     # by attributes, because the class of a wrapper of Lightning is derived from that of the optimizer
-    innermost, found, seen = optimizer, optimizer, set[int]()
-    while found is not None and id(found) not in seen:
-        seen.add(id(found))
-        innermost = found if isinstance(found, Optimizer) else innermost
-        inner = (getattr(found, name, None) for name in ("optimizer", "_optimizer"))
-        found = next((value for value in inner if value is not None), None)
+    innermost, wrapped, seen = optimizer, optimizer, set[int]()
+    while wrapped is not None and id(wrapped) not in seen:
+        seen.add(id(wrapped))
+        innermost = wrapped if isinstance(wrapped, Optimizer) else innermost
+        inner = (getattr(wrapped, name, None) for name in ("optimizer", "_optimizer"))
+        wrapped = next((value for value in inner if value is not None), None)
     return innermost
 
 
@@ -40,15 +40,15 @@ def unwrapped_host(optimizer: Any) -> Any:
     return optimizer
 
 
-def check_host(found: Any, transforms: Sequence[Transforms]) -> None:
+def check_host(host: Any, transforms: Sequence[Transforms]) -> None:
     """Raise if an optimizer cannot have transforms before its steps."""
-    name = type(found).__name__
-    inside = [key for key, value in getattr(found, "__dict__", {}).items() if isinstance(value, Optimizer)]
+    name = type(host).__name__
+    inside = [key for key, value in getattr(host, "__dict__", {}).items() if isinstance(value, Optimizer)]
     way_out = f": call before_step on optimizer.{inside[0]}" if inside else ""
-    if not isinstance(found, Optimizer):
+    if not isinstance(host, Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {name}{way_out}")
     listed = list(flatten(transforms))
-    if isinstance(found, Modular):
+    if isinstance(host, Modular):
         shown = ", ".join(map(repr, listed)) or "ClipNorm(1)"
         raise TypeError(f"this optimizer is a chain, which takes the transforms: Modular(params, {shown}, ...)")
     if not listed:
@@ -57,9 +57,9 @@ def check_host(found: Any, transforms: Sequence[Transforms]) -> None:
         raise TypeError(NOT_ZERO_REDUNDANCY)
     if inside:
         raise TypeError(f"{name} takes its steps by another optimizer{way_out}")
-    if not all(hasattr(found, f"_optimizer_{kind}_hooks") for kind in ("step_pre", "state_dict_post")):
+    if not all(hasattr(host, f"_optimizer_{kind}_hooks") for kind in ("step_pre", "state_dict_post")):
         raise TypeError(f"{name} lacks hooks that optimizers of torch have: let it call Optimizer.__init__")
-    if needs_closure(type(found)):
+    if needs_closure(type(host)):
         raise TypeError(
             f"{name} takes no step without a closure and may evaluate it several times in one step, but transforms "
             "that keep statistics act once a step: call clip_grad_norm_ in the closure"
@@ -89,7 +89,7 @@ def takes_factor(optimizer: Any, hook: int, count: int) -> bool:
     for key in reversed(hooks):
         if key == hook:
             break
-        if not isinstance(getattr(hooks[key], "__self__", None), Attached):  # the recorder reads no gradients here
+        if not isinstance(getattr(hooks[key], "__self__", None), HasListener):  # the recorder reads no gradients here
             return False
     return True
 
@@ -99,14 +99,14 @@ def end_surely(optimizer: Optimizer, begin: Callable[[], object], finish: Callab
 
     ``begin`` and ``finish`` are called before and after it. A `RefusedStep` returns what the closure has returned.
     """
-    given: Any = vars(optimizer).get("step")
-    call: Any = type(optimizer).step if given is None else given
-    found = weakref.ref(optimizer)
+    replaced: Any = vars(optimizer).get("step")
+    call: Any = type(optimizer).step if replaced is None else replaced
+    reference = weakref.ref(optimizer)
 
-    def step(own: Any, *args: Any, **kwargs: Any) -> Any:
+    def step(alive: Any, *args: Any, **kwargs: Any) -> Any:
         begin()
         try:
-            return call(own, *args, **kwargs) if given is None else call(*args, **kwargs)
+            return call(alive, *args, **kwargs) if replaced is None else call(*args, **kwargs)
         except RefusedStep as refused:
             return refused.args[0]
         finally:
@@ -114,10 +114,10 @@ def end_surely(optimizer: Optimizer, begin: Callable[[], object], finish: Callab
 
     @functools.wraps(call)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        own = found()  # weak, as in the wrapper of torch's schedulers
-        if own is None:
+        alive = reference()  # weak, as in the wrapper of torch's schedulers
+        if alive is None:
             raise ReferenceError("the optimizer of this step was deleted: keep the optimizer beside its step")
-        return step(own, *args, **kwargs)
+        return step(alive, *args, **kwargs)
 
     vars(wrapper)["__func__"] = step  # of a bound method, where schedulers look for it
     optimizer.step = wrapper
@@ -126,17 +126,17 @@ def end_surely(optimizer: Optimizer, begin: Callable[[], object], finish: Callab
 
 def at_zero_grad(optimizer: Optimizer, note: Callable[[], object]) -> Any:
     """Wrap ``zero_grad`` of one optimizer, so that it calls ``note`` first."""
-    given: Any = vars(optimizer).get("zero_grad")
-    call: Any = type(optimizer).zero_grad if given is None else given
-    found = weakref.ref(optimizer)
+    replaced: Any = vars(optimizer).get("zero_grad")
+    call: Any = type(optimizer).zero_grad if replaced is None else replaced
+    reference = weakref.ref(optimizer)
 
     @functools.wraps(call)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        own = found()
-        if own is None:
+        alive = reference()
+        if alive is None:
             raise ReferenceError("the optimizer of this zero_grad was deleted: keep the optimizer")
         note()
-        return call(own, *args, **kwargs) if given is None else call(*args, **kwargs)
+        return call(alive, *args, **kwargs) if replaced is None else call(*args, **kwargs)
 
     optimizer.zero_grad = wrapper
     return wrapper

@@ -27,7 +27,7 @@ class StepInBackward:
 
     def __init__(self, optimizer: Modular, bucket_bytes: int) -> None:
         # weak, so that a deleted optimizer is freed at once, together with its hooks
-        self._found = weakref.ref(optimizer)
+        self._reference = weakref.ref(optimizer)
         self._bucket_bytes = bucket_bytes
         self._parts = Parts(_weakly(self._attach))
         self._lock = RLock()  # backwards on several devices run hooks in several threads
@@ -37,7 +37,7 @@ class StepInBackward:
         self._settings: dict[str, list[Setting]] = {}
         self._waiting: dict[int, Tensor] = {}
         self._bytes = 0
-        self._ready = _weakly(self.take)
+        self._ready = _weakly(self.collect)
         self._attach()
         # parameters may be added or unfrozen between steps
         self._after_steps = optimizer.register_step_post_hook(lambda *_: self._attach())  # pyright: ignore
@@ -46,15 +46,15 @@ class StepInBackward:
 
     @property
     def _optimizer(self) -> Modular:
-        found = self._found()
-        if found is None:
+        optimizer = self._reference()
+        if optimizer is None:
             raise ReferenceError("the optimizer of this handle was deleted")
-        return found
+        return optimizer
 
     @property
     def _is_in_use(self) -> bool:
-        found = self._found()
-        return found is not None and found.runner.parts is self._parts
+        optimizer = self._reference()
+        return optimizer is not None and optimizer.runner.parts is self._parts
 
     def remove(self) -> None:
         """Go back to ordinary steps. Call this between a step and the next backward.
@@ -80,17 +80,17 @@ class StepInBackward:
 
     def _attach(self) -> None:
         """Find the parameters, hook those that have no hook yet, and drop the hooks of others."""
-        groups, own = self._optimizer.param_groups, self._hooks
+        groups, hooks = self._optimizer.param_groups, self._hooks
         self._places = {id(p): (g, i) for g, group in enumerate(groups) for i, p in enumerate(group["params"])}
         if len(self._places) < sum(len(group["params"]) for group in groups):
             raise ValueError("step_in_backward takes no optimizer in which a parameter is listed twice")
-        for key in own.keys() - self._places.keys():
-            own.pop(key).remove()
-        new = [p for group in groups for p in group["params"] if id(p) not in own and p.requires_grad]
+        for key in hooks.keys() - self._places.keys():
+            hooks.pop(key).remove()
+        new = [p for group in groups for p in group["params"] if id(p) not in hooks and p.requires_grad]
         if new:
             self._take_over(set(map(id, new)))
         for param in new:
-            own[id(param)] = param.register_post_accumulate_grad_hook(self._ready)
+            hooks[id(param)] = param.register_post_accumulate_grad_hook(self._ready)
 
     def _take_over(self, params: set[int]) -> None:
         """Let earlier optimizers of these parameters take ordinary steps, as if a notebook cell is run again."""
@@ -102,7 +102,7 @@ class StepInBackward:
                     "To avoid this warning, call remove() of its handle first"
                 )
 
-    def take(self, param: Tensor) -> None:
+    def collect(self, param: Tensor) -> None:
         """Add a parameter to those that wait. If they fill a bucket, update all of them."""
         if not self._is_in_use:
             return
@@ -150,7 +150,7 @@ class StepInBackward:
         increment_version(waiting.values())
         try:
             optimizer = self._optimizer
-            optimizer.runner.take_part(self._groups_of(waiting), optimizer.state, self._settings, next(iter(waiting)))
+            optimizer.runner.step_part(self._groups_of(waiting), optimizer.state, self._settings, next(iter(waiting)))
         except BaseException as error:
             error.add_note(self._updated())
             raise
@@ -187,12 +187,12 @@ _IN_USE: weakref.WeakSet[StepInBackward] = weakref.WeakSet()
 
 def _weakly(method: Callable[..., None]) -> Callable[..., None]:
     """A function that calls a method while its object exists, without keeping the object alive."""
-    found = weakref.WeakMethod(method)
+    reference = weakref.WeakMethod(method)
 
     def call(*args: Any) -> None:
-        own = found()
-        if own is not None:
-            own(*args)
+        bound = reference()
+        if bound is not None:
+            bound(*args)
 
     return call
 
@@ -240,11 +240,11 @@ def step_in_backward(optimizer: Optimizer, *, bucket_bytes: int = 2**23) -> Step
         ['clip_norm/clipped', 'clip_norm/factor', 'clip_norm/norm']
         >>> handle.remove()
     """
-    found = unwrap(optimizer)
-    if not isinstance(found, Modular):
+    modular = unwrap(optimizer)
+    if not isinstance(modular, Modular):
         raise TypeError(f"step_in_backward takes a Modular, got {type(optimizer).__name__}")
     count("bucket_bytes", bucket_bytes)
-    if found.runner.parts is not None:
+    if modular.runner.parts is not None:
         raise RuntimeError("this optimizer steps in the backward already: call remove() of its handle first")
-    refuse(found)
-    return StepInBackward(found, bucket_bytes)
+    refuse(modular)
+    return StepInBackward(modular, bucket_bytes)

@@ -12,6 +12,7 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
 from torchzero_clip.checkpoints.saving import complete
+from torchzero_clip.checks import boolean
 from torchzero_clip.core.chain import Chain, Transforms, as_written
 from torchzero_clip.core.learning_rate import with_learning_rate
 from torchzero_clip.core.transform import Transform
@@ -28,6 +29,20 @@ from torchzero_clip.private_losses import refuse_loss
 from torchzero_clip.types import Setting
 
 T = TypeVar("T")
+
+
+class _Option:
+    """An argument of `Modular` that may be changed between steps, and belongs to the runner."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, optimizer: "Modular | None", owner: type) -> Any:
+        return self if optimizer is None else getattr(optimizer.runner, self._name)
+
+    def __set__(self, optimizer: "Modular", value: bool) -> None:
+        boolean(self._name, value)
+        setattr(optimizer.runner, self._name, value)
 
 
 class Modular(Explained, ClassMaker, Optimizer):
@@ -93,6 +108,7 @@ class Modular(Explained, ClassMaker, Optimizer):
         2.0
     """
 
+    maximize, keep_grads, fast = _Option(), _Option(), _Option()
     _origin: Origin | None = None  # the module that ``params`` was. Copies and pickles have none
 
     def __init__(
@@ -109,7 +125,7 @@ class Modular(Explained, ClassMaker, Optimizer):
         listed = validation.listed_transforms(params, transforms)
         self._written = list(as_written(transforms))
         self.runner = Runner(
-            configured(Chain(*with_learning_rate(listed)), self.given),
+            configured(Chain(*with_learning_rate(listed)), self.replaced_settings),
             maximize=maximize,
             keep_grads=keep_grads,
             nonfinite=nonfinite,
@@ -286,11 +302,11 @@ class Modular(Explained, ClassMaker, Optimizer):
 
     def _append(self, group: dict[str, Any]) -> None:
         """Add a group as torch does. While the optimizer is made, torch compares it with the last group only."""
-        own = self.param_groups
-        self.param_groups = own if self.runner.is_complete else own[-1:]  # see `check_disjoint`
+        groups = self.param_groups
+        self.param_groups = groups if self.runner.is_complete else groups[-1:]  # see `check_disjoint`
         super().add_param_group(group)
-        own += [] if self.runner.is_complete else self.param_groups[-1:]
-        self.param_groups = own
+        groups += [] if self.runner.is_complete else self.param_groups[-1:]
+        self.param_groups = groups
 
     def state_dict(self) -> dict[str, Any]:
         """Return settings and state. As in torch, the tensors are the optimizer's own, and later steps change them."""

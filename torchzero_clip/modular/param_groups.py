@@ -18,15 +18,15 @@ from torchzero_clip.core.scope import NamedParam
 
 def as_groups(params: ParamsT | nn.Module, *, may_be_empty: bool) -> Any:
     """The argument ``params`` as torch takes it. If it may be empty, it becomes one empty group."""
-    given: Any = list(params.named_parameters()) if isinstance(params, nn.Module) else params
-    if inspect.isgenerator(given):
-        given = list(given)
-        if not given:
+    listed: Any = list(params.named_parameters()) if isinstance(params, nn.Module) else params
+    if inspect.isgenerator(listed):
+        listed = list(listed)
+        if not listed:
             raise ValueError(
                 "optimizer got an empty parameter list: a generator gives its parameters only once. Pass "
                 "list(model.parameters()), or the model itself"
             )
-    return list(given) or [{"params": []}] if may_be_empty and not isinstance(given, Tensor) else given
+    return list(listed) or [{"params": []}] if may_be_empty and not isinstance(listed, Tensor) else listed
 
 
 def accepted(
@@ -41,9 +41,9 @@ def accepted(
     """A group that is added, with every setting under the key that stores it, and names if the others have them."""
     others = groups if is_complete else []  # while an optimizer is made, torch compares its groups
     kept = {key: value for key, value in group.items() if key != BEFORE_STEP and key not in ignored}
-    given = _with_names(kept, others, module)
-    _check_new(given, others)
-    added = _normalized(given, nodes)
+    named = _with_names(kept, others, module)
+    _check_new(named, others)
+    added = _normalized(named, nodes)
     _let_names_decide(groups, added)
     return added
 
@@ -107,10 +107,10 @@ def _with_names(group: dict[str, Any], others: Sequence[dict[str, Any]], module:
 
 def _check_new(group: Mapping[str, Any], others: Sequence[dict[str, Any]]) -> None:
     """Raise if a parameter of an added group is in another group."""
-    given: Any = group.get("params")
-    params = [item[1] if isinstance(item, tuple) else item for item in given] if isinstance(given, list) else []
-    known = {id(param) for other in others for param in other["params"]}
-    if count := sum(id(param) in known for param in params):
+    listed: Any = group.get("params")
+    params = [item[1] if isinstance(item, tuple) else item for item in listed] if isinstance(listed, list) else []
+    held = {id(param) for other in others for param in other["params"]}
+    if count := sum(id(param) in held for param in params):
         raise ValueError(
             f"{count} of the added parameters appear in more than one parameter group, because the optimizer has them "
             "already. To unfreeze a parameter, set its requires_grad: it takes part as soon as it has a gradient"
@@ -119,8 +119,8 @@ def _check_new(group: Mapping[str, Any], others: Sequence[dict[str, Any]]) -> No
 
 def split(group: Mapping[str, Any], nodes: Nodes) -> Iterator[dict[str, Any]]:
     """Groups in which all parameters have the same overrides and learning rate, in the order of first parameters."""
-    given = [(own, node.storage_keys) for node in nodes for own in node.transform.overrides]
-    overrides = [(own["params"], {keys[k]: v for k, v in own.items() if k != "params"}) for own, keys in given]
+    pairs = [(override, node.storage_keys) for node in nodes for override in node.transform.overrides]
+    overrides = [(o["params"], {keys[k]: v for k, v in o.items() if k != "params"}) for o, keys in pairs]
     rates = [] if "lr" in group else rates_of(nodes)
     params = group["params"]
     if not (overrides or rates) or isinstance(params, set):
@@ -136,14 +136,14 @@ def split(group: Mapping[str, Any], nodes: Nodes) -> Iterator[dict[str, Any]]:
     if not buckets:
         yield {"params": [], **settings}
     for part, ((chosen, rate), items) in enumerate(buckets.items(), 1):
-        own = {key: value for i in chosen for key, value in overrides[i][1].items()}
+        replaced = {key: value for i in chosen for key, value in overrides[i][1].items()}
         if rate is not None:
             lr = rates[rate][1]
-            own["lr"] = lr.clone() if isinstance(lr, Tensor) else 1.0 if lr is None else lr
+            replaced["lr"] = lr.clone() if isinstance(lr, Tensor) else 1.0 if lr is None else lr
         if "name" in settings and part > 1:
-            own["name"] = f"{settings['name']} ({part})"
+            replaced["name"] = f"{settings['name']} ({part})"
         of_part = {k: v.clone() if part > 1 and isinstance(v, Tensor) else v for k, v in settings.items()}
-        yield {"params": items, **of_part, **own}
+        yield {"params": items, **of_part, **replaced}
 
 
 def check_disjoint(groups: Sequence[dict[str, Any]]) -> None:

@@ -25,14 +25,14 @@ class Placed:
     """
 
     # An optimizer makes its state of a parameter if `optimizer.state[param]` is empty. So ours is put there after that
-    # step. If the optimizer still has no state of a parameter, the entry is taken out while a step is taken.
+    # step. Where the optimizer still has no state, our entry is withdrawn during steps.
 
     def __init__(self, followed: Followed) -> None:
         self._followed = followed
         self._has_state = any(node.has_state for node in followed.nodes)
         self._params: list[Tensor] = []  # the keys of ``optimizer.state``, as `place` has left it
         self._dicts: list[Any] = []  # what each of them has under ``KEY``
-        self._own: list[State] = []  # the states of the followed, as they were placed
+        self._states: list[State] = []  # what `Followed.state` had, as it was placed
         self._alone: list[Tensor] = []  # parameters of which the optimizer has no state
         self._is_out = False  # True while the entries of ``_alone`` are removed
         self._is_loaded = False  # the optimizer has the portable form of the state that was loaded
@@ -41,28 +41,28 @@ class Placed:
         """Put the state of all parameters at its place. Called after each step and each load."""
         if not self._has_state:
             return
-        if self._is_unchanged(optimizer) and _same(self._followed.state.values(), self._own) and not self._is_out:
+        if self._is_unchanged(optimizer) and _same(self._followed.state.values(), self._states) and not self._is_out:
             return
         states: Any = optimizer.state
         self._alone, self._is_out = [], False
         for param, _ in _listed(self._followed.param_groups):
-            if _has_own(states, param) and isinstance(states[param], dict):
+            if _has_state_of(states, param) and isinstance(states[param], dict):
                 states[param].setdefault(KEY, {})  # a flat load fills the keys that exist
-        for param, own in self._followed.state.items():
-            if not own:
+        for param, state in self._followed.state.items():
+            if not state:
                 continue
-            if not _has_own(states, param):
+            if not _has_state_of(states, param):
                 states[param] = {}
                 self._alone.append(param)
             if isinstance(states[param], dict):  # else `save` raises
-                states[param][KEY] = own
+                states[param][KEY] = state
         self._note(optimizer)
 
     def place_later(self) -> None:
         """Put the loaded state at its place at the next `look`: some packages go on with the load after our hook."""
         self._is_loaded = True
 
-    def take_out(self, optimizer: Optimizer) -> None:
+    def withdraw(self, optimizer: Optimizer) -> None:
         """Before a step: remove entries without state of the optimizer, which makes its state only if there is none."""
         for param in self._alone:
             optimizer.state.pop(param, None)
@@ -78,16 +78,16 @@ class Placed:
             self.place(optimizer)
         if not self._has_state or self._is_out or self._is_unchanged(optimizer):
             return
-        was_placed = {param for param, own in zip(self._params, self._dicts, strict=True) if own}
+        was_placed = {param for param, entry in zip(self._params, self._dicts, strict=True) if entry}
         for group in followed.param_groups:
             for named in named_params(group):
-                found, own = _ours(states, named.param), followed.state.get(named.param)
-                if found is own or (found is None and named.param not in was_placed):
+                placed, ours = _ours(states, named.param), followed.state.get(named.param)
+                if placed is ours or (placed is None and named.param not in was_placed):
                     continue
                 followed.state.pop(named.param, None)
-                if found is not None:
+                if placed is not None:
                     try:
-                        followed.state[named.param] = fitted_state(unpacked(found), followed.nodes, named, group)
+                        followed.state[named.param] = fitted_state(unpacked(placed), followed.nodes, named, group)
                     except ValueError:  # state that was moved to a parameter of another shape begins anew
                         del states[named.param][KEY]
         self.place(optimizer)
@@ -108,26 +108,26 @@ class Placed:
 
     def save(self, optimizer: Optimizer, saved: dict[str, Any]) -> bool:
         """Add the state to a checkpoint of the optimizer. Return True if no parameter lacks state."""
-        states, own = optimizer.state, self._to_save(optimizer)
+        states, to_save = optimizer.state, self._to_save(optimizer)
         numbered = [(i, param, group) for i, (param, group) in enumerate(_listed(optimizer.param_groups))]
-        found, alone = {i: _without_key(entry) for i, entry in saved["state"].items()}, set(self._alone)
+        entries, alone = {i: _without_key(entry) for i, entry in saved["state"].items()}, set(self._alone)
         for i, param, group in numbered:
-            if own.get(param) and (_has_own(states, param) or param in alone):
-                theirs = found.get(i, {})
+            if to_save.get(param) and (_has_state_of(states, param) or param in alone):
+                theirs = entries.get(i, {})
                 if not isinstance(theirs, dict):
                     raise TypeError(
                         f"{type(optimizer).__name__} has {type(theirs).__name__} as state of a parameter, not a dict, "
                         "so the state of transforms cannot be stored there: call handle.remove() before you save"
                     )
                 # a new dict, because this one is the optimizer's
-                found[i] = {**theirs, KEY: packed(own[param], _kept_dtypes(optimizer, group))}
-        stepped = [param for _, param, _ in numbered if _has_own(states, param)]
+                entries[i] = {**theirs, KEY: packed(to_save[param], _kept_dtypes(optimizer, group))}
+        stepped = [param for _, param, _ in numbered if _has_state_of(states, param)]
         trainable = [(i, param) for i, param, _ in numbered if param.requires_grad]
-        if found and not stepped:
+        if entries and not stepped:
             # torch.distributed.checkpoint takes the missing entries of an optimizer without state for an error
-            found = {**{i: {} for i, _ in trainable}, **found}
-        saved["state"] = found
-        return bool(found) and all(own.get(param) for param in stepped or [param for _, param in trainable])
+            entries = {**{i: {} for i, _ in trainable}, **entries}
+        saved["state"] = entries
+        return bool(entries) and all(to_save.get(param) for param in stepped or [param for _, param in trainable])
 
     def _to_save(self, optimizer: Optimizer) -> Mapping[Tensor, State]:
         """The state of each parameter: that before the first step where the optimizer has state, and transforms none.
@@ -137,12 +137,12 @@ class Placed:
         followed = self._followed
         if not self._has_state:
             return followed.state
-        own = dict(followed.state)
+        to_save = dict(followed.state)
         for group in followed.param_groups:
             for named in named_params(group):
-                if not own.get(named.param) and _has_own(optimizer.state, named.param):
-                    own[named.param] = followed.nodes.init_state(named, group)
-        return own
+                if not to_save.get(named.param) and _has_state_of(optimizer.state, named.param):
+                    to_save[named.param] = followed.nodes.init_state(named, group)
+        return to_save
 
     def _is_unchanged(self, optimizer: Optimizer) -> bool:
         states = optimizer.state
@@ -150,7 +150,7 @@ class Placed:
 
     def _note(self, optimizer: Optimizer) -> None:
         self._params, self._dicts = list(optimizer.state), _each(optimizer.state)
-        self._own = list(self._followed.state.values())
+        self._states = list(self._followed.state.values())
 
 
 def _each(states: Mapping[Any, Any]) -> list[Any]:
@@ -171,7 +171,7 @@ def _without_key(entry: Any) -> Any:
     return {key: value for key, value in entry.items() if key != KEY} if isinstance(entry, dict) else entry
 
 
-def _has_own(states: Mapping[Any, Any], param: Tensor) -> bool:
+def _has_state_of(states: Mapping[Any, Any], param: Tensor) -> bool:
     """True if the optimizer has state of a parameter."""
     entry = states.get(param)
     return bool(entry) and not (isinstance(entry, dict) and entry.keys() == {KEY})

@@ -17,16 +17,16 @@ from torchzero_clip.core.schedules import Schedules
 from torchzero_clip.core.scope import NamedParam, named_params
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.core.undo import Undo
-from torchzero_clip.engine.company import Part
+from torchzero_clip.engine.company import OtherParts
 from torchzero_clip.engine.end import Deliver, Subtract
 from torchzero_clip.engine.judged import Judged, Judging
 from torchzero_clip.engine.listener import Listener
 from torchzero_clip.engine.nonfinite import Nonfinite, StepPolicy
 from torchzero_clip.engine.others import Others
 from torchzero_clip.engine.parts import Parts
-from torchzero_clip.engine.readable import Readable
+from torchzero_clip.engine.readable import ReadableExecutor
 from torchzero_clip.engine.reported_loss import Loss, ReportedLoss
-from torchzero_clip.engine.run import run
+from torchzero_clip.engine.run_chain import run_chain
 from torchzero_clip.engine.table import Table, refuse_unusable
 from torchzero_clip.engine.updates import Updates
 from torchzero_clip.engine.walk import Walk
@@ -101,8 +101,8 @@ class Runner:
         """The transforms by name, in the order of the chain."""
         return self.chain.transforms
 
-    def complete(self, groups: Sequence[Group], given: Sequence[Transform] | None) -> None:
-        """Check the first param groups, which were added. ``given`` is as in `warn_of_slips`."""
+    def complete(self, groups: Sequence[Group], listed: Sequence[Transform] | None) -> None:
+        """Check the first param groups, which were added. ``listed`` is as in `warn_of_slips`."""
         check_disjoint(groups)
         self.nodes.checked_settings(groups)
         self.chain_state.move(groups)
@@ -110,7 +110,7 @@ class Runner:
         named = _named(groups)
         validation.check_places(self.chain, self.nodes, named)
         idle = self._agree(named, self.shared.group)
-        validation.warn_of_slips(self.nodes, named, idle, given)
+        validation.warn_of_slips(self.nodes, named, idle, listed)
         self.is_complete = True
 
     def _agree(self, named: Sequence[NamedParam], group: ProcessGroup | None) -> dict[str, bool]:
@@ -133,9 +133,9 @@ class Runner:
         """
         keys, before = self.chain_state.keys, len(groups)
         was_at = group.get(SCHEDULE_STEP)
-        given = accepted(group, self.nodes, groups, module=module, ignored=keys, is_complete=self.is_complete)
+        added = accepted(group, self.nodes, groups, module=module, ignored=keys, is_complete=self.is_complete)
         with all_or_none(groups, self.schedules):
-            for part in split(given, self.nodes):
+            for part in split(added, self.nodes):
                 valued, functions = self.schedules.split(part, was_at)
                 # tensors are copied, so that a scheduler that fills an lr does not change other groups or optimizers
                 usual = {k: v.clone() if isinstance(v, Tensor) else v for k, v in self.nodes.defaults().items()}
@@ -156,7 +156,7 @@ class Runner:
 
     def metrics(self, groups: Sequence[Group]) -> dict[str, Tensor]:
         """As `Modular.metrics`."""
-        self.chain_state.take_counters(groups)
+        self.chain_state.adopt_counters(groups)
         skipped = torch.tensor(self.chain_state.values[SKIPPED], device="cpu") if self.policy.may_skip else None
         return Named(self._known_metrics() | ({} if skipped is None else {"skipped_steps": skipped}))
 
@@ -210,7 +210,7 @@ class Runner:
                 walk = self._walk(groups, states, self.fast_way, settings, loss())
                 if self.parts is not None:
                     self.parts.refuse_second(walk.table.params)
-                self._take(groups, states, walk)
+                self._take_or_skip(groups, states, walk)
             finally:
                 if absent is not None:
                     absent.put_back(walk)
@@ -219,10 +219,10 @@ class Runner:
             if self.reported.count:
                 self.reported.clear()
 
-    def _take(
+    def _take_or_skip(
         self, groups: list[Group], states: States, walk: Walk | None, go: Callable[[], object] | None = None
     ) -> None:
-        """Take a step, or skip it. A planned one passes ``go``, and no walk if nobody sees it and it is allowed."""
+        """Take a step, or skip it. A planned step passes ``go``, and a walk only if a policy or a listener sees it."""
         values, parts = self.chain_state.values, self.parts
         is_taken = walk is None
         try:
@@ -233,13 +233,13 @@ class Runner:
             if is_taken and go is not None:
                 go()
             elif is_taken and walk is not None:
-                is_taken = run(walk, self.chain, states=states, listener=self.listener, parts=parts)
+                is_taken = run_chain(walk, self.chain, states=states, listener=self.listener, parts=parts)
             if is_taken:
                 if not torch.compiler.is_compiling():  # which would compile the step anew for each number
                     self.steps_taken += 1
                 if walk is not None and walk.are_zero:
                     self.policy.idle.zeros(self.steps_taken)
-                if go is None and walk is not None and not isinstance(walk.executor, Readable):
+                if go is None and walk is not None and not isinstance(walk.executor, ReadableExecutor):
                     self.fast_way.learn(walk, (self.maximize, self.keep_grads, parts, self.shared.group))
                 if SCHEDULE_STEP in values:
                     self.schedules.advance(groups)
@@ -272,14 +272,14 @@ class Runner:
         if step is None:
             return False
         if self.listener is not None or policy.has_gates or (policy.decides and step.total is None):
-            self._take(groups, states, step.walk, step.take)
+            self._take_or_skip(groups, states, step.walk, step.run_watched)
         else:
             if policy.decides and step.total is not None:
                 policy.passes(step.total, values)
-            self._take(groups, states, None, partial(step.plan.take, step))
+            self._take_or_skip(groups, states, None, step.run)
         self._unread = step.metrics or self._unread
         key, idle = self._judging.norm_metric, policy.idle  # if ``step.total`` is set, it is not 0
-        if step.total is None and key and (step.plan.needs_total or idle.looks(self.steps_taken)):
+        if step.total is None and key and (step.needs_total or idle.looks(self.steps_taken)):
             idle.look(self._known_metrics().get(key), self.steps_taken)
         return True
 
@@ -321,10 +321,10 @@ class Runner:
         is_repeated = columns is None and len(set(map(id, table.params))) < len(table.params)
         end = self.delivery or Subtract(self.keep_grads or "grad" in self.nodes.targets or is_repeated)
         updates = Updates(table, values, maximize=self.maximize, over_grads=end.over_grads)
-        executor = fast_way.executor(updates, columns) if is_fast and not is_repeated else Readable(updates)
+        executor = fast_way.executor(updates, columns) if is_fast and not is_repeated else ReadableExecutor(updates)
         judged = Judged(self._judging, table.grads, executor, listens=self.listener is not None)
         walk = Walk(self.nodes, settings, table, values, executor, judged, end, loss, self.undo)
-        walk.company = None if self.parts is None else Part()
+        walk.company = None if self.parts is None else OtherParts()
         if (group := self.shared.group) is not None:
             Others(group, device_of(table.all_params(), group), has_schedules=self._has_joint_schedules).join(walk)
         return walk
@@ -337,11 +337,11 @@ class Runner:
         return usable and "grad" not in self.nodes.targets
 
     @torch.no_grad()
-    def take_part(self, groups: list[Group], states: States, settings: dict[str, list[Setting]], first: int) -> None:
+    def step_part(self, groups: list[Group], states: States, settings: dict[str, list[Setting]], first: int) -> None:
         """Take the step of the parameters in these groups, for `step_in_backward`; `step` ends it."""
         # parameters that come together are the same in most steps, so the id of the first one names them
         walk = self._walk(groups, states, self.fast_way.beside(first), settings, self.reported.loss())
-        run(walk, self.chain, states=states, listener=self.listener, parts=self.parts)
+        run_chain(walk, self.chain, states=states, listener=self.listener, parts=self.parts)
 
     def new_load(self, new: str | Iterable[str], dropped: str | Iterable[str]) -> Load:
         """A load of one checkpoint, with the arguments of `Modular.load_state_dict`."""

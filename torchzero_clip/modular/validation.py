@@ -42,8 +42,8 @@ def listed_transforms(params: object, transforms: Sequence[Transforms]) -> list[
     listed = list(flatten(transforms))
     if isinstance(params, Optimizer):
         has_rule = any(isinstance(transform, UpdateRule) for transform in listed)
-        call, given = ("Modular", "optimizer.param_groups") if has_rule else ("before_step", "optimizer")
-        arguments = ", ".join([given, *map(repr, as_written(transforms))])
+        call, argument = ("Modular", "optimizer.param_groups") if has_rule else ("before_step", "optimizer")
+        arguments = ", ".join([argument, *map(repr, as_written(transforms))])
         raise TypeError(f"params is an optimizer, {type(params).__name__}: write {call}({arguments})")
     if not listed:
         way_out = "Code that passes parameters alone, such as group_optimizers of torchrl, needs a class of Modular.of"
@@ -88,8 +88,8 @@ def check_places(chain: Chain, nodes: Nodes, params: Sequence[NamedParam]) -> No
             raise ValueError(f"{node.transform!r} {deed}: it cannot stand inside another transform")
     transforms = list(chain.transforms.values())
     for i, transform in enumerate(transforms):
-        own = [named for named in params if transform.scope.has(named)]
-        acting = [any(other.scope.has(named) for named in own) for other in transforms]
+        in_scope = [named for named in params if transform.scope.has(named)]
+        acting = [any(other.scope.has(named) for named in in_scope) for other in transforms]
         before = [other for other, acts in zip(transforms[:i], acting[:i], strict=True) if acts]
         after = [other for other, acts in zip(transforms[i + 1 :], acting[i + 1 :], strict=True) if acts]
         if isinstance(transform, FinalRule):
@@ -112,26 +112,26 @@ def _check_last(rule: FinalRule, before: Sequence[Transform], after: Sequence[Tr
 
 def idle_names(nodes: Nodes, params: Sequence[NamedParam]) -> dict[str, bool]:
     """The warnings about names that match no parameter or group, and transforms without any; True if one applies."""
-    found: dict[str, bool] = {}
+    warnings: dict[str, bool] = {}
     for node in nodes:
-        found |= node.transform.scope.idle_names(node.transform, params)
-    if params and not any(found.values()):  # else these names are the reason
-        found |= {f"{n.path!r} acts on no parameter: {n.transform!r}": _is_empty(n, params) for n in nodes}
-    return found
+        warnings |= node.transform.scope.idle_names(node.transform, params)
+    if params and not any(warnings.values()):  # else these names are the reason
+        warnings |= {f"{n.path!r} acts on no parameter: {n.transform!r}": _is_empty(n, params) for n in nodes}
+    return warnings
 
 
 def _is_empty(node: Node, params: Sequence[NamedParam]) -> bool:
-    """True if the own scope of a transform leaves out all parameters that those around it have."""
+    """True if the scope of a transform leaves out all parameters that those around it have."""
     around = [named for named in params if all(outer.scope.has(named) for outer in node.outer)]
     return bool(around) and not any(node.transform.scope.has(named) for named in around)
 
 
 def warn_of_slips(
-    nodes: Nodes, params: Sequence[NamedParam], idle: Mapping[str, bool], given: Sequence[Transform] | None
+    nodes: Nodes, params: Sequence[NamedParam], idle: Mapping[str, bool], listed: Sequence[Transform] | None
 ) -> None:
     """Warn of patterns that are idle, and of parameters on which no update rule acts, or several.
 
-    ``given`` has the transforms that the user passed with a module, or is None. If none of them decides how far
+    ``listed`` has the transforms that the user passed with a module, or is None. If none of them decides how far
     parameters move, this warns too.
     """
     for text, is_idle in idle.items():
@@ -139,7 +139,7 @@ def warn_of_slips(
             warn_user(text)
     scopes = [node.scope for node, _ in update_rules(nodes)]
     if not scopes:
-        if given is not None and not any(isinstance(transform, LR) for transform in given):
+        if listed is not None and not any(isinstance(transform, LR) for transform in listed):
             warn_user(
                 "the chain has no optimizer, so each step subtracts the whole update from the parameters, as with a "
                 "learning rate of 1. Put an optimizer at its end, such as AdamW(1e-3), or SGD(1.0) if this is meant"
@@ -160,14 +160,14 @@ def warn_of_unread_keys(groups: Sequence[Group], nodes: Nodes, shown: Iterable[s
             warn_user(message)
 
 
-def _warn_of_params(slip: str, found: Sequence[NamedParam], consequence: str) -> None:
-    if found:
-        others = f" and {len(found) - 1} more" if len(found) > 1 else ""
-        warn_user(f"{slip} {found[0]}{others}: {consequence}. See only and without")
+def _warn_of_params(slip: str, params: Sequence[NamedParam], consequence: str) -> None:
+    if params:
+        others = f" and {len(params) - 1} more" if len(params) > 1 else ""
+        warn_user(f"{slip} {params[0]}{others}: {consequence}. See only and without")
 
 
-def check_tensors(nodes: Nodes, table: Table, known: set[object]) -> None:
-    """Raise if a gradient or state does not fit its parameter. ``known`` has what was found to fit."""
+def check_tensors(nodes: Nodes, table: Table, fitting: set[object]) -> None:
+    """Raise if a gradient or state does not fit its parameter. ``fitting`` has the kinds that fit, by earlier calls."""
     for param, state, g in zip(table.params, table.states, table.group_of, strict=True):
         group, shape, dtype = table.groups[g], param.shape, param.dtype
         if param.grad is not None and param.grad.shape != shape:
@@ -176,9 +176,9 @@ def check_tensors(nodes: Nodes, table: Table, known: set[object]) -> None:
             if not isinstance(value, Tensor):
                 continue
             is_strict = key.startswith(nodes.of_final_rules)
-            found = (key, shape, dtype, value.shape, value.dtype)
+            kind = (key, shape, dtype, value.shape, value.dtype)
             is_usual = value.shape == shape and value.dtype == dtype
-            if is_usual or found in known or not (is_strict or value.ndim):
+            if is_usual or kind in fitting or not (is_strict or value.ndim):
                 continue
             expected = nodes.possible_state(_named(param, group), group).get(key, value)
             if value.ndim and value.shape != expected.shape:
@@ -188,7 +188,7 @@ def check_tensors(nodes: Nodes, table: Table, known: set[object]) -> None:
                     f"the state {key!r} of {_named(param, group)} is of {value.dtype}, and the parameter of {dtype}. "
                     "After changing its dtype, reload the state: optimizer.load_state_dict(optimizer.state_dict())"
                 )
-            known.add(found)
+            fitting.add(kind)
 
 
 def _named(param: Tensor, group: Group) -> NamedParam:
@@ -215,10 +215,10 @@ def agree(
     arguments = [f"nonfinite={policy.nonfinite!r}", f"max_consecutive_skips={policy.max_consecutive_skips}"]
     said = json.dumps([[*arguments, *map(_line, nodes)], idle, has_schedules])
     device = device_of([param for param, *_ in params], group)
-    rows = [json.loads(text) for text in gathered_texts(said, group, device)]
-    _compare([lines for lines, _, _ in rows], dist.get_process_group_ranks(group))
-    everywhere = {text: all(theirs.get(text, True) for _, theirs, _ in rows) for text in idle}
-    return everywhere, any(has_schedules for *_, has_schedules in rows)
+    of_processes = [json.loads(text) for text in gathered_texts(said, group, device)]
+    _compare([lines for lines, _, _ in of_processes], dist.get_process_group_ranks(group))
+    everywhere = {text: all(theirs.get(text, True) for _, theirs, _ in of_processes) for text in idle}
+    return everywhere, any(has_schedules for *_, has_schedules in of_processes)
 
 
 def _line(node: Node) -> str:
@@ -232,10 +232,10 @@ def _line(node: Node) -> str:
 
 def _compare(described: Sequence[Sequence[str]], ranks: Sequence[int]) -> None:
     for lines, rank in zip(described, ranks, strict=True):
-        for first, own in zip_longest(described[0], lines, fillvalue="no transform"):
-            if first != own:
+        for first, line in zip_longest(described[0], lines, fillvalue="no transform"):
+            if first != line:
                 raise ValueError(
                     "all processes of process_group need the same chain, nonfinite and max_consecutive_skips: "
-                    f"process {rank} has {own} where process {ranks[0]} has {first}. Only settings and the patterns of "
-                    "scopes may differ"
+                    f"process {rank} has {line} where process {ranks[0]} has {first}. Only settings and the patterns "
+                    "of scopes may differ"
                 )

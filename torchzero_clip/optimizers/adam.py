@@ -9,11 +9,13 @@ from typing_extensions import override
 
 from torchzero_clip.checks import betas as check_betas
 from torchzero_clip.checks import boolean, floating_dtype, non_negative, optional
+from torchzero_clip.compat import has_fused_kernels
 from torchzero_clip.core.kinds import Fused, UpdateRule
 from torchzero_clip.core.learning_rate import LR
 from torchzero_clip.core.step import Step
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.functional import foreach
+from torchzero_clip.functional.dtypes import bias_correction
 from torchzero_clip.functional.shards import pack
 from torchzero_clip.optimizers.weight_decay import WeightDecay
 from torchzero_clip.types import NewState, Schedule, Setting, Target
@@ -71,7 +73,7 @@ class Adam(UpdateRule):
     """
 
     checks = {"betas": check_betas, "eps": non_negative}
-    each_alone = True
+    each_alone = pure = True
     default_lr = 1e-3
 
     def __init__(
@@ -104,8 +106,8 @@ class Adam(UpdateRule):
     def apply_tensors(self, updates: list[Tensor], step: Step) -> Sequence[Tensor]:
         columns = [step.column(key) for key in (*self._keys, "step")]
         result: list[Tensor] = []
-        for setting, own in step.by_setting():
-            result += self._adam(updates[own], [column[own] for column in columns], setting)
+        for setting, span in step.by_setting():
+            result += self._adam(updates[span], [column[span] for column in columns], setting)
         return result
 
     def _adam(self, tensors: list[Tensor], state: Sequence[list[Tensor]], setting: Setting) -> list[Tensor]:
@@ -122,10 +124,11 @@ class Adam(UpdateRule):
         foreach.add_number_(steps, 1)
         # in float16 eps rounds to 0, which gives 0 / 0
         denominators = foreach.square_roots(foreach.widened(squares))
-        foreach.scale_(denominators, _bias_corrections(steps, beta2, -0.5))
+        counts = pack(steps)
+        foreach.scale_(denominators, (bias_correction(beta2, counts) ** -0.5).unbind())
         foreach.add_number_(denominators, setting["eps"])
         updates = foreach.divide(averages, denominators)
-        foreach.scale_(updates, _bias_corrections(steps, beta1, -1.0))
+        foreach.scale_(updates, (bias_correction(beta1, counts) ** -1.0).unbind())
         return foreach.cast(updates, tensors)
 
     @override
@@ -135,11 +138,6 @@ class Adam(UpdateRule):
         is_adamw = kinds in ([LR], [WeightDecay, LR]) and all(t.target == "update" for t in (self, *rest))
         if not is_adamw or dtype not in TORCHS_DTYPES:
             return None
-        may_fuse = self.fused is not False and dtype in KERNELS_DTYPES
+        may_fuse = self.fused is not False and dtype in KERNELS_DTYPES and has_fused_kernels(step.params[0])
         kernel = partial(foreach.adamw_, fused=True) if may_fuse else None
         return Fused(self._keys, kernel, partial(foreach.adamw_, fused=False), ("step",))
-
-
-def _bias_corrections(steps: Sequence[Tensor], beta: float, power: float) -> list[Tensor]:
-    """``(1 - beta**step) ** power`` for every step count, in float64: float32 would lose five digits of 1 - 0.999."""
-    return list(((1 - beta ** pack(steps)) ** power).unbind())

@@ -10,8 +10,9 @@ from torchzero_clip.core.kinds import Retraction
 from torchzero_clip.core.step import Step
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.functional import foreach
-from torchzero_clip.functional.norms import beyond_float32, each_norm, may_look, norm
+from torchzero_clip.functional.norms import norm, norms_of_each
 from torchzero_clip.functional.shards import pack
+from torchzero_clip.functional.ways import beyond_float32, may_look
 from torchzero_clip.optimizers.weight_decay import WeightDecay
 from torchzero_clip.types import NewState, Setting
 
@@ -61,7 +62,7 @@ class Hyperball(Retraction):
     optimization](https://arxiv.org/abs/2606.16899), 2026.
     """
 
-    each_alone = True
+    each_alone = pure = True
 
     def __init__(self, *, name: str | None = None) -> None:
         super().__init__({}, name=name)
@@ -97,16 +98,16 @@ class Hyperball(Retraction):
     def take_step(self, updates: list[Tensor], step: Step) -> None:
         params, states = step.params, step.states
         if new := [i for i, state in enumerate(states) if not state]:
-            for i, radius in zip(new, each_norm([params[i] for i in new]).unbind(), strict=True):
+            for i, radius in zip(new, norms_of_each([params[i] for i in new]).unbind(), strict=True):
                 states[i]["radius"] = radius.to(params[i].device, _wide(params[i]))
         radii = pack([state["radius"] for state in states])
-        norms = each_norm(updates)
-        shares = torch.cat([_rates(setting["lr"], own, norms) for setting, own in step.by_setting()])
+        norms = norms_of_each(updates)
+        shares = torch.cat([_rates(setting["lr"], span, norms) for setting, span in step.by_setting()])
         is_moved = (norms != 0) & (shares != 0)
         moves = foreach.widened(updates)
         _scale_(moves, torch.where(is_moved, shares * radii / norms, 0.0))
         moved = foreach.subtract(foreach.widened(params), moves)
-        reached = each_norm(moved)
+        reached = norms_of_each(moved)
         _scale_(moved, torch.where(is_moved & (reached != 0), radii / reached, 1.0))
         foreach.copy_(params, moved)
 
@@ -119,6 +120,6 @@ def _scale_(tensors: list[Tensor], factors: Tensor) -> None:
     foreach.scale_(tensors, factors.unbind(), exact=beyond_float32(factors))
 
 
-def _rates(lr: float | Tensor, own: slice, norms: Tensor) -> Tensor:
-    ones = torch.ones_like(norms.narrow(0, own.start, own.stop - own.start))
+def _rates(lr: float | Tensor, span: slice, norms: Tensor) -> Tensor:
+    ones = torch.ones_like(norms.narrow(0, span.start, span.stop - span.start))
     return ones * (lr.to(norms).view(()) if isinstance(lr, Tensor) else lr)

@@ -64,7 +64,7 @@ class Muon(UpdateRule):
     """
 
     checks = {"momentum": non_negative}
-    each_alone = True
+    each_alone = pure = True
     default_lr = 1e-3
 
     def __init__(
@@ -117,18 +117,19 @@ class Muon(UpdateRule):
     @override
     def apply_tensors(self, updates: list[Tensor], step: Step) -> Sequence[Tensor]:
         result: list[Tensor] = []
-        for setting, own in step.by_setting():
-            given = updates[own]
-            buffers = [state["momentum_buffer"] for state in step.states[own]]
-            inputs = foreach.cast(given, buffers)
+        for setting, span in step.by_setting():
+            tensors = updates[span]
+            buffers = [state["momentum_buffer"] for state in step.states[span]]
+            inputs = foreach.cast(tensors, buffers)
             foreach.lerp_(buffers, inputs, 1 - setting["momentum"])
             ahead = buffers
             if self.nesterov:
                 ahead = foreach.clone(inputs)
                 foreach.lerp_(ahead, buffers, setting["momentum"])
             # one by one, so that only one matrix of the iteration is in memory
-            how = self.ns_coefficients, self.ns_steps, self.eps
-            result += [_orthogonalized(t, *how).to(update.dtype) for t, update in zip(ahead, given, strict=True)]
+            for momentum, tensor in zip(ahead, tensors, strict=True):
+                update = _orthogonalized(momentum, self.ns_coefficients, self.ns_steps, self.eps)
+                result.append(update.to(tensor.dtype))
         for update in result:
             foreach.multiply_([update], self._scale(*update.shape))
         return result

@@ -49,7 +49,7 @@ class RMSprop(UpdateRule):
     """
 
     checks = {"alpha": non_negative, "eps": non_negative, "momentum": non_negative}
-    each_alone = True
+    each_alone = pure = True
     default_lr = 1e-2
 
     def __init__(
@@ -79,15 +79,15 @@ class RMSprop(UpdateRule):
     @override
     def apply_tensors(self, updates: list[Tensor], step: Step) -> Sequence[Tensor]:
         result: list[Tensor] = []
-        for setting, own in step.by_setting():
-            given, params, states = updates[own], step.params[own], step.states[own]
-            scaled = self._scaled(given, states, setting)
+        for setting, span in step.by_setting():
+            tensors, params, states = updates[span], step.params[span], step.states[span]
+            scaled = self._scaled(tensors, states, setting)
             if setting["momentum"]:
                 buffers = [_buffer(state, param) for state, param in zip(states, params, strict=True)]
                 foreach.multiply_(buffers, setting["momentum"])
                 foreach.add_(buffers, scaled)
                 scaled = buffers
-            result += foreach.cast(scaled, given)
+            result += foreach.cast(scaled, tensors)
         return result
 
     def _scaled(self, tensors: list[Tensor], states: Sequence[State], setting: Setting) -> list[Tensor]:

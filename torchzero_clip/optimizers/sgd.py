@@ -8,7 +8,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from torchzero_clip.checks import boolean, non_negative, number, optional
-from torchzero_clip.compat import FakeTensor
+from torchzero_clip.compat import FakeTensor, has_fused_kernels
 from torchzero_clip.core.kinds import Fused, UpdateRule
 from torchzero_clip.core.learning_rate import LR
 from torchzero_clip.core.step import Step
@@ -57,7 +57,7 @@ class SGD(UpdateRule):
     """
 
     checks = {"momentum": non_negative, "dampening": number}
-    each_alone = True
+    each_alone = pure = True
     default_lr = 1e-3
 
     def __init__(
@@ -98,8 +98,8 @@ class SGD(UpdateRule):
             return None
         # in torch 2.13, the kernel leaves half precision as it is on CPU, and has no version for fake tensors
         first = step.params[0]
-        is_computed = foreach.is_real_and_wide(first.dtype) or (first.is_floating_point() and not first.is_cpu)
-        if not is_computed or isinstance(first, FakeTensor):
+        is_computed = first.dtype in foreach.WIDE or (first.is_floating_point() and not first.is_cpu)
+        if not is_computed or isinstance(first, FakeTensor) or not has_fused_kernels(first):
             return None
         kernel, loop = (partial(foreach.sgd_, fused=fused, nesterov=self.nesterov) for fused in (True, False))
         settings = [setting for setting, _ in step.by_setting()]
@@ -117,9 +117,11 @@ class SGD(UpdateRule):
     @override
     def apply_tensors(self, updates: list[Tensor], step: Step) -> Sequence[Tensor]:
         result: list[Tensor] = []
-        for setting, own in step.by_setting():
-            given, has_momentum = updates[own], setting["momentum"]
-            result += self._momentum(given, step.params[own], step.states[own], setting) if has_momentum else given
+        for setting, span in step.by_setting():
+            tensors = updates[span]
+            if setting["momentum"]:
+                tensors = self._momentum(tensors, step.params[span], step.states[span], setting)
+            result += tensors
         return result
 
     def _momentum(

@@ -46,7 +46,7 @@ class WeightDecay(Transform):
     """
 
     checks = {"weight_decay": non_negative}
-    each_alone = True
+    each_alone = pure = True
 
     def __init__(self, weight_decay: float | Schedule, *, target: Target = "update", name: str | None = None) -> None:
         super().__init__({"weight_decay": weight_decay}, target=target, name=name)
@@ -62,6 +62,6 @@ class WeightDecay(Transform):
 
     @override
     def apply_tensors(self, updates: list[Tensor], step: Step) -> Sequence[Tensor]:
-        for setting, own in step.by_setting():
-            foreach.add_(updates[own], step.params[own], alpha=setting["weight_decay"])
+        for setting, span in step.by_setting():
+            foreach.add_(updates[span], step.params[span], alpha=setting["weight_decay"])
         return updates

@@ -20,7 +20,7 @@ from torchzero_clip.core.schedules import at
 from torchzero_clip.core.step import Step
 from torchzero_clip.core.transform import as_text
 from torchzero_clip.functional.gradients import laid_out_like
-from torchzero_clip.types import Setting
+from torchzero_clip.types import NewState, Setting
 
 INSTEAD = "before_step(optimizer, ClipNorm(1)) puts transforms before the step of an optimizer that you have built"
 NO_STATE = {"state", "param_groups", "_need_device_dtype_check_for_fused", "_warned_capturable_if_run_uncaptured"}
@@ -55,7 +55,7 @@ class Wrap(FinalRule):
         tensor([-0.1000, -0.1000])
     """
 
-    each_alone = False
+    each_alone = True
 
     def __init__(self, optimizer_class: type[Optimizer], *, name: str | None = None, **kwargs: Any) -> None:
         if isinstance(optimizer_class, Optimizer):
@@ -67,7 +67,8 @@ class Wrap(FinalRule):
         usual = {key: argument.default for key, argument in inspect.signature(optimizer_class).parameters.items()}
         schedules = {key: value for key, value in kwargs.items() if _is_schedule(value, usual.get(key))}
         self.optimizer_class = optimizer_class
-        self.each_alone = optimizer_class.__module__.startswith("torch.optim.")  # what other optimizers do is not known
+        if not optimizer_class.__module__.startswith("torch.optim."):
+            self.each_alone = False  # an optimizer of another package may compute a step from several tensors
         self.kwargs = {
             key: as_builtin(at(value, 0, key) if key in schedules else value) for key, value in kwargs.items()
         }
@@ -81,19 +82,19 @@ class Wrap(FinalRule):
         schedules.pop("lr", None)  # the chain's
         super().__init__({**self._settings, **schedules}, lr=kwargs.get("lr"), name=name)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         # torch's own copying loses attributes of subclasses; `_checked` is a cache
-        return {k: v for k, v in vars(self).items() if k != "template"} | {"_checked": []}
+        return {**{key: value for key, value in vars(self).items() if key != "template"}, "_checked": []}
 
     @cached_property
     def template(self) -> Optimizer:
-        """An optimizer of the class, on a parameter of its own."""
+        """An optimizer of the class, on a small parameter."""
         return constructed(self.optimizer_class, self.kwargs)
 
     def _with(self, settings: Setting) -> dict[str, Any]:
         """The arguments of the constructor, with the settings that differ from them."""
-        given = {key: as_builtin(settings[key]) for key in self._settings if key in settings}
-        return self.kwargs | {key: value for key, value in given.items() if value != self._settings[key]}
+        values = {key: as_builtin(settings[key]) for key in self._settings if key in settings}
+        return self.kwargs | {key: value for key, value in values.items() if value != self._settings[key]}
 
     @override
     def check(self, setting: Setting) -> None:
@@ -112,7 +113,7 @@ class Wrap(FinalRule):
             raise ValueError(f"{name} does not fit: {error}") from error
 
     @override
-    def init_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
+    def init_state(self, param: Tensor, setting: Setting) -> NewState:
         """The state of the optimizer after a step on a gradient of zeros."""
         twin = nn.Parameter(param.detach().clone())
         optimizer = constructed(self.optimizer_class, self._with(setting), twin)
@@ -122,8 +123,8 @@ class Wrap(FinalRule):
         return dict(optimizer.state[twin])
 
     @override
-    def possible_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
-        """The state with and without momentum, which may have been used before it was set to 0."""
+    def possible_state(self, param: Tensor, setting: Setting) -> NewState:
+        """The state with and without momentum, because momentum may have been above 0 earlier."""
         ever = {**setting, "momentum": 0.5} if setting.get("momentum") == 0 else setting
         return self.init_state(param, setting) | self.init_state(param, ever)
 
@@ -135,7 +136,7 @@ class Wrap(FinalRule):
         # detached tensors share the memory of the parameters; setting their .grad leaves that of the parameters alone
         params = [param.detach() for param in step.params]
         group = self.template.param_groups[0]
-        optimizer.param_groups = [{**group, **setting, "params": params[own]} for setting, own in step.by_setting()]
+        optimizer.param_groups = [{**group, **setting, "params": params[span]} for setting, span in step.by_setting()]
         optimizer.state = defaultdict(dict)
         for param, update, state, setting in zip(params, updates, step.states, step.settings, strict=True):
             if self.template.state and not state:  # Adagrad has state before its first step
@@ -146,7 +147,7 @@ class Wrap(FinalRule):
         try:
             _step(optimizer)
         except BaseException:
-            for i in new:  # with incomplete state, the next step of the parameter raises, and checkpoints would have it
+            for i in new:  # with incomplete state, the next step and loading a checkpoint would raise
                 if step.states[i].keys() != self.init_state(step.params[i], step.settings[i]).keys():
                     step.states[i].clear()
             raise
@@ -183,7 +184,7 @@ def constructed(optimizer_class: type[Optimizer], kwargs: Mapping[str, Any], par
         raise kind(f"Wrap({optimizer_class.__name__}, ...): {text}") from error
 
 
-def _problem(optimizer_class: type[Optimizer], kwargs: Mapping[str, Any], device: Any = "cpu") -> str:
+def _problem(optimizer_class: type[Optimizer], kwargs: Mapping[str, Any], device: torch.device | str = "cpu") -> str:
     """Why Wrap cannot take an optimizer: a step raises, or changes more than parameters and their state; else empty."""
     param = nn.Parameter(torch.ones(4, 4, dtype=torch.float32, device=device))
     optimizer = constructed(optimizer_class, kwargs, param)
@@ -197,36 +198,38 @@ def _problem(optimizer_class: type[Optimizer], kwargs: Mapping[str, Any], device
         if device == "cpu" and (other := torch.accelerator.current_accelerator(check_available=True)):
             return _problem(optimizer_class, kwargs, other)
         return f"on a dense gradient, without a closure, raises {error!r}"
-    changed = sorted({k for found in contents for k in contents[0] | found if contents[0].get(k) != found.get(k)})
+    before = contents[0]
+    changed = sorted({k for after in contents for k in before | after if before.get(k) != after.get(k)})
     return f"changes {', '.join(changed)}, which checkpoints of a chain do not have" if changed else ""
 
 
-def _content(optimizer: Optimizer, param: Tensor) -> dict[str, Any]:
+def _content(optimizer: Optimizer, param: Tensor) -> dict[str, object]:
     """What an optimizer holds besides a parameter and its state."""
-    found = {f"optimizer.{key}": value for key, value in vars(optimizer).items() if key not in NO_STATE}
-    found |= {f"optimizer.state[{key!r}]": value for key, value in optimizer.state.items() if key is not param}
+    content = {f"optimizer.{key}": value for key, value in vars(optimizer).items() if key not in NO_STATE}
+    content |= {f"optimizer.state[{key!r}]": value for key, value in optimizer.state.items() if key is not param}
     groups = enumerate(optimizer.param_groups)
-    found |= {f"optimizer.param_groups[{i}][{key!r}]": value for i, group in groups for key, value in group.items()}
-    known = frozenset(map(id, (optimizer, optimizer.state, param)))
-    return {key: _held(value, known) for key, value in found.items()}
+    content |= {f"optimizer.param_groups[{i}][{key!r}]": value for i, group in groups for key, value in group.items()}
+    around = frozenset(map(id, (optimizer, optimizer.state, param)))
+    return {key: _comparable(value, around) for key, value in content.items()}
 
 
-def _held(value: Any, known: frozenset[int]) -> Any:
-    """What an object holds, as text that can be compared. Objects whose ids are ``known`` are left out."""
+def _comparable(value: object, around: frozenset[int]) -> object:
+    """The contents of an object as nested lists of text. Objects whose ids are in ``around`` are left out."""
     if value is None or isinstance(value, int | float | complex | str | bytes | type | FunctionType):
         return repr(value)
-    if id(value) in known:
+    if id(value) in around:
         return ""
     if isinstance(value, Tensor):
         return f"{value.dtype} {value.shape} {value.tolist()}"
     try:  # what a pickle would have of an object that is no collection
-        parts = value if isinstance(value, Collection) else value.__reduce_ex__(4)[1:3]
+        content = value if isinstance(value, Collection) else value.__reduce_ex__(4)[1:3]
     except Exception:
         return id(value)
-    return [_held(part, known | {id(value)}) for part in (value.items() if isinstance(value, Mapping) else parts)]
+    content = value.items() if isinstance(value, Mapping) else content
+    return [_comparable(item, around | {id(value)}) for item in content]
 
 
-def _is_schedule(value: Any, usual: Any) -> bool:
+def _is_schedule(value: object, usual: object) -> bool:
     """True if an argument is a function where a number may be expected."""
     expected = usual is None or usual is inspect.Parameter.empty or is_numeric(usual)
     return callable(value) and not isinstance(value, type) and expected

@@ -10,9 +10,11 @@ from torch.utils import _pytree as pytree
 
 from torchzero_clip.checks import boolean, non_negative
 from torchzero_clip.compat import without_autocast
+from torchzero_clip.functional.clip import within
 from torchzero_clip.functional.foreach import wide_dtype
-from torchzero_clip.functional.norms import beyond_float32, p_norms
 from torchzero_clip.functional.shards import Part
+from torchzero_clip.functional.slices import norms_of_slices
+from torchzero_clip.functional.ways import beyond_float32
 
 Tree = TypeVar("Tree")
 """A tensor, or a list, tuple or dict of trees."""
@@ -68,8 +70,8 @@ def per_example_global_norm_clip(grads: Tree, l2_norm_clip: float) -> tuple[Tree
         return grads, torch.zeros((), dtype=torch.int64, device="cpu")
     of_leaves = _norms(leaves)
     table = torch.stack([column.to(of_leaves[0].device) for column in of_leaves], dim=1)
-    norms = p_norms([Part(table, (1,), len(leaves))], 2.0)[0].view(-1)
-    factors = _factors(norms, l2_norm_clip)
+    norms = norms_of_slices([Part(table, (1,), len(leaves))], 2.0)[0].view(-1)
+    factors = within(norms, l2_norm_clip)
     sums = [_weighted_sum(factors, leaf) for leaf in leaves]
     return pytree.tree_unflatten(sums, structure), (factors < 1).sum()
 
@@ -118,7 +120,7 @@ def per_example_layer_norm_clip(grads: Tree, global_l2_norm_clip: float, uniform
     sizes = [math.prod(leaf.shape[1:]) for leaf in leaves]
     shares = [1 / len(leaves) if uniform else size / max(sum(sizes), 1) for size in sizes]
     limits = [global_l2_norm_clip * math.sqrt(share) for share in shares]
-    factors = [_factors(norms, limit) for norms, limit in zip(_norms(leaves), limits, strict=True)]
+    factors = [within(norms, limit) for norms, limit in zip(_norms(leaves), limits, strict=True)]
     sums = [_weighted_sum(f, leaf) for f, leaf in zip(factors, leaves, strict=True)]
     counts = [(f < 1).sum() for f in factors]
     return pytree.tree_unflatten(sums, structure), pytree.tree_unflatten(counts, structure)
@@ -140,12 +142,7 @@ def _norms(leaves: Sequence[Tensor]) -> list[Tensor]:
     """The norms of all examples in each leaf, float64."""
     rows = [leaf.unsqueeze(-1) for leaf in leaves]
     parts = [Part(row, tuple(range(1, row.ndim)), math.prod(row.shape[1:])) for row in rows]
-    return [norms.view(-1) for norms in p_norms(parts, 2.0)]
-
-
-def _factors(norms: Tensor, limit: float) -> Tensor:
-    factors = (limit / norms).clamp(max=1.0)
-    return torch.where(factors.isnan(), 1.0, factors)  # 0 / 0 and inf / inf: within the limit
+    return [norms.view(-1) for norms in norms_of_slices(parts, 2.0)]
 
 
 def _weighted_sum(factors: Tensor, leaf: Tensor) -> Tensor:

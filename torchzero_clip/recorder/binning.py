@@ -41,17 +41,20 @@ class Events:
         return cls(steps, norm, record.share_clipped, limits, spikes, signs, skipped)
 
     def worst(self) -> tuple[dict[int, int], list[int]]:
-        """The first row and the length of each series of bad rows without a norm; the other bad rows, worst first."""
-        rows, known = self.spikes | self.skipped, self.norm.isfinite()
+        """The indices of spikes and skipped steps: of those without a norm, and of the others, the largest norm first.
+
+        Consecutive steps without a norm are one series: its first index, with its length.
+        """
+        is_bad, has_norm = self.spikes | self.skipped, self.norm.isfinite()
         lost: dict[int, int] = {}
         first = -1
-        for row in (rows & ~known).nonzero().flatten().tolist():
-            if row != first + lost.get(first, 0):
-                first = row
+        for i in (is_bad & ~has_norm).nonzero().flatten().tolist():
+            if i != first + lost.get(first, 0):
+                first = i
             lost[first] = lost.get(first, 0) + 1
-        high: list[int] = (rows & known).nonzero().flatten().tolist()
+        high: list[int] = (is_bad & has_norm).nonzero().flatten().tolist()
         norms: list[float] = self.norm.tolist()
-        return lost, sorted(high, key=lambda row: -norms[row])
+        return lost, sorted(high, key=lambda i: -norms[i])
 
 
 def _drawn(norms: Tensor) -> Tensor:
@@ -59,7 +62,7 @@ def _drawn(norms: Tensor) -> Tensor:
 
 
 def column_size(count: int) -> int:
-    """How many rows are in one column; 1 if there are at most twice as many rows as columns."""
+    """How many steps are in one column; 1 if there are at most twice as many steps as columns."""
     return 1 if count <= 2 * MOST_COLUMNS else math.ceil(count / MOST_COLUMNS)
 
 
@@ -76,7 +79,7 @@ means = partial(torch.nanmean, dim=1)
 
 @dataclass(frozen=True)
 class Tiles:
-    """The norms of layers relative to their medians over the run, which the first steps have too."""
+    """The norms of layers divided by their medians over the run."""
 
     names: list[str]  # the layers that are shown, in the order of the model
     count: int  # how many layers there are
@@ -85,7 +88,7 @@ class Tiles:
 
     @classmethod
     def of(cls, record: Data, most: int = MOST_NAMES) -> "Tiles":
-        """Take first the layers with norms that are not finite, then those with the largest ratios."""
+        """Show the layers with norms that are not finite first, then those with the largest ratios."""
         edges, highest = _spans(record)
         if not highest.numel():
             return cls([], len(record.layers), [], highest)
@@ -99,8 +102,8 @@ class Tiles:
 
 def _median_norms(record: Data) -> Tensor:
     """The median of the norms above 0 of each layer over the run; 0 if there are none."""
-    rows = record.layer_norms if _is_whole(record) else torch.stack([block.median for block in record.blocks])
-    return torch.where(rows.isfinite() & (rows > 0), rows, torch.nan).nanmedian(dim=0).values.nan_to_num(nan=0.0)
+    norms = record.layer_norms if _is_whole(record) else torch.stack([block.median for block in record.blocks])
+    return torch.where(norms.isfinite() & (norms > 0), norms, torch.nan).nanmedian(dim=0).values.nan_to_num(nan=0.0)
 
 
 def _is_whole(record: Data) -> bool:
@@ -110,13 +113,13 @@ def _is_whole(record: Data) -> bool:
 
 def _spans(record: Data) -> tuple[list[float], Tensor]:
     """The edges of the columns, and the largest norm of each layer in each column."""
-    if not _is_whole(record):
+    if _is_whole(record):
+        spans = [(step, step) for step in record.layer_steps]
+        norms = record.layer_norms
+    else:
         blocks = sorted(record.blocks, key=lambda block: block.first)
         spans = [(block.first, block.last) for block in blocks]
-        rows = torch.stack([block.maximum for block in blocks])
-    else:
-        spans = [(step, step) for step in record.layer_steps]
-        rows = record.layer_norms
+        norms = torch.stack([block.maximum for block in blocks])
     size = max(1, math.ceil(len(spans) / MOST_TILES))
     gap = (spans[-1][1] - spans[0][0]) / 100 if spans else 0
     edges: list[float] = [spans[0][0] - 0.5] if spans else []
@@ -124,8 +127,8 @@ def _spans(record: Data) -> tuple[list[float], Tensor]:
     for k in range(0, len(spans), size):
         first, last = spans[k][0], spans[min(k + size, len(spans)) - 1][1]
         if first > edges[-1] + 1 + gap:
-            columns.append(torch.full_like(rows[0], -1.0))
+            columns.append(torch.full_like(norms[0], -1.0))
             edges.append(first - 0.5)
-        columns.append(rows[k : k + size].amax(dim=0))
+        columns.append(norms[k : k + size].amax(dim=0))
         edges.append(last + 0.5)
-    return edges, torch.stack(columns) if columns else rows
+    return edges, torch.stack(columns) if columns else norms

@@ -7,13 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
 from itertools import chain
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self, SupportsIndex
 
 import torch
 from torch import Tensor
 
 from torchzero_clip.checks import count
-from torchzero_clip.recorder.numbers import medians
+from torchzero_clip.recorder.arithmetic import medians
 from torchzero_clip.recorder.precision import FLOAT32, relative
 from torchzero_clip.recorder.series import EarlySign, early_signs, spikes_among
 from torchzero_clip.recorder.words import as_table
@@ -49,7 +49,7 @@ class Block(NamedTuple):
 
 
 class Ratios(NamedTuple):
-    """Norms of parameters, and of what was subtracted from them in a step; -1 without a gradient."""
+    """Norms of parameters and of their updates in one step; -1 without a gradient."""
 
     step: int
     params: Tensor
@@ -80,12 +80,15 @@ class Data:
     jumps: list[tuple[int, str]] = field(default_factory=list, repr=False)
 
     @cached_property
-    def _rows(self) -> dict[int, int]:
-        return {step: row for row, step in enumerate(self.steps)}
+    def _index_by_step(self) -> dict[int, int]:
+        return {step: i for i, step in enumerate(self.steps)}
 
     @cached_property
-    def _layer_rows(self) -> dict[int, int]:
-        return {step: row for row, step in enumerate(self.layer_steps)}
+    def _layer_index_by_step(self) -> dict[int, int]:
+        return {step: i for i, step in enumerate(self.layer_steps)}
+
+    def _layer_norms_of(self, step: int) -> Tensor:
+        return self.layer_norms[self._layer_index_by_step[step]]
 
     @property
     def share_clipped(self) -> Tensor:
@@ -95,30 +98,37 @@ class Data:
 
     def limits(self) -> Tensor:
         """The lowest limit that a transform sets to the joint norm, for each step; NaN if none is known."""
-        found = torch.full_like(self.norm, torch.nan)
+        lowest = torch.full_like(self.norm, torch.nan)
         for name in self.joint:
-            found = torch.fmin(found, self.metrics.get(f"{name}/limit", found))
-        return torch.where(found.isfinite(), found, torch.nan)
+            lowest = torch.fmin(lowest, self.metrics.get(f"{name}/limit", lowest))
+        return torch.where(lowest.isfinite(), lowest, torch.nan)
 
     def last(self, count: int) -> Self:
         return self.part(max(len(self.steps) - count, 0), len(self.steps))
 
     def part(self, first: int, end: int) -> Self:
-        """The steps from row ``first`` to ``end``, without blocks."""
-        own = ("steps", "reasons", "norm", "loss")
-        columns: dict[str, Any] = {name: getattr(self, name)[first:end] for name in own}
-        since, until = (self.steps[first], self.steps[end - 1]) if columns["steps"] else (0, -1)
-        whole = slice(bisect_left(self.layer_steps, since), bisect_right(self.layer_steps, until))
-        columns |= {"layer_steps": self.layer_steps[whole], "layer_norms": self.layer_norms[whole]}
-        metrics = {name: values[first:end] for name, values in self.metrics.items()}
-        ratios = [ratios for ratios in self.ratios if since <= ratios.step <= until]
-        jumps = [jump for jump in self.jumps if since <= jump[0] <= until]
-        return replace(self, **columns, metrics=metrics, blocks=[], ratios=ratios, jumps=jumps)
+        """The steps from index ``first`` to ``end``, without blocks."""
+        steps = self.steps[first:end]
+        since, until = (steps[0], steps[-1]) if steps else (0, -1)
+        of_layers = slice(bisect_left(self.layer_steps, since), bisect_right(self.layer_steps, until))
+        return replace(
+            self,
+            steps=steps,
+            reasons=self.reasons[first:end],
+            norm=self.norm[first:end],
+            loss=self.loss[first:end],
+            metrics={name: values[first:end] for name, values in self.metrics.items()},
+            layer_steps=self.layer_steps[of_layers],
+            layer_norms=self.layer_norms[of_layers],
+            blocks=[],
+            ratios=[ratios for ratios in self.ratios if since <= ratios.step <= until],
+            jumps=[jump for jump in self.jumps if since <= jump[0] <= until],
+        )
 
     def index(self, step: int) -> int:
-        """The row of a step; a ValueError if the record does not have the step."""
-        if step in self._rows:
-            return self._rows[step]
+        """The index of a step; a ValueError if the record does not have the step."""
+        if step in self._index_by_step:
+            return self._index_by_step[step]
         kept = f"steps {self.steps[0]} to {self.steps[-1]}" if self.steps else "no steps"
         if not self.steps or step > self.steps[-1]:
             raise ValueError(f"step {step} was not recorded: the record has {kept}")
@@ -132,15 +142,15 @@ class Data:
         step = self._most_unusual() if step is None else step_number(step)
         count("top", top)
         self.index(step)
-        if step not in self._layer_rows:
+        if step not in self._layer_index_by_step:
             text = f"the file does not have the layers of step {step}. It has those of spikes, skipped steps and steps "
             text += f"with ratios: {'..., ' if len(self.layer_steps) > 20 else ''}"
             raise ValueError(text + (", ".join(map(str, self.layer_steps[-20:])) or "none"))
         return Layers(self.layers_of(step)[:top])
 
     def layers_of(self, step: int) -> Layers:
-        """All layers with a gradient in a step, the worst first. The layers of the step must be known."""
-        norms, usual = self.layer_norms[self._layer_rows[step]], self.usual(step)
+        """All layers with a gradient in a step, the worst first. The step must be one of ``layer_steps``."""
+        norms, usual = self._layer_norms_of(step), self.usual(step)
         columns = (norms, usual, relative(norms, usual, self.precision))
         named = zip(self.layers, *(column.tolist() for column in columns), strict=True)
         layers = [Layer(*values) for values in named if not values[1] < 0]
@@ -161,25 +171,25 @@ class Data:
         if not self.layer_steps:
             raise ValueError("the record does not have the layers of any step")
         norms = [math.inf if self._is_bad(i) else _or_zero(norm) for i, norm in enumerate(self.norm.tolist())]
-        rows = [i for i, step in enumerate(self.steps) if step in self._layer_rows]
-        return self.steps[max(rows, key=lambda i: norms[i])]
+        with_layers = [i for i, step in enumerate(self.steps) if step in self._layer_index_by_step]
+        return self.steps[max(with_layers, key=lambda i: norms[i])]
 
-    def _is_bad(self, row: int) -> bool:
+    def _is_bad(self, i: int) -> bool:
         """True if a gradient of a step was not finite; False if the step had no gradients."""
-        norm, step = float(self.norm[row]), self.steps[row]
+        norm, step = float(self.norm[i]), self.steps[i]
         if not math.isnan(norm):
             return math.isinf(norm)
-        return step in self._layer_rows and not bool((self.layer_norms[self._layer_rows[step]] < 0).all())
+        return step in self._layer_index_by_step and not bool((self._layer_norms_of(step) < 0).all())
 
     def norms_of_gradients(self) -> Tensor:
         """The joint norms, with -1 for steps without gradients, and for those that a GradScaler refused."""
         norms, bad = self.norm.clone(), -1
-        for row in (~norms.isfinite()).nonzero().flatten().tolist():
+        for i in (~norms.isfinite()).nonzero().flatten().tolist():
             # a file has the layers of only the first ten of a series of steps that are not finite
-            if self._is_bad(row) or (bad == row - 1 >= 0 and self.steps[row] not in self._layer_rows):
-                bad = row
-            if bad != row or self.reasons[row] == "found_inf":
-                norms[row] = -1.0
+            if self._is_bad(i) or (bad == i - 1 >= 0 and self.steps[i] not in self._layer_index_by_step):
+                bad = i
+            if bad != i or self.reasons[i] == "found_inf":
+                norms[i] = -1.0
         return norms
 
     def spikes(self) -> list[int]:
@@ -189,51 +199,49 @@ class Data:
     def norm_spikes(self) -> set[int]:
         """The steps whose joint norm was a spike or not finite."""
         lost: list[int] = (~self.norm.isfinite()).nonzero().flatten().tolist()
-        rows = [i for i in lost if self._is_bad(i)] + spikes_among(self.norm).nonzero().flatten().tolist()
-        return {self.steps[i] for i in rows}
+        spikes: list[int] = spikes_among(self.norm).nonzero().flatten().tolist()
+        return {self.steps[i] for i in [*spikes, *filter(self._is_bad, lost)]}
 
     def early_signs(self) -> list[EarlySign]:
         """Return the norms and updates of layers that were unusually large: see `Recorder.early_signs`."""
-        found = list[EarlySign]()
+        signs = list[EarlySign]()
         for step in {step for step, _ in self.jumps} - self.norm_spikes():
             layers = [layer for layer in self.layers_of(step) if (step, layer.name) in self.jumps]
-            found += [EarlySign(step, name, "norm", *numbers) for name, *numbers in layers]
+            signs += [EarlySign(step, name, "norm", *numbers) for name, *numbers in layers]
         if self.ratios:
             steps, ratios = [ratios.step for ratios in self.ratios], torch.stack([r.relative for r in self.ratios])
-            known = dict(zip(steps, self.update_ratios(), strict=True))
+            above_rounding = dict(zip(steps, ~self.update_ratios().isnan(), strict=True))
             updates = early_signs(steps, self.layers, ratios)
-            found += [sign for sign in updates if not known[sign.step][self.layers.index(sign.layer)].isnan()]
-        return sorted(found, key=lambda sign: sign.step)
+            signs += [sign for sign in updates if above_rounding[sign.step][self.layers.index(sign.layer)]]
+        return sorted(signs, key=lambda sign: sign.step)
 
     def update_ratios(self) -> Tensor:
-        """The relative norms of updates, a row for each of ``ratios``; NaN if rounding alone explains the gradient."""
+        """The relative norms of updates in each of ``ratios``; NaN if rounding alone explains the gradient."""
         # Adam makes large updates out of rounding
-        rows = [self._layer_rows.get(ratios.step) for ratios in self.ratios]
         unknown = torch.full_like(self.ratios[0].params, torch.inf)
-        norms = torch.stack([unknown if row is None else self.layer_norms[row] for row in rows])
-        is_rounding = relative(norms, torch.zeros_like(norms), self.precision).isnan()
+        norms = [self._layer_norms_of(r.step) if r.step in self._layer_index_by_step else unknown for r in self.ratios]
+        is_rounding = relative(torch.stack(norms), torch.zeros_like(unknown), self.precision).isnan()
         return torch.where(is_rounding, torch.nan, torch.stack([ratios.relative for ratios in self.ratios]))
 
     def alarm(self, since: int) -> str | None:
         """Describe the first step, from ``since`` on, that has a norm of inf or NaN. None if there is no such step."""
         lost = self.layer_norms.isfinite().logical_not()
-        rows: list[int] = lost.any(dim=1).nonzero().flatten().tolist()
+        bad: list[int] = lost.any(dim=1).nonzero().flatten().tolist()
         # a gradient scaler tries large scales on purpose
-        rows = [i for i in rows if self.steps[i] >= since and "found_inf" not in self.reasons[i]]
-        if not rows:
+        bad = [i for i in bad if self.steps[i] >= since and "found_inf" not in self.reasons[i]]
+        if not bad:
             return None
-        row = rows[0]
-        names = [name for name, is_lost in zip(self.layers, lost[row].tolist(), strict=True) if is_lost]
+        step, norms = self.layer_steps[bad[0]], self.layer_norms[bad[0]]
+        names = [name for name, is_lost in zip(self.layers, lost[bad[0]].tolist(), strict=True) if is_lost]
         shown = ", ".join(names[:MOST_NAMED]) + (", ..." if len(names) > MOST_NAMED else "")
         text = (
-            f"step {self.layer_steps[row]:,}: the gradients of {len(names):,} of {len(self.layers):,} layers are inf "
-            f"or NaN. In the order of the optimizer: {shown}."
+            f"step {step:,}: the gradients of {len(names):,} of {len(self.layers):,} layers are inf or NaN. In the "
+            f"order of the optimizer: {shown}."
         )
-        norms, usual = self.layer_norms[row], self.usual(self.layer_steps[row])
         order = [i for i in norms.argsort(descending=True).tolist() if norms[i].isfinite() and norms[i] >= 0]
         if order:
-            said = [f" (usual {number:.4g})" if number == number else "" for number in usual.tolist()]
-            near = ", ".join(f"{self.layers[i]} {norms[i]:.4g}{said[i]}" for i in order[:MOST_NAMED])
+            usual = [f" (usual {number:.4g})" if number == number else "" for number in self.usual(step).tolist()]
+            near = ", ".join(f"{self.layers[i]} {norms[i]:.4g}{usual[i]}" for i in order[:MOST_NAMED])
             text += f" The largest finite norms of the other layers: {near}."
         return text
 
@@ -243,13 +251,13 @@ def places_of(layers: Iterable[Iterable[str]]) -> dict[str, int]:
 
 
 def widened(values: Tensor, layers: Sequence[str], places: Mapping[str, int]) -> Tensor:
-    """Rows of norms of some layers, as rows of norms of all layers, at their places; -1 for the others."""
+    """Norms of some layers, in one step or several, as norms of all layers at their places; -1 for the others."""
     result = values.new_full((*values.shape[:-1], len(places)), -1.0)
     result[..., [places[name] for name in layers]] = values
     return result
 
 
-def step_number(step: Any) -> int:
+def step_number(step: SupportsIndex) -> int:
     try:
         return operator.index(step)
     except TypeError:

@@ -10,7 +10,7 @@ import torch
 from torchzero_clip.recorder import panels, words
 from torchzero_clip.recorder.binning import Events, Tiles
 from torchzero_clip.recorder.data import Data
-from torchzero_clip.recorder.files import Place, not_a_record
+from torchzero_clip.recorder.files import FilePath, not_a_record
 from torchzero_clip.recorder.series import Series
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 MOST_GROUPS = 6
 
 
-def draw_record(record: Data, path: Place | None = None) -> "Figure":
+def draw_record(record: Data, path: FilePath | None = None) -> "Figure":
     """Draw the norms, the loss if it is known, and the layers by step; save the figure if there is a path."""
     events, tiles = Events.of(record), Tiles.of(record)
     thin = panels.thin_panels(record, events)
@@ -36,7 +36,7 @@ def draw_record(record: Data, path: Place | None = None) -> "Figure":
     return _saved(figure, path)
 
 
-def draw_series(series: Mapping[str, Series], limits: Mapping[str, float], path: Place | None) -> "Figure":
+def draw_series(series: Mapping[str, Series], limits: Mapping[str, float], path: FilePath | None) -> "Figure":
     """Draw the norms, those that were left out, the spikes and the limit, in a row for each group."""
     shown = list(series)[:MOST_GROUPS]
     figure = _figure(2.6 * len(shown) + 0.7)
@@ -64,18 +64,18 @@ def _figure(height: float) -> "Figure":
     return panels.matplotlib().figure.Figure(figsize=(9, height), layout="constrained")
 
 
-def _saved(figure: "Figure", path: Place | None) -> "Figure":
+def _saved(figure: "Figure", path: FilePath | None) -> "Figure":
     if path is not None:
         not_a_record(path)
         figure.savefig(path, dpi=110)
     return figure
 
 
-def _legend(figure: "Figure", rows: Sequence["Axes"]) -> None:
-    pairs = [axes.get_legend_handles_labels() for axes in rows]
-    found = {label: handle for handles, labels in pairs for handle, label in zip(handles, labels, strict=True)}
-    ncols = max(1, min(len(found), 4))
-    figure.legend(found.values(), found.keys(), loc="outside upper center", ncols=ncols, fontsize="small")
+def _legend(figure: "Figure", panels_of_norms: Sequence["Axes"]) -> None:
+    pairs = [axes.get_legend_handles_labels() for axes in panels_of_norms]
+    by_label = {label: handle for handles, labels in pairs for handle, label in zip(handles, labels, strict=True)}
+    ncols = max(1, min(len(by_label), 4))
+    figure.legend(by_label.values(), by_label.keys(), loc="outside upper center", ncols=ncols, fontsize="small")
 
 
 def _draw_heat(figure: "Figure", axes: "Axes", tiles: Tiles, events: Events) -> None:

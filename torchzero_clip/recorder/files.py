@@ -16,17 +16,18 @@ import re
 from collections.abc import Mapping, Sequence
 from io import FileIO
 from pathlib import Path
+from types import UnionType
 from typing import Any, TypeAlias
 
 from torch import Tensor
 
+from torchzero_clip.recorder.arithmetic import medians
 from torchzero_clip.recorder.data import Data
-from torchzero_clip.recorder.numbers import medians
 
 VERSION = 1
 BEGIN = '{"kind": "run"'  # how the first line of a file begins
 NUMBER = float | int | None
-KINDS: Mapping[str, Mapping[str, Any]] = {  # the entries that lines must have; files of earlier releases have no ids
+KINDS: Mapping[str, Mapping[str, type | UnionType]] = {  # what lines must have; files of earlier releases have no ids
     "run": {"version": int, "start": int, "by": str, "joint": list, "layers": list},
     "step": {"step": int, "norm": NUMBER, "loss": NUMBER, "reason": str, "metrics": dict},
     "loss": {"step": int, "loss": NUMBER},
@@ -35,50 +36,50 @@ KINDS: Mapping[str, Mapping[str, Any]] = {  # the entries that lines must have; 
     "ratios": {"step": int, "params": list, "updates": list},
 }
 
-Row: TypeAlias = dict[str, Any]
-Place: TypeAlias = str | Path
+Line: TypeAlias = dict[str, Any]  # a JSON object with the entries in `KINDS`
+FilePath: TypeAlias = str | Path
 
 
-def header(name: str, parent: str | None, start: int, by: str, record: Data) -> Row:
+def run_line(name: str, parent: str | None, start: int, by: str, record: Data) -> Line:
     """The line before the steps of a run, or before steps with other layers than those before."""
-    own = {"version": VERSION, "id": name, "parent": parent, "start": start}
-    found = {"joint": list(record.joint), "layers": list(record.layers), "precision": record.precision}
-    return {"kind": "run", **own, "by": by, **found}
+    run = {"kind": "run", "version": VERSION, "id": name, "parent": parent, "start": start, "by": by}
+    return {**run, "joint": list(record.joint), "layers": list(record.layers), "precision": record.precision}
 
 
-def rows_of_steps(record: Data) -> list[Row]:
+def step_lines(record: Data) -> list[Line]:
     columns = zip(record.steps, record.norm.tolist(), record.loss.tolist(), record.reasons, strict=True)
     metrics = {name: values.tolist() for name, values in record.metrics.items()}
-    rows: list[Row] = []
+    lines: list[Line] = []
     for i, (step, norm, loss, reason) in enumerate(columns):
-        own = {name: finite(values[i]) for name, values in metrics.items() if not math.isnan(values[i])}
+        measured = {name: finite(values[i]) for name, values in metrics.items() if not math.isnan(values[i])}
         numbers = {"norm": finite(norm), "loss": finite(loss)}
-        rows.append({"kind": "step", "step": step, **numbers, "reason": reason, "metrics": own})
+        lines.append({"kind": "step", "step": step, **numbers, "reason": reason, "metrics": measured})
     for step, params, updates in record.ratios:
-        rows.append({"kind": "ratios", "step": step, "params": _row(params), "updates": _row(updates)})
-    return rows
+        lines.append({"kind": "ratios", "step": step, "params": _numbers(params), "updates": _numbers(updates)})
+    return lines
 
 
-def rows_of_layers(record: Data, steps: set[int]) -> list[Row]:
-    rows: list[Row] = []
+def layer_lines(record: Data, steps: set[int]) -> list[Line]:
+    lines: list[Line] = []
     for step, norms in zip(record.layer_steps, record.layer_norms, strict=True):
         if step in steps:
+            line: Line = {"kind": "layers", "step": step, "norms": _numbers(norms)}
             jumps = [name for jumped, name in record.jumps if jumped == step]
-            rows.append({"kind": "layers", "step": step, "norms": _row(norms), **({"jumps": jumps} if jumps else {})})
-    return rows
+            lines.append(line | {"jumps": jumps} if jumps else line)
+    return lines
 
 
-def block(steps: Sequence[int], norms: Tensor) -> Row:
-    """The line that sums up the norms of layers, with a row for each step."""
+def block_line(steps: Sequence[int], norms: Tensor) -> Line:
+    """The line that sums up the norms of layers over these steps."""
     absent = ((norms < 0).all(dim=0)).tolist()
-    columns = (_row(medians(norms)), _row(norms.amax(dim=0)))
+    columns = (_numbers(medians(norms)), _numbers(norms.amax(dim=0)))
     median, maximum = ([-1.0 if no else x for x, no in zip(column, absent, strict=True)] for column in columns)
     return {"kind": "block", "first": steps[0], "last": steps[-1], "median": median, "maximum": maximum}
 
 
-def encoded(rows: Sequence[Row], run: str) -> bytes:
-    named = [row if row["kind"] == "run" else {"kind": row["kind"], "run": run, **row} for row in rows]
-    return "".join(f"{json.dumps(row, allow_nan=False)}\n" for row in named).encode()
+def encoded(lines: Sequence[Line], run: str) -> bytes:
+    named = [line if line["kind"] == "run" else {"kind": line["kind"], "run": run, **line} for line in lines]
+    return "".join(f"{json.dumps(line, allow_nan=False)}\n" for line in named).encode()
 
 
 def append(path: Path, data: bytes) -> None:
@@ -98,13 +99,11 @@ def append(path: Path, data: bytes) -> None:
             raise
 
 
-def place_of(path: Path) -> tuple[int, int, int] | None:
-    """Which file stands at a path, and its size; None if there is none."""
+def status(path: Path) -> os.stat_result | None:
     try:
-        found = path.stat()
+        return path.stat()
     except FileNotFoundError:
         return None
-    return found.st_dev, found.st_ino, found.st_size
 
 
 def check(path: Path) -> bool:
@@ -123,7 +122,7 @@ def check(path: Path) -> bool:
     return len(begin) > 0
 
 
-def not_a_record(path: Place) -> None:
+def not_a_record(path: FilePath) -> None:
     """Raise a ValueError if this path is the file of a recorder, which must not be overwritten."""
     try:
         with Path(path).open("rb") as file:
@@ -150,5 +149,5 @@ def finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _row(values: Tensor) -> list[float | None]:
+def _numbers(values: Tensor) -> list[float | None]:
     return [finite(value) for value in values.tolist()]

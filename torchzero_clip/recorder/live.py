@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torchzero_clip.compat import warn_user
-from torchzero_clip.recorder.numbers import median_of, medians
+from torchzero_clip.recorder.arithmetic import median_of, medians
 from torchzero_clip.recorder.precision import relative
 from torchzero_clip.recorder.record import Record
 
@@ -32,7 +32,7 @@ class Live:
         self._warned = False
 
     def send(self, record: Record, *, is_end: bool = False) -> None:
-        """Send the points of steps that were not sent yet; at the end also the last one, though it is incomplete."""
+        """Send the points of steps that were not sent yet; at the end also the last point, which may be incomplete."""
         first = sum(step < self.next for step in record.steps)
         every = self.every or max(len(record.steps) - first, 1)
         while first < len(record.steps):
@@ -51,13 +51,12 @@ class Live:
             first = end
 
     def _point(self, record: Record, first: int, end: int) -> dict[str, float]:
-        """What happened in the steps from row ``first`` to ``end``."""
         norm = record.norm[first:end]
         finite = norm[norm.isfinite()]
         clipped, limit = record.share_clipped[first:end], record.limits()[first:end]
         norms = record.layer_norms[first:end]
-        own = record.part(first, end)
-        ratios = own.update_ratios()[-1] if own.ratios else norms.new_full((len(record.layers),), math.nan)
+        steps = record.part(first, end)
+        ratios = steps.update_ratios()[-1] if steps.ratios else norms.new_full((len(record.layers),), math.nan)
         is_lost = bool(norms.isfinite().logical_not().any())
         values = {
             "gradients/norm": median_of(finite) if len(finite) else math.nan,
@@ -81,12 +80,12 @@ class Live:
 
 
 def _top(sizes: Tensor) -> list[int]:
-    known = sizes.nan_to_num(nan=-1.0, posinf=math.inf)
-    return [i for i in known.argsort(descending=True, stable=True).tolist()[:TOP] if known[i] > 0]
+    sizes = sizes.nan_to_num(nan=-1.0, posinf=math.inf)
+    return [i for i in sizes.argsort(descending=True, stable=True).tolist()[:TOP] if sizes[i] > 0]
 
 
 def sender(target: Any) -> tuple[Send, bool]:
-    """A function that sends one point, and whether only one point may be sent at a time."""
+    """A function that sends one point, and whether all steps that are sent at once must be one point."""
     if hasattr(target, "add_scalar"):
 
         def add(step: int, values: Mapping[str, float]) -> None:

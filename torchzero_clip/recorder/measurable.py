@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from torchzero_clip.compat import is_distributed
 from torchzero_clip.functional import foreach
-from torchzero_clip.functional.norms import each_norm
+from torchzero_clip.functional.norms import norms_of_each
 from torchzero_clip.recorder.precision import precision_of
 
 ORDINARY = {Tensor, nn.Parameter, nn.Buffer}
@@ -28,21 +28,21 @@ class Measurable:
 
     @property
     def has_news(self) -> bool:
-        """True if something cannot be measured, and `said` was not called."""
+        """True if something cannot be measured, and `warning` was not called."""
         return bool(self._errors) and not self._has_said and any(self._errors.values())
 
-    def said(self, named: Sequence[tuple[str, Tensor]]) -> str:
+    def warning(self, named: Sequence[tuple[str, Tensor]]) -> str:
         """The text of the warning about parameters and gradients that cannot be measured."""
         weights = [(name, self._error_of(param)) for name, param in named]
         grads = [(name, self._error_of(param.grad)) for name, param in named if param.grad is not None]
-        parts: list[str] = []
-        for what, found in (("gradients", grads), ("weights and updates", weights)):
-            names = [repr(name) for name, error in found if error is not None]
+        missing: list[str] = []
+        for what, errors in (("gradients", grads), ("weights and updates", weights)):
+            names = [repr(name) for name, error in errors if error is not None]
             if names:
-                parts.append(f"{what} of {', '.join(names[:SHOWN])}{', ...' if len(names) > SHOWN else ''}")
+                missing.append(f"{what} of {', '.join(names[:SHOWN])}{', ...' if len(names) > SHOWN else ''}")
         error = next((error for _, error in [*grads, *weights] if error is not None), None)
         self._has_said = True
-        return f"the record has no norms of {' and of '.join(parts)}, which cannot be measured: {error!r}"
+        return f"the record has no norms of {' and of '.join(missing)}, which cannot be measured: {error!r}"
 
     def _error_of(self, tensor: Tensor) -> Exception | None:
         kind = type(tensor)
@@ -57,9 +57,9 @@ def _tried(tensor: Tensor) -> Exception | None:
     """The error of measuring a tensor and its update; None if there is none."""
     try:
         copies = foreach.clone([tensor.detach()])
-        each_norm(copies)
+        norms_of_each(copies)
         precision_of(copies)
         foreach.subtract_(copies, [tensor.detach()])
-    except Exception as error:  # each class has its own
+    except Exception as error:  # which one depends on the class
         return error.with_traceback(None)  # whose frames would keep the copies alive
     return None

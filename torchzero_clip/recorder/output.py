@@ -6,6 +6,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -13,9 +14,9 @@ from torch import Tensor
 
 from torchzero_clip.compat import warn_user
 from torchzero_clip.recorder import files
-from torchzero_clip.recorder.layout import By
 from torchzero_clip.recorder.live import EARLIER, Live
 from torchzero_clip.recorder.record import Record
+from torchzero_clip.recorder.recorded_params import By
 from torchzero_clip.recorder.series import spikes_among
 
 REMEMBERED = 1000  # how many earlier joint norms are used to find spikes among the next ones
@@ -23,6 +24,9 @@ BLOCK = 100
 IN_A_ROW = 10  # in a series of spikes or refused steps, the layers of so many steps are written
 FIRST = 10
 SECONDS = 30.0
+
+ReadLast: TypeAlias = Callable[[int], Record]
+"""Reads as many of the last steps."""
 
 
 class FirstProcess:
@@ -46,7 +50,7 @@ class Log:
         self.is_lost = False  # True if another recorder of this process writes to the file now
         self._by: By = by
         self._most, self._keep = most, keep
-        self._place: tuple[int, int, int] | None = None  # the file after the last write
+        self._status: os.stat_result | None = None  # that of the file after the last write
         self._has_warned = False
         self.begin_anew(None)
 
@@ -57,7 +61,7 @@ class Log:
         self._header: tuple[list[str], float] | None = None  # the layers and the precision in the file
         # the last steps in the file: their joint norms, and whether one was refused, not finite or a jump
         self._seen: deque[tuple[int, float, bool]] = deque(maxlen=REMEMBERED)
-        self._whole: set[int] = set()  # the steps whose layers are in the file
+        self._with_layers: set[int] = set()  # the steps whose layers are in the file
         self._open = 0  # how many of the last steps in the file are in no complete block
         self._has_block = False
 
@@ -66,7 +70,7 @@ class Log:
         """The id of this run; before it has written anything, that of the run that it resumes."""
         return self.parent if self._header is None else self.run
 
-    def write(self, kept: Callable[[int], Record], count: int, losses: Mapping[int, float], *, is_end: bool) -> None:
+    def write(self, read_last: ReadLast, count: int, losses: Mapping[int, float], *, is_end: bool) -> None:
         """Append the last ``count`` steps, late losses, and layers of spikes; the others are as in `Output.flush`."""
         if not self.is_new:
             self.is_new = True
@@ -74,76 +78,77 @@ class Log:
                 f"{self.path} already has a record of another run. The new run is appended, and read_record now reads "
                 "the new run. To continue the other run, call load_state_dict before the first step"
             )
-        record = kept(self._open + count)
+        record = read_last(self._open + count)
         new = record.last(count)
         now = record.layers, record.precision if record.steps or self._header is None else self._header[1]
-        rows = files.rows_of_steps(new)
-        rows += [{"kind": "loss", "step": step, "loss": files.finite(loss)} for step, loss in losses.items()]
+        lines = files.step_lines(new)
+        lines += [{"kind": "loss", "step": step, "loss": files.finite(loss)} for step, loss in losses.items()]
         lost = new.layer_norms.isfinite().logical_not().any(dim=1).tolist()
         jumped = {step for step, _ in new.jumps}
         bad = [s in jumped or bool(why) or no for s, why, no in zip(new.steps, new.reasons, lost, strict=True)]
         seen = [*self._seen, *zip(new.steps, new.norm.tolist(), bad, strict=True)]
         # if older steps are forgotten, a series of bad ones may have begun before
-        whole = _in_whole(seen, IN_A_ROW if len(self._seen) == REMEMBERED else 0) | {r.step for r in new.ratios}
+        in_series = IN_A_ROW if len(self._seen) == REMEMBERED else 0
+        with_layers = _steps_with_layers(seen, in_series) | {ratios.step for ratios in new.ratios}
         if is_end and not self._has_block and len(record.steps) <= BLOCK:
-            whole |= set(record.steps)  # a short run
-        whole -= self._whole
+            with_layers |= set(record.steps)  # a short run
+        with_layers -= self._with_layers
         # reading all steps takes five times as long, and is needed only for a spike that is found late
-        is_old = len(whole) > 0 and (not record.steps or min(whole) < record.steps[0])
-        rows += files.rows_of_layers(kept(self._keep) if is_old else record, whole)
+        is_old = len(with_layers) > 0 and (not record.steps or min(with_layers) < record.steps[0])
+        lines += files.layer_lines(read_last(self._keep) if is_old else record, with_layers)
         blocks, rest = self._blocks(record, is_end)
-        rows += blocks
-        if rows and (self._is_new_file() or now != self._header):
+        lines += blocks
+        if lines and (self._is_new_file() or now != self._header):
             start = new.steps[0] if new.steps else max((step for step, *_ in seen), default=-1) + 1
-            rows.insert(0, files.header(self.run, self.parent, start, self._by, record))
-        if rows:
-            files.append(self.path, files.encoded(rows, self.run))
-            self._place = files.place_of(self.path)
+            lines.insert(0, files.run_line(self.run, self.parent, start, self._by, record))
+        if lines:
+            files.append(self.path, files.encoded(lines, self.run))
+            self._status = files.status(self.path)
         self._has_block = self._has_block or rest < len(record.steps)
         self._header, self._open = now, rest
         self._seen.extend(seen[len(self._seen) :])
         first = self._seen[0][0] if self._seen else 0
-        self._whole = {step for step in self._whole | whole if step >= first}
+        self._with_layers = {step for step in self._with_layers | with_layers if step >= first}
 
     def _is_new_file(self) -> bool:
         """True if the file lacks the first line of this run. Warn once if it was replaced since the last write."""
-        now, before = files.place_of(self.path), self._place
-        is_same = now is not None and before is not None and now[:2] == before[:2] and now[2] >= before[2]
+        now, before = files.status(self.path), self._status
+        is_same = now and before and os.path.samestat(now, before) and now.st_size >= before.st_size
         if before is not None and not is_same and not self._has_warned:
             self._has_warned = True
             warn_user(
                 f"{self.path} was replaced or shortened during the run. Later steps are appended to the file that is "
                 "there now, which may lack earlier ones"
             )
-        return not now or not now[2] or (before is not None and not is_same)
+        return now is None or not now.st_size or (before is not None and not is_same)
 
-    def _blocks(self, record: Record, is_end: bool) -> tuple[list[files.Row], int]:
+    def _blocks(self, record: Record, is_end: bool) -> tuple[list[files.Line], int]:
         """The blocks that are complete, and the number of steps that are in no complete block yet."""
-        blocks: list[files.Row] = []
+        blocks: list[files.Line] = []
         first, end = 0, len(record.steps)
         while end - first >= BLOCK or (end > first and (is_end or end - first + self._most > self._keep)):
-            own = slice(first, first + BLOCK)
-            blocks.append(files.block(record.layer_steps[own], record.layer_norms[own]))
-            first += len(record.layer_steps[own])
+            steps, norms = record.layer_steps[first : first + BLOCK], record.layer_norms[first : first + BLOCK]
+            blocks.append(files.block_line(steps, norms))
+            first += len(steps)
         if first == 0 and end and not self._has_block:
             # without it, a run that is killed early has no usual norms; a longer one from the same step replaces it
-            blocks.append(files.block(record.layer_steps, record.layer_norms))
+            blocks.append(files.block_line(record.layer_steps, record.layer_norms))
         return blocks, end - first
 
 
-def _in_whole(seen: list[tuple[int, float, bool]], series: int) -> set[int]:
-    """Spikes, jumps and refused steps; of a series, only the first `IN_A_ROW`, and ``series`` of these came before."""
+def _steps_with_layers(seen: list[tuple[int, float, bool]], series: int) -> set[int]:
+    """Spikes, jumps and refused steps; at most `IN_A_ROW` of a series, of which ``series`` came before."""
     norms = torch.tensor([norm for _, norm, _ in seen], dtype=torch.float64, device="cpu")
-    found = set[int]()
+    steps = set[int]()
     for (step, _, is_bad), is_spike in zip(seen, spikes_among(norms).tolist(), strict=True):
         series = series + 1 if is_bad or is_spike else 0
         if 0 < series <= IN_A_ROW:
-            found.add(step)
-    return found
+            steps.add(step)
+    return steps
 
 
 class Output:
-    """Knows which steps are in the file: all but ``every`` at most. The last ``keep`` steps can be read again."""
+    """Decides when steps are written: at most ``every`` wait. The last ``keep`` steps can be read again."""
 
     def __init__(self, log: Log | None, live: Live | None, every: int, keep: int) -> None:
         self.log, self.live = log, live
@@ -158,7 +163,7 @@ class Output:
         self._warned = False
 
     def begin_anew(self, step: int, waiting: int, parent: str | None) -> None:
-        """Begin a run at a step, which resumes another run. So many steps before it are written again."""
+        """Begin a run that resumes another one at this step. The ``waiting`` steps before it are written again."""
         self.waiting, self._count = waiting, 0
         self.older.clear()
         self.late.clear()
@@ -189,11 +194,11 @@ class Output:
         is_due = self._untried >= self._every or self._count == FIRST or self.waiting == self._keep
         return is_due or time.monotonic() - self._tried_at > SECONDS
 
-    def flush(self, kept: Callable[[int], Record], *, warn: bool = False, is_end: bool = False) -> None:
-        """Write and send the steps that wait, which ``kept`` reads; at the end also incomplete blocks and points."""
+    def flush(self, read_last: ReadLast, *, warn: bool = False, is_end: bool = False) -> None:
+        """Write and send the steps that wait; at the end also incomplete blocks and points."""
         # if the file cannot be written, the next flush tries again; with `warn`, this is one warning and no error
         try:
-            self._flush(kept, is_end)
+            self._flush(read_last, is_end)
             self._warned = False
         except OSError as error:
             if not warn:
@@ -202,7 +207,7 @@ class Output:
                 warn_user(f"the record could not be written to {self.log.path}, the next write tries again: {error}")
             self._warned = True
 
-    def _flush(self, kept: Callable[[int], Record], is_end: bool) -> None:
+    def _flush(self, read_last: ReadLast, is_end: bool) -> None:
         self._untried, self._tried_at = 0, time.monotonic()
         if not self.is_writer:
             return
@@ -210,19 +215,19 @@ class Output:
         live = self.live if count or is_end else None
         most = 0 if live is None else EARLIER + (live.every or 0) + count
         if live is not None:
-            kept = _read_once(kept, most)
+            read_last = _read_once(read_last, most)
         while self.older and log is not None:
             log.write(self.older[0].last, len(self.older[0].steps), {}, is_end=True)
             self.older.pop(0)
         if log is not None and not log.is_lost and (count or self.late or is_end):
-            log.write(kept, count, {step: float(loss) for step, loss in self.late.items()}, is_end=is_end)
+            log.write(read_last, count, {step: float(loss) for step, loss in self.late.items()}, is_end=is_end)
         self.waiting = 0
         self.late.clear()
         if live is not None:
-            live.send(kept(most), is_end=is_end)
+            live.send(read_last(most), is_end=is_end)
 
 
-def _read_once(kept: Callable[[int], Record], most: int) -> Callable[[int], Record]:
-    """As ``kept``, but up to ``most`` steps are copied from the device once."""
-    record = kept(most)
-    return lambda count: record.last(count) if count <= most else kept(count)
+def _read_once(read_last: ReadLast, most: int) -> ReadLast:
+    """As ``read_last``, but up to ``most`` steps are copied from the device once, now."""
+    record = read_last(most)
+    return lambda count: record.last(count) if count <= most else read_last(count)

@@ -3,14 +3,15 @@
 import importlib
 import math
 from collections.abc import Mapping, Sequence
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from torchzero_clip.recorder.arithmetic import median_of
 from torchzero_clip.recorder.binning import HUGE, Events, column_size, in_columns, largest, means, medians
 from torchzero_clip.recorder.data import Data
-from torchzero_clip.recorder.numbers import median_of
 from torchzero_clip.recorder.series import Series
 from torchzero_clip.recorder.words import number
 
@@ -47,11 +48,11 @@ def draw_norm_panel(axes: "Axes", events: Events) -> None:
 
 
 def _limits(axes: "Axes", events: Events) -> None:
-    known = events.limits[events.limits.isfinite()]
-    if len(known):
+    limits = events.limits[events.limits.isfinite()]
+    if len(limits):
         size = column_size(len(events.steps))
         heights = in_columns(events.limits, size, medians).tolist()
-        label = f"limit: {'' if known.min() == known.max() else 'median '}{number(median_of(known))}"
+        label = f"limit: {'' if limits.min() == limits.max() else 'median '}{number(median_of(limits))}"
         axes.stairs(heights, _edges(events, size), baseline=None, label=label, zorder=3, **LIMIT)
 
 
@@ -75,15 +76,15 @@ def _curve(axes: "Axes", x: Tensor, norms: Tensor, what: str) -> None:
 
 def _marks(axes: "Axes", events: Events) -> None:
     """Mark spikes and skipped steps; those whose norm is not finite are at the upper edge."""
-    known = events.norm.isfinite()
+    has_norm = events.norm.isfinite()
     for where, style, label in (
-        (events.spikes & known, SPIKE, "spikes: {:,}"),
-        (events.spikes & ~known, LOST, "inf or NaN: {:,}"),
-        (events.signs & known, SIGN, "early signs: {:,}"),
+        (events.spikes & has_norm, SPIKE, "spikes: {:,}"),
+        (events.spikes & ~has_norm, LOST, "inf or NaN: {:,}"),
+        (events.signs & has_norm, SIGN, "early signs: {:,}"),
         (events.skipped, SKIPPED, "skipped: {:,} steps"),
     ):
         if bool(where.any()):
-            finite, lost = where & known, events.steps[where & ~known].tolist()
+            finite, lost = where & has_norm, events.steps[where & ~has_norm].tolist()
             label = label.format(int(where.sum()))
             axes.plot(events.steps[finite].tolist(), events.norm[finite].tolist(), label=label, zorder=4, **style)
             axes.plot(lost, [LOST_AT] * len(lost), transform=axes.get_xaxis_transform(), zorder=4, **style)
@@ -96,17 +97,17 @@ def _labels(axes: "Axes", events: Events) -> None:
     axes.set_ylim(low, high)
     set_log_ticks(axes.yaxis, low, high)
     left, right = axes.get_xlim()
-    taken: list[float] = []
+    labeled: list[float] = []
     lost, others = events.worst()
-    for row in [*list(lost)[: MOST_LABELS // 2], *others]:
-        x, norm = float(events.steps[row]), float(events.norm[row])
+    for i in [*list(lost)[: MOST_LABELS // 2], *others]:
+        x, norm = float(events.steps[i]), float(events.norm[i])
         place = min(max((x - left) / (right - left), NEAR / 2), 1 - NEAR / 2)
-        if len(taken) == MOST_LABELS or any(abs(place - other) < NEAR for other in taken):
+        if len(labeled) == MOST_LABELS or any(abs(place - other) < NEAR for other in labeled):
             continue
-        taken.append(place)
-        known = math.isfinite(norm)
-        height = math.log(norm / low) / math.log(high / low) if known else LOST_AT
-        axes.annotate(f"step {x:,.0f}", (place, height), (0, 7 if known else -14), **LABEL)
+        labeled.append(place)
+        has_norm = math.isfinite(norm)
+        height = math.log(norm / low) / math.log(high / low) if has_norm else LOST_AT
+        axes.annotate(f"step {x:,.0f}", (place, height), (0, 7 if has_norm else -14), **LABEL)
 
 
 def thin_panels(record: Data, events: Events) -> dict[str, Tensor]:
@@ -119,18 +120,18 @@ def thin_panels(record: Data, events: Events) -> dict[str, Tensor]:
     return panels
 
 
-def draw_thin_panels(rows: Sequence["Axes"], panels: Mapping[str, Tensor], events: Events) -> None:
-    for axes, (label, values) in zip(rows, panels.items(), strict=True):
+def draw_thin_panels(axes_of_panels: Sequence["Axes"], panels: Mapping[str, Tensor], events: Events) -> None:
+    for axes, (label, values) in zip(axes_of_panels, panels.items(), strict=True):
         size = column_size(len(values))
         place = in_columns(events.steps, size, means).tolist()
         axes.set_ylabel(label)
         set_steps(axes, events)
         if label == "loss":
-            known = torch.where(values.isfinite(), values.clamp(-HUGE, HUGE), torch.nan)
-            axes.plot(place, in_columns(known, size, medians).tolist(), color="0.35", linewidth=0.8)
+            losses = torch.where(values.isfinite(), values.clamp(-HUGE, HUGE), torch.nan)
+            axes.plot(place, in_columns(losses, size, medians).tolist(), color="0.35", linewidth=0.8)
             if size > 1:
-                axes.plot(place, in_columns(known, size, largest).tolist(), color="0.35", linewidth=0.4)
-            if bool((known > 0).any()) and float(known[known > 0].max() / known[known > 0].min()) > 100:
+                axes.plot(place, in_columns(losses, size, largest).tolist(), color="0.35", linewidth=0.4)
+            if bool((losses > 0).any()) and float(losses[losses > 0].max() / losses[losses > 0].min()) > 100:
                 axes.set_yscale("log")
         else:
             shares = in_columns(values, size, means).tolist()
@@ -138,7 +139,7 @@ def draw_thin_panels(rows: Sequence["Axes"], panels: Mapping[str, Tensor], event
             axes.set_ylim(0, 105)
 
 
-def draw_series_row(axes: "Axes", side: Any, series: Series, limit: float) -> int:
+def draw_series_row(axes: "Axes", side: "Axes", series: Series, limit: float) -> int:
     """Draw the norms in their order, and beside them how often each was seen; return how many are spikes."""
     axes.set_yscale("log")
     axes.set_ylabel("norm")
@@ -159,12 +160,12 @@ def draw_series_row(axes: "Axes", side: Any, series: Series, limit: float) -> in
         panel.axhline(min(max(limit, 1 / HUGE), HUGE), label="limit", **LIMIT)
     set_log_ticks(axes.yaxis, float(norms.min()), float(norms.max()))
     side.set_xscale("log")
-    side.set_xlim(0.7, max(counts) * 2)
+    side.set_xlim(0.7, float(max(counts)) * 2)
     side.tick_params(labelleft=False)
     return len(spikes)
 
 
-def matplotlib() -> Any:
+def matplotlib() -> ModuleType:
     try:
         importlib.import_module("matplotlib.figure")  # it imports colors, patches and ticker
         return importlib.import_module("matplotlib")

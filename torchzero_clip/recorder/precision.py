@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torchzero_clip.functional.shards import local
-from torchzero_clip.recorder.numbers import joined_norms
+from torchzero_clip.functional.shards import local, pack
+from torchzero_clip.recorder.arithmetic import joined_norms
 
 SAMPLE = 2**14
 TAIL = 2.0**-20
@@ -18,7 +18,7 @@ PRODUCTS = {"highest": 0.0, "high": 2.0**-10, "medium": LOW}  # of float32 matri
 
 
 def precision_of(grads: Sequence[Tensor]) -> Tensor:
-    """The precision in which gradients were computed, relative to their joint norm: 0-d float64, without waiting.
+    """The precision in which gradients were computed, relative to their joint norm: 0-d, without waiting.
 
     The dtype of a gradient does not tell, because autocast and sharding cast gradients of bfloat16 to float32. Their
     digits do: the significands of bfloat16 have 128 values, so two unequal gradients often share one. This remains so
@@ -26,23 +26,23 @@ def precision_of(grads: Sequence[Tensor]) -> Tensor:
     were computed in float32, about one pair shares a significand by chance.
     """
     values = [torch.view_as_real(g) if g.is_complex() else g for g in map(_dense, grads)]
-    parts = [_sample(g, max(SAMPLE // len(values), 1)).double() for g in values[:SAMPLE]]
-    found = torch.cat([parts[0].new_zeros(1), *(part.to(parts[0].device) for part in parts)]).abs()
-    ordered = torch.where(found.isfinite(), found, 0.0).sort().values
+    samples = [_sample(g, max(SAMPLE // len(values), 1)) for g in values[:SAMPLE]]
+    sampled = pack([samples[0].new_zeros(1), *samples]).abs()
+    ordered = torch.where(sampled.isfinite(), sampled, 0.0).sort().values
     # equal gradients have equal digits, and gradients that are rounding only have few digits
     sizes = ordered.narrow(0, 1, len(ordered) - 1)
-    known = (ordered.diff() > 0) & (sizes > TAIL * ordered.select(0, -1))
-    others = torch.arange(2, len(ordered) + 1, dtype=torch.float64, device=sizes.device)
-    digits = torch.where(known, torch.frexp(sizes).mantissa, others).sort().values
-    pairs, count = (digits.diff() == 0).sum(), known.sum().double()
+    is_counted = (ordered.diff() > 0) & (sizes > TAIL * ordered.select(0, -1))
+    unequal = torch.arange(2, len(ordered) + 1, dtype=sizes.dtype, device=sizes.device)
+    digits = torch.where(is_counted, torch.frexp(sizes).mantissa, unequal).sort().values
+    pairs, count = (digits.diff() == 0).sum(), is_counted.sum().to(sizes.dtype)
     least = max(DTYPES.get(g.dtype, LOW) for g in values)
     if least == FLOAT32:
         least = max(least, PRODUCTS[torch.get_float32_matmul_precision()])
-    return torch.where(pairs > 4 + count.square() / 2**20, max(LOW, least), least).double()
+    return torch.where(pairs > 4 + count.square() / 2**20, max(LOW, least), least).to(sizes.dtype)
 
 
 def _sample(values: Tensor, most: int) -> Tensor:
-    """Values at equal distances, at most so many."""
+    """At most so many values, at equal distances."""
     count = min(values.numel(), most)
     every = values.numel() // count if count else 1
     # indexing needs a device, which a fake tensor does not have
@@ -50,8 +50,8 @@ def _sample(values: Tensor, most: int) -> Tensor:
 
 
 def _dense(grad: Tensor) -> Tensor:
-    own = local(grad.detach())
-    return own.coalesce().values() if own.layout == torch.sparse_coo else own
+    shard = local(grad.detach())
+    return shard.coalesce().values() if shard.layout == torch.sparse_coo else shard
 
 
 def relative(norms: Tensor, usual: Tensor, precision: float) -> Tensor:

@@ -12,15 +12,10 @@ from typing_extensions import override
 
 from torchzero_clip.recorder.data import Data, Layers, Ratios, places_of, widened
 from torchzero_clip.recorder.figures import draw_record
-from torchzero_clip.recorder.files import Place
+from torchzero_clip.recorder.files import FilePath
 from torchzero_clip.recorder.series import EarlySign
 from torchzero_clip.recorder.suggestion import Scope, Suggestion, suggested
 from torchzero_clip.recorder.words import counted
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-    from pandas import DataFrame
-
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -34,8 +29,8 @@ class Readable(ABC):
     def record(self) -> "Record":
         """Return what was recorded, on the CPU. The call waits for the device."""
 
-    def _whole(self) -> "Record":
-        """The record with steps that are no longer in memory."""
+    def _with_older(self) -> "Record":
+        """The record, with the steps that only the file still has."""
         return self.record()
 
     def worst(self, step: int | None = None, top: int = 5) -> Layers:
@@ -55,12 +50,12 @@ class Readable(ABC):
         Raises:
             ValueError: If the layers of this step were not kept.
         """
-        kept = self.record()
-        return (kept if step in kept.steps else self._whole()).worst(step, top)
+        latest = self.record()
+        return (latest if step in latest.steps else self._with_older()).worst(step, top)
 
     def spikes(self) -> list[int]:
         """Return the steps whose joint norm was a spike or not finite, and the steps of `early_signs`."""
-        return self._whole().spikes()
+        return self._with_older().spikes()
 
     def early_signs(self) -> list[EarlySign]:
         """Return the layers whose norm or update was unusually large, even though the joint norm may be usual.
@@ -70,7 +65,7 @@ class Readable(ABC):
                 by the norm of the weights), its ``value``, ``usual`` (the median of those before) and ``ratio``, in the
                 order of steps. In each step, norms come before updates, and the worst comes first.
         """
-        return self._whole().early_signs()
+        return self._with_older().early_signs()
 
     def frame(self, *, transforms: bool = False) -> "DataFrame":
         """Return one row for each step.
@@ -97,7 +92,7 @@ class Readable(ABC):
         columns = self.record().columns(transforms=transforms)
         return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
-    def plot(self, path: Place | None = None) -> "Figure":
+    def plot(self, path: FilePath | None = None) -> "Figure":
         """Draw the norms with limits and spikes, and the layers by steps, and return the `matplotlib.figure.Figure`.
 
         Args:
@@ -128,7 +123,7 @@ class Readable(ABC):
         if scope != "joint":
             advice = f"call recorder.suggest_max_norm(scope={scope!r}) in the process that trains"
             raise ValueError(f"scope must be 'joint' for a Record, which may lack norms of parameters: {advice}")
-        return suggested({"joint": self._whole().norms_of_gradients()}, share_clipped, "joint")
+        return suggested({"joint": self._with_older().norms_of_gradients()}, share_clipped, "joint")
 
 
 class Record(Data, Readable):
@@ -190,10 +185,10 @@ class Record(Data, Readable):
             columns |= {name: values.tolist() for name, values in self.metrics.items()}
         return columns
 
-    def filled(self, kept: "Record") -> "Record":
-        """This record, with the layers of the steps of another one, which are its last."""
-        older = self.part(0, bisect_left(self.steps, kept.steps[0]))
-        return replace(joined([older, kept]), blocks=self.blocks, jumps=self.jumps)
+    def filled(self, latest: "Record") -> "Record":
+        """This record, with the steps of ``latest``, which have all layers, in place of its last ones."""
+        older = self.part(0, bisect_left(self.steps, latest.steps[0]))
+        return replace(joined([older, latest]), blocks=self.blocks, jumps=self.jumps)
 
 
 def joined(records: list[Record]) -> Record:

@@ -1,10 +1,9 @@
 """The recorder of an optimizer."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -18,15 +17,15 @@ from torchzero_clip.modular.host import unwrap
 from torchzero_clip.modular.modular import Modular
 from torchzero_clip.private_losses import refuse_loss
 from torchzero_clip.recorder.data import step_number
-from torchzero_clip.recorder.files import Place, check
-from torchzero_clip.recorder.hooks import Hooks
-from torchzero_clip.recorder.layout import By
+from torchzero_clip.recorder.files import FilePath, check
 from torchzero_clip.recorder.live import Live, Send
 from torchzero_clip.recorder.output import FirstProcess, Log, Output
 from torchzero_clip.recorder.reading import read_record
 from torchzero_clip.recorder.record import Readable, Record
-from torchzero_clip.recorder.run import Run, take_over
-from torchzero_clip.recorder.saved import check_state
+from torchzero_clip.recorder.recorded_params import By
+from torchzero_clip.recorder.recording import Recording, take_over
+from torchzero_clip.recorder.saved import checked_state
+from torchzero_clip.recorder.step_hooks import StepHooks
 from torchzero_clip.recorder.suggestion import Scope, Suggestion, suggested
 
 
@@ -84,10 +83,10 @@ class Recorder(Readable):
 
     def __init__(
         self,
-        optimizer: Any,
+        optimizer: object,
         by: By = "parameter",
         keep: int = 1000,
-        path: Place | None = None,
+        path: FilePath | None = None,
         ratios_every: int = 100,
         model: nn.Module | None = None,
         *,
@@ -95,8 +94,8 @@ class Recorder(Readable):
         log: Any = None,
         log_every: int = 10,
     ) -> None:
-        found = unwrap(optimizer)
-        if not isinstance(found, Optimizer):
+        host = unwrap(optimizer)
+        if not isinstance(host, Optimizer):
             way_out = ": write Recorder(optimizer, model=model)" if isinstance(optimizer, nn.Module) else ""
             raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}{way_out}")
         if isinstance(by, nn.Module):
@@ -107,14 +106,14 @@ class Recorder(Readable):
             steps(name, number)
         if model is not None:
             instance("model", model, nn.Module)
-            if set(model.parameters()).isdisjoint(p for g in found.param_groups for p in g["params"]):
+            if set(model.parameters()).isdisjoint(p for g in host.param_groups for p in g["params"]):
                 raise ValueError("model has none of the parameters of the optimizer")
-        if isinstance(found, Modular) and found.runner.parts is not None:
+        if isinstance(host, Modular) and host.runner.parts is not None:
             raise RuntimeError(
                 "a recorder needs all gradients at once, but this optimizer steps in the backward. First call remove() "
                 "of the handle that step_in_backward returned"
             )
-        if (found.runner.listener if isinstance(found, Modular) else hook_owner(found, Hooks)) is not None:
+        if (host.runner.listener if isinstance(host, Modular) else hook_owner(host, StepHooks)) is not None:
             raise ValueError("optimizer already has a recorder: call close() of that recorder first")
         flush_every = min(flush_every, keep)
         live = None if log is None else Live(log, min(log_every, keep))
@@ -123,20 +122,20 @@ class Recorder(Readable):
             file = Log(Path(path), by, flush_every, keep)
             take_over(file.path)
             file.is_new = not FirstProcess() or not check(Path(path))
-        self.optimizer = found  # the optimizer that is recorded, without its wrappers
-        self._run = Run(by, keep, ratios_every, model, Output(file, live, flush_every, keep))
+        self.optimizer = host  # the optimizer that is recorded, without its wrappers
+        self._recording = Recording(by, keep, ratios_every, model, Output(file, live, flush_every, keep))
         self._log = file
         self.is_closed = False  # True after `close`
-        self._hooks = None if isinstance(found, Modular) else Hooks(self._run, found)
-        chain = chain_of(found)
+        self._hooks = None if isinstance(host, Modular) else StepHooks(self._recording, host)
+        chain = chain_of(host)
         if chain is not None:
-            chain.runner.listener = self._run
+            chain.runner.listener = self._recording
 
     @property
     def step(self) -> int:
         """The number of the next step."""
-        self._run.finish()
-        return self._run.step
+        self._recording.finish()
+        return self._recording.step
 
     def report_loss(self, loss: Tensor | float, step: int | None = None) -> None:
         """Report the loss of the next step, before ``optimizer.step()``, or the loss of an earlier step.
@@ -156,7 +155,7 @@ class Recorder(Readable):
         step = None if step is None else step_number(step)
         if step is not None and self._is_late(step):
             ReportedLoss().add(loss)  # checks it
-            self._run.report_late(loss, step)
+            self._recording.report_late(loss, step)
         elif (chain := chain_of(self.optimizer)) is not None:
             chain.report_loss(loss)
         elif self._hooks is not None:
@@ -180,33 +179,33 @@ class Recorder(Readable):
     @override
     def record(self) -> Record:
         """Return the last ``keep`` steps, on the CPU. The call waits for the device once."""
-        return self._run.record(self.optimizer.param_groups)
+        return self._recording.record(self.optimizer.param_groups)
 
     @override
-    def _whole(self) -> Record:
-        kept, log = self.record(), self._log
-        if log is None or not kept.steps or not kept.steps[0] or not self._run.output.is_writer:
-            return kept
+    def _with_older(self) -> Record:
+        latest, log = self.record(), self._log
+        if log is None or not latest.steps or not latest.steps[0] or not self._recording.output.is_writer:
+            return latest
         try:
             self.flush()
-            return read_record(log.path, log.run).filled(kept)
+            return read_record(log.path, log.run).filled(latest)
         except (OSError, ValueError) as error:
             warn_user(f"older steps cannot be read from {log.path}: {error}")
-            return kept
+            return latest
 
     @override
     def suggest_max_norm(self, share_clipped: float = 0.01, scope: Scope = "joint") -> Suggestion:
         one_of("scope", scope, get_args(Scope))
-        self._run.finish()
-        tape = self._run.tape
+        self._recording.finish()
+        tape = self._recording.tape
         if scope == "joint" or tape is None:
             return super().suggest_max_norm(share_clipped)
-        norms, layout = tape.norms(), tape.layout
+        norms, params = tape.norms(), tape.params
         if scope == "parameter":
             return suggested({"parameter": norms.flatten()}, share_clipped, scope)
-        if len(set(layout.groups)) > 1 and not layout.has_group_names:
+        if len(set(params.groups)) > 1 and not params.has_group_names:
             raise ValueError('scope="group" needs names of groups: write "name" into each param group')
-        groups, of_groups = layout.joined(norms, "group")
+        groups, of_groups = params.joined(norms, "group")
         return suggested(dict(zip(groups, of_groups.unbind(dim=1), strict=True)), share_clipped, scope)
 
     def flush(self, *, warn: bool = False) -> None:
@@ -218,12 +217,12 @@ class Recorder(Readable):
         Raises:
             OSError: If the file cannot be written. The next call tries again.
         """
-        self._run.flush(warn=warn)
+        self._recording.flush(warn=warn)
 
     def log_to(self, log: Send) -> None:
         """Send a step and a dict of numbers to a function whenever steps are written, if ``log=`` was not given."""
-        if self._run.output.live is None:
-            self._run.output.live = Live(log, None)
+        if self._recording.output.live is None:
+            self._recording.output.live = Live(log, None)
 
     def close(self, *, warn: bool = False) -> None:
         """Stop recording, and write the last steps to the file. The steps can still be read.
@@ -234,18 +233,18 @@ class Recorder(Readable):
         Raises:
             OSError: If the file cannot be written.
         """
-        self._run.finish()
+        self._recording.finish()
         if self._hooks is not None:
             self._hooks.remove()
         chain = chain_of(self.optimizer)
-        if chain is not None and chain.runner.listener is self._run:
+        if chain is not None and chain.runner.listener is self._recording:
             chain.runner.listener = None
         self.is_closed = True
-        self._run.close(warn=warn)
+        self._recording.close(warn=warn)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of the next step, and the last ``keep`` steps, as CPU tensors, numbers and strings."""
-        return self._run.state_dict()
+        return {**self._recording.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue the record of a run that is resumed.
@@ -259,59 +258,16 @@ class Recorder(Readable):
             ValueError: If the dict belongs to other parameters, or was not returned by `state_dict`; the error names
                 the key that is wrong. Then the recorder is unchanged.
         """
-        check_state(state_dict)
-        self._run.load_state_dict(state_dict, self.optimizer.param_groups)
+        self._recording.load_state_dict(checked_state(state_dict), self.optimizer.param_groups)
         if self._hooks is not None:
             self._hooks.reported.clear()
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """A copy keeps what was recorded. It is closed, because its optimizer has no recorder."""
-        self._run.finish()
+        self._recording.finish()
         return {**vars(self), "is_closed": True, "_hooks": None}
 
     def __repr__(self) -> str:
         path = "" if self._log is None else f", path={str(self._log.path)!r}"
-        return f"Recorder({type(self.optimizer).__name__}, by={self._run.by!r}, keep={self._run.keep}{path})"
-
-
-def check_given(recorder: object) -> None:
-    """Raise if a callback of a trainer cannot attach what it was given."""
-    if not isinstance(recorder, Recorder | None) and (not callable(recorder) or isinstance(recorder, nn.Module)):
-        raise TypeError(
-            f"recorder must be a Recorder or a function that makes one, got {type(recorder).__name__}: write "
-            "functools.partial(Recorder, path=...). Transforms are passed as transforms=[...]"
-        )
-
-
-def begun(
-    given: Recorder | Callable[[Any], Recorder],
-    current: Recorder | None,
-    optimizer: Any,
-    model: nn.Module,
-    *,
-    log: Send,
-    saved: Path | Mapping[str, Any] | None,
-    step: int,
-) -> Recorder:
-    """The recorder of a training that a trainer begins or resumes, from what its callback was given and saved."""
-    if current is not None and current is not given:  # an earlier training was interrupted
-        current.close(warn=True)
-    found = given if isinstance(given, Recorder) else given(optimizer)
-    if found.optimizer is not unwrap(optimizer):
-        raise ValueError("the recorder records another optimizer than the one that is trained")
-    if found.is_closed:
-        advice = 'Pass a function that makes a recorder, such as partial(Recorder, path="...")'
-        raise ValueError(f"the recorder is closed. {advice}")
-    if found._run.model is None:
-        found._run.model = model
-    found.log_to(log)
-    if saved is not None:
-        try:
-            found.load_state_dict(torch.load(saved, weights_only=True) if isinstance(saved, Path) else saved)
-            return found
-        except Exception as error:  # a run must not end because of its record
-            what = saved if isinstance(saved, Path) else "the record in the checkpoint"
-            warn_user(f"{what} cannot be read, the record continues at step {step}: {error!r}")
-    if step > found.step:
-        found.load_state_dict({"step": step, "tape": None})
-    return found
+        by, keep = self._recording.by, self._recording.keep
+        return f"Recorder({type(self.optimizer).__name__}, by={by!r}, keep={keep}{path})"

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 from torchzero_clip.recorder import words
+from torchzero_clip.recorder.arithmetic import median_of
 from torchzero_clip.recorder.binning import Events
 from torchzero_clip.recorder.figures import draw_record, png_of
-from torchzero_clip.recorder.files import Place, not_a_record
-from torchzero_clip.recorder.numbers import median_of
+from torchzero_clip.recorder.files import FilePath, not_a_record
 from torchzero_clip.recorder.page import code, page, paragraph, picture, section
 from torchzero_clip.recorder.record import Record
 from torchzero_clip.recorder.worst import Worst, ratio_table, sign_table
@@ -34,7 +34,7 @@ GUIDE = {
 }
 
 
-def write_report(record: Record, path: Place) -> None:
+def write_report(record: Record, path: FilePath) -> None:
     """Write one HTML page with pictures, the worst steps and layers, and a suggested limit. It loads no other files."""
     if not record.steps:
         raise ValueError("the record has no steps")
@@ -51,7 +51,7 @@ class _Report:
 
     def page(self) -> str:
         guide = [f"<dt>{term}</dt><dd>{text}</dd>" for term, text in GUIDE.items()]
-        parts = [
+        sections = [
             ("limit", "Suggested limit", self._limit()),
             ("norms", "Norms and layers by step", self._picture()),
             ("steps", "Worst steps", self._worst.step_table()),
@@ -60,13 +60,13 @@ class _Report:
             ("ratios", "Updates relative to parameters", ratio_table(self._record)),
             ("guide", "How to read this page", ["<dl>", *guide, "</dl>"]),
         ]
-        known = [part for part in parts if part[2]]
-        links = "".join(f'<li><a href="#{name}">{title}</a></li>' for name, title, _ in known)
+        sections = [(name, title, content) for name, title, content in sections if content]
+        links = "".join(f'<li><a href="#{name}">{title}</a></li>' for name, title, _ in sections)
         return page(
             "What happened to the gradients",
             paragraph(self._summary()),
             f'<nav aria-label="Sections"><ul>{links}</ul></nav>',
-            *(section(name, title, *content) for name, title, content in known),
+            *(section(name, title, *content) for name, title, content in sections),
         )
 
     def _summary(self) -> str:

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, tensor_split
 
-from torchzero_clip.recorder.numbers import effective_count, joined_norms, median_of, quantile
+from torchzero_clip.recorder.arithmetic import effective_count, joined_norms, median_of, quantile
 
 Trend: TypeAlias = Literal["settled", "growing", "falling"]
 Doubt: TypeAlias = tuple[str, bool]  # a reason why a limit may be wrong, and whether it is serious
@@ -115,10 +115,10 @@ class Series:
             yield f"the last {self.ending:,} norms are all spikes, inf or NaN", True
         if self.dropped == MOST_DROPPED:
             yield "the norms still changed in the first half of the run, which was left out", True
-        if found := levels(kept):
-            first, *others = (f"{100 * share:.2g}% are near {level:.4g}" for level, share in found)
+        if several := levels(kept):
+            first, *others = (f"{100 * share:.2g}% are near {level:.4g}" for level, share in several)
             rest = ", ".join([*others[:-1], f"and {others[-1]}"]).replace("are ", "")
-            yield f"the norms have {NUMERALS[len(found)]} levels: {first}, {rest}", True
+            yield f"the norms have {NUMERALS[len(several)]} levels: {first}, {rest}", True
         times = float((kept / limit).mean())
         if times > 10:
             yield f"the mean norm is {times:.3g} times the limit, so a few large norms outweigh all others", True
@@ -133,13 +133,13 @@ class Series:
 
 def spikes_among(norms: Tensor) -> Tensor:
     """True for each joint norm that is a spike among the others; False for all if too few are finite and above 0."""
-    found = torch.zeros(len(norms), dtype=torch.bool, device="cpu")
+    is_spike = torch.zeros(len(norms), dtype=torch.bool, device="cpu")
     usable = (norms.isfinite() & (norms > 0)).nonzero().flatten()
     if len(usable) >= FEWEST:
         series = Series.of(norms[usable])
-        found[usable[series.start :][series.spikes]] = True
-        found[usable[: series.start][_early_spikes(series.norms, series.start)]] = True
-    return found
+        is_spike[usable[series.start :][series.spikes]] = True
+        is_spike[usable[: series.start][_early_spikes(series.norms, series.start)]] = True
+    return is_spike
 
 
 def _early_spikes(norms: Tensor, start: int) -> Tensor:
@@ -150,9 +150,9 @@ def _early_spikes(norms: Tensor, start: int) -> Tensor:
     around = logs.unfold(0, width, 1)[places]
     middle = around.median(dim=1).values
     spread = DEVIATION * (around - middle[:, None]).abs().median(dim=1).values
-    found = logs[:start] > middle + (6 * spread).clamp(min=2 * TWICE)
-    found[:first] = False  # the first norms change most
-    return found
+    is_spike = logs[:start] > middle + (6 * spread).clamp(min=2 * TWICE)
+    is_spike[:first] = False  # the first norms change most
+    return is_spike
 
 
 def _unsteady(logs: Tensor, starts: list[int]) -> int:
@@ -167,7 +167,7 @@ def _unsteady(logs: Tensor, starts: list[int]) -> int:
 
 
 def _trend(logs: Tensor) -> Trend:
-    """Whether the medians of the last two quarters differ by a factor of 1.25, and by more than chance explains."""
+    """How the last quarter differs from the one before: by a factor of 1.25, and by more than chance, or settled."""
     count = len(logs)
     quarters = (logs[count // 2 : 3 * count // 4], logs[3 * count // 4 :])
     change = median_of(quarters[1]) - median_of(quarters[0])
@@ -180,7 +180,7 @@ def _trend(logs: Tensor) -> Trend:
 
 
 def _spreads(logs: Tensor) -> bool:
-    """True if the tenth of the norms that is largest is more and more among the last ones, though the median stays."""
+    """True if large norms become more frequent: more of the largest tenth of them are late in the run."""
     shares = torch.stack([part.mean() for part in tensor_split((logs > quantile(logs, 0.9)).double(), BLOCKS)])
     place = torch.linspace(-1, 1, BLOCKS, dtype=torch.float64, device="cpu")
     slope = (place * shares).sum() / place.square().sum()
@@ -236,7 +236,7 @@ def _are_levels(parts: list[Tensor]) -> bool:
 
 
 def _equal_largest(norms: Tensor) -> int:
-    """How many norms are equal to the largest; 0 if a smaller norm occurs as often, because then all were rounded."""
+    """How many norms are equal to the largest; 0 if another norm occurs as often, because norms were rounded."""
     ordered = (norms / norms.max()).sort().values
     same = int((ordered >= 1 - EQUAL).sum())
     rest = ordered[:-same]
@@ -256,7 +256,7 @@ class EarlySign(NamedTuple):
 
 
 def jumps(norms: Tensor, precision: float, used: Tensor) -> Tensor:
-    """True for each norm of a layer (a row for each step) that is far above those before it and above rounding.
+    """True for each norm that is far above those of the layer before it and above rounding. Each row is a step.
 
     ``used`` are the layers that had gradients other than 0 before these steps.
     """
@@ -264,34 +264,35 @@ def jumps(norms: Tensor, precision: float, used: Tensor) -> Tensor:
     # a layer that is not used in each step is not compared with zeros, but the first matrix of a LoRA is
     is_used = (norms > 0).cumsum(dim=0).bool() | used
     rounding = precision * joint[:, None]
-    known = ((norms > 0) | (norms == 0) & ~is_used) & (joint.isfinite() & (joint > 0))[:, None]
-    sizes = torch.where(known, torch.maximum(norms, rounding), 0.0)
+    is_compared = ((norms > 0) | (norms == 0) & ~is_used) & (joint.isfinite() & (joint > 0))[:, None]
+    sizes = torch.where(is_compared, torch.maximum(norms, rounding), 0.0)
     near = torch.minimum(sizes[1:-1], sizes[:-2])  # most norms are not even far above the lower one of the two before
-    rows, layers = (sizes[2:] > JUMP * near).nonzero().unbind(dim=1)
-    rows = rows + 2
-    before = torch.cat([sizes.new_zeros(LATEST, sizes.shape[1]), sizes]).unfold(0, LATEST, 1)[rows, layers]
+    steps, layers = (sizes[2:] > JUMP * near).nonzero().unbind(dim=1)
+    steps = steps + 2
+    before = torch.cat([sizes.new_zeros(LATEST, sizes.shape[1]), sizes]).unfold(0, LATEST, 1)[steps, layers]
     # the second largest, so that one jump does not hide the next
-    is_far = sizes[rows, layers] > JUMP * before.topk(2, dim=1).values[:, 1]
-    is_known = ((before > 0).sum(dim=1) >= FEWEST_RATIOS) & (norms > JUMP * rounding)[rows, layers]
-    return torch.zeros_like(norms, dtype=torch.bool).index_put_((rows, layers), is_far & is_known)
+    is_far = sizes[steps, layers] > JUMP * before.topk(2, dim=1).values[:, 1]
+    is_judged = ((before > 0).sum(dim=1) >= FEWEST_RATIOS) & (norms > JUMP * rounding)[steps, layers]
+    return torch.zeros_like(norms, dtype=torch.bool).index_put_((steps, layers), is_far & is_judged)
 
 
 def early_signs(steps: Sequence[int], layers: Sequence[str], ratios: Tensor) -> list[EarlySign]:
-    """Find the ratios of update to weight norms (a row for each step, NaN if unknown) that stand out."""
-    found: list[EarlySign] = []
+    """Find the ratios of update to weight norms that stand out; NaN is unknown. Each row is a step."""
+    signs: list[EarlySign] = []
     logs = torch.where(ratios > 0, ratios, torch.nan).log()
-    for row in range(FEWEST_RATIOS, len(logs)):
-        before = logs[max(0, row - LATEST) : row]
-        known = before.isfinite().sum(dim=0) >= FEWEST_RATIOS
+    for i in range(FEWEST_RATIOS, len(logs)):
+        before = logs[max(0, i - LATEST) : i]
+        is_judged = before.isfinite().sum(dim=0) >= FEWEST_RATIOS
         median = before.nanmedian(dim=0).values
         spread = (before - median).abs().nanmedian(dim=0).values
-        spread = torch.fmax(spread, spread[known].median())  # of hundreds of layers, some have a small one by chance
+        # of hundreds of layers, some have a small one by chance
+        spread = torch.fmax(spread, spread[is_judged].median())
         border = median + (SPREAD * spread).clamp(min=TWICE)
         highest = before[-JUST_BEFORE:].nan_to_num(nan=-torch.inf).amax(dim=0)
         # more than twice each of the last ones, so that a learning rate that rises smoothly gives no sign
-        above = known & (logs[row] > torch.maximum(border, highest + TWICE))
-        signs: list[int] = above.nonzero().flatten().tolist()
-        numbers = torch.stack([ratios[row], median.exp(), ratios[row] / median.exp()], dim=1).tolist()
-        new = [EarlySign(steps[row], layers[k], "update / weights", *numbers[k]) for k in signs]
-        found += sorted(new, key=lambda sign: -sign.ratio)
-    return found
+        is_above = is_judged & (logs[i] > torch.maximum(border, highest + TWICE))
+        high: list[int] = is_above.nonzero().flatten().tolist()
+        numbers = torch.stack([ratios[i], median.exp(), ratios[i] / median.exp()], dim=1).tolist()
+        new = [EarlySign(steps[i], layers[k], "update / weights", *numbers[k]) for k in high]
+        signs += sorted(new, key=lambda sign: -sign.ratio)
+    return signs

@@ -10,14 +10,11 @@ from torchzero_clip.checks import number
 from torchzero_clip.clipping.clip_norm import ClipNorm
 from torchzero_clip.core.chain import Chain
 from torchzero_clip.core.transform import Transform
+from torchzero_clip.recorder.arithmetic import median_of, quantile, share_range
 from torchzero_clip.recorder.figures import draw_series
-from torchzero_clip.recorder.files import Place
-from torchzero_clip.recorder.numbers import median_of, quantile, share_range
+from torchzero_clip.recorder.files import FilePath
 from torchzero_clip.recorder.series import FEWEST, Series, Trend
 from torchzero_clip.recorder.words import counted, percent
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -111,7 +108,7 @@ class Suggestion:
         (limit,) = self.limits.values()
         return ClipNorm(limit) if self.scope == "parameter" else ClipNorm(limit, dim="global")
 
-    def plot(self, path: Place | None = None) -> "Figure":
+    def plot(self, path: FilePath | None = None) -> "Figure":
         """Draw the norms, the limit and the spikes, and return the `matplotlib.figure.Figure`.
 
         Args:
@@ -146,20 +143,24 @@ def suggested(norms: Mapping[str, Tensor], share_clipped: float, scope: Scope) -
     for name, values in norms.items():
         usable = int((values.isfinite() & (values > 0)).sum())
         if usable < FEWEST:
-            found = f"{usable}{f' of group {name!r}' if scope == 'group' else ''}: record more steps"
-            raise ValueError(f"a limit needs at least {FEWEST} norms that are finite and above 0, got {found}")
+            of_group = f" of group {name!r}" if scope == "group" else ""
+            needed = f"a limit needs at least {FEWEST} norms that are finite and above 0"
+            raise ValueError(f"{needed}, got {usable}{of_group}: record more steps")
         series[name] = Series.of(values)
     limits = {name: quantile(s.usual, 1 - share_clipped) for name, s in series.items()}
-    found = [(f"in {name!r} ", s.doubts(limits[name], share_clipped)) for name, s in series.items()]
-    doubts = [(f"{where if len(series) > 1 else ''}{why}", serious) for where, own in found for why, serious in own]
+    doubts = [
+        (f"in {name!r} {why}" if len(series) > 1 else why, is_serious)
+        for name, s in series.items()
+        for why, is_serious in s.doubts(limits[name], share_clipped)
+    ]
     shares = sorted({*SHARES, share_clipped})
     choices = tuple(Choice.of(name, s, share) for name, s in series.items() for share in shares)
     trends = {s.trend for s in series.values()}
     trend: Trend = "growing" if "growing" in trends else "falling" if "falling" in trends else "settled"
     spikes = sum(int(s.spikes.sum()) for s in series.values())
     limit = limits if scope == "group" else limits[scope]
-    reason = "; ".join(reason for reason, _ in doubts)
-    low = len(doubts) > 1 or any(serious for _, serious in doubts)
+    reason = "; ".join(why for why, _ in doubts)
+    low = len(doubts) > 1 or any(is_serious for _, is_serious in doubts)
     confidence: Confidence = "low" if low else "medium" if doubts else "high"
     return Suggestion(limit, spikes, trend, confidence, reason, scope, share_clipped, series, choices)
 
@@ -178,8 +179,8 @@ def _sentences(series: Series, limit: float, scope: Scope) -> list[str]:
         text.append(f"The first {left_out} are left out because they were still changing.")
     spikes = series.norms[series.start :][series.spikes]
     if len(spikes):
-        found = f"{counted(len(spikes), 'spike')} above {series.spike_limit:.4g}"
-        text.append(f"The limit would also have clipped {found}, of which the largest is {float(spikes.max()):.4g}.")
+        above = f"{counted(len(spikes), 'spike')} above {series.spike_limit:.4g}"
+        text.append(f"The limit would also have clipped {above}, of which the largest is {float(spikes.max()):.4g}.")
         if (times := series.after_spikes()) > 1.25:
             text.append(
                 f"The median of the usual norms after the first spike is {times:.3g} times the median before. If the "

@@ -3,9 +3,9 @@
 import math
 
 from torchzero_clip.recorder import words
+from torchzero_clip.recorder.arithmetic import medians
 from torchzero_clip.recorder.binning import Events
 from torchzero_clip.recorder.data import Data, Layers
-from torchzero_clip.recorder.numbers import medians
 from torchzero_clip.recorder.page import paragraph, table
 from torchzero_clip.recorder.precision import relative
 
@@ -29,61 +29,61 @@ class Worst:
         self._events = events
         lost, high = events.worst()
         self._lost = dict(list(lost.items())[: max(MOST_STEPS // 2, MOST_STEPS - len(high))])
-        self._rows = [*self._lost, *high[: MOST_STEPS - len(self._lost)]]
-        self.steps = [record.steps[row] for row in self._rows]
+        self._indices = [*self._lost, *high[: MOST_STEPS - len(self._lost)]]
+        self.steps = [record.steps[i] for i in self._indices]
 
     def step_table(self) -> list[str]:
-        if not self._rows:
+        if not self._indices:
             return [paragraph("There were no spikes and no skipped steps.")]
         total = int((self._events.spikes | self._events.skipped).sum())
-        shown = sum(self._lost.get(row, 1) for row in self._rows)
+        shown = sum(self._lost.get(i, 1) for i in self._indices)
         some = f" ({shown:,} of {total:,} steps)" if total > shown else ""
         caption = f"Spikes and skipped steps. Norms that are inf or NaN come first, then the largest norms{some}."
-        cells = [self._cells(row) for row in self._rows]
+        cells = [self._cells(i) for i in self._indices]
         return [table(caption, ("Step", "Norm", "Usual", "Ratio", "Loss", "What happened"), cells)]
 
-    def _cells(self, row: int) -> list[str]:
-        norm, usual = self._record.norm[row : row + 1], medians(self._record.norm[:row, None])
-        ratio, more = float(relative(norm, usual, self._record.precision)), self._lost.get(row, 1) - 1
-        deeds = self._deeds(row) or ["not clipped"]
+    def _cells(self, i: int) -> list[str]:
+        norm, usual = self._record.norm[i : i + 1], medians(self._record.norm[:i, None])
+        ratio, more = float(relative(norm, usual, self._record.precision)), self._lost.get(i, 1) - 1
+        deeds = self._deeds(i) or ["not clipped"]
         if more:
             deeds.append(f"(the norm was not finite in the next {words.counted(more, 'step')} either)")
         return [
-            f"{self._record.steps[row]:,}",
-            words.number(float(norm), LOST if self._events.spikes[row] else "unknown"),
+            f"{self._record.steps[i]:,}",
+            words.number(float(norm), LOST if self._events.spikes[i] else "unknown"),
             words.number(float(usual)),
             words.times(ratio) if math.isfinite(norm) else "",
-            words.number(float(self._record.loss[row])),
+            words.number(float(self._record.loss[i])),
             "\n".join(deeds),
         ]
 
-    def _deeds(self, row: int) -> list[str]:
+    def _deeds(self, i: int) -> list[str]:
         """What each transform did in a step, or why the step was skipped."""
-        if reason := self._record.reasons[row]:
-            return [f"skipped{self._reason(name, row)}" for name in reason.split(" ")]
+        if reason := self._record.reasons[i]:
+            return [f"skipped{self._reason(name, i)}" for name in reason.split(" ")]
         deeds: list[str] = []
         for name in dict.fromkeys(key.rpartition("/")[0] for key in self._record.metrics):
-            limit, factor, share = (self._metric(f"{name}/{key}", row) for key in ("limit", "factor", "clipped"))
-            said = [f"{what} {words.number(x)}" for what, x in (("limit", limit), ("factor", factor)) if x == x]
+            limit, factor, share = (self._metric(f"{name}/{key}", i) for key in ("limit", "factor", "clipped"))
+            texts = [f"{what} {words.number(x)}" for what, x in (("limit", limit), ("factor", factor)) if x == x]
             if share == share:
-                said.append(f"clipped {words.percent(share)}")
-            if said:
-                deeds.append(f"{words.short(name)}: {', '.join(said)}")
+                texts.append(f"clipped {words.percent(share)}")
+            if texts:
+                deeds.append(f"{words.short(name)}: {', '.join(texts)}")
         return deeds
 
-    def _metric(self, key: str, row: int) -> float:
-        return float(self._record.metrics[key][row]) if key in self._record.metrics else math.nan
+    def _metric(self, key: str, i: int) -> float:
+        return float(self._record.metrics[key][i]) if key in self._record.metrics else math.nan
 
-    def _reason(self, name: str, row: int) -> str:
+    def _reason(self, name: str, i: int) -> str:
         if name in REASONS:
             return f": {REASONS[name]}"
-        mean = self._metric(f"{name}/mean", row)
-        known = f", whose running mean was {words.number(mean)}" if math.isfinite(mean) else ""
-        return f" by {words.short(name)}{known}"
+        mean = self._metric(f"{name}/mean", i)
+        above = f", whose running mean was {words.number(mean)}" if math.isfinite(mean) else ""
+        return f" by {words.short(name)}{above}"
 
     def layer_table(self) -> list[str]:
-        known = set(self._record.layer_steps) if self._record.layers else set[int]()
-        steps = [step for step in self.steps if step in known][:MOST_WITH_LAYERS]
+        with_layers = set(self._record.layer_steps) if self._record.layers else set[int]()
+        steps = [step for step in self.steps if step in with_layers][:MOST_WITH_LAYERS]
         rows = [[f"{step:,}", *cells] for step in steps for cells in _cells_of(self._record.layers_of(step))]
         caption = f"The {TOP} layers with the largest ratio of norm to usual norm, in the worst {len(steps)} steps."
         return [table(caption, ("Step", "Layer", "Norm", "Usual", "Ratio"), rows)] if rows else []
@@ -127,6 +127,6 @@ def ratio_table(record: Data) -> list[str]:
         numbers = (f"{float(value):.2g}" for value in (medians[i], ratios[top, i]))
         rows.append([words.short(record.layers[i]), *numbers, f"{record.ratios[top].step:,}"])
     some = f" (the {len(rows)} of {len(medians):,} layers with the largest medians)" if len(rows) < len(medians) else ""
-    taken = words.counted(len(record.ratios), "step")
-    caption = f"The norm of the update divided by the norm of the parameters, in {taken}{some}."
+    steps = words.counted(len(record.ratios), "step")
+    caption = f"The norm of the update divided by the norm of the parameters, in {steps}{some}."
     return [table(caption, ("Layer", "Median", "Largest", "In step"), rows)] if rows else []

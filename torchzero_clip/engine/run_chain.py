@@ -1,4 +1,4 @@
-"""Takes a step that no gate has refused."""
+"""Takes a step that no gate has refused, from the gradients to the new parameters."""
 
 from typing import Any
 
@@ -7,10 +7,10 @@ from torchzero_clip.engine.listener import Listener
 from torchzero_clip.engine.others import Others
 from torchzero_clip.engine.parts import Parts
 from torchzero_clip.engine.walk import Walk
-from torchzero_clip.functional.norms import may_look
+from torchzero_clip.functional.ways import may_look
 
 
-def run(walk: Walk, chain: Chain, *, states: Any, listener: Listener | None, parts: Parts | None) -> bool:
+def run_chain(walk: Walk, chain: Chain, *, states: Any, listener: Listener | None, parts: Parts | None) -> bool:
     """Send the gradients down the chain, and change parameters and states. Return False if no process has gradients."""
     table, company = walk.table, walk.company
     if listener is not None:
@@ -21,8 +21,8 @@ def run(walk: Walk, chain: Chain, *, states: Any, listener: Listener | None, par
         walk.run(chain, "", table.rows, walk.end)
         has_gradients = True
         if isinstance(company, Others):
-            found = company.metrics(walk.nodes, walk.metrics, len(table.params) > 0)
-            walk.metrics, has_gradients = found or {}, found is not None
+            metrics = company.metrics(walk.nodes, walk.metrics, len(table.params) > 0)
+            walk.metrics, has_gradients = metrics or {}, metrics is not None
         judged = walk.judged
         norms = judged.norms if company is None else None  # those of others may not be 0
         norms = walk.metrics.get(judged.judging.norm_metric) if norms is None else norms

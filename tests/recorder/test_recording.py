@@ -86,7 +86,7 @@ def test_a_run_that_is_killed_before_the_first_block_has_usual_norms(tmp_path):
     path = tmp_path / "run.jsonl"
     optimizer, recorder = made(path=path, flush_every=20)
     train(optimizer, 60, sizes={30: 300.0, 45: 200.0})
-    recorder._run.output.log = None  # the process is killed
+    recorder._recording.output.log = None  # the process is killed
     record = read_record(path)
     assert [(block.first, block.last) for block in record.blocks] == [(0, 49)]
     assert record.worst(step=45)[0].usual == pytest.approx(1.1 * 3**0.5)
@@ -210,7 +210,7 @@ def test_equal_names_never_share_a_row_and_never_change():
     optimizer.param_groups[0]["params"].insert(0, nn.Parameter(torch.zeros(1)))
     optimizer.param_groups[0]["param_names"].insert(0, "weight")
     train(optimizer, 1)
-    layers = recorder._run.tape.layout.names
+    layers = recorder._recording.tape.params.names
     assert layers == ("group 0 (2): weight", *names, "group 1: weight", "group 1: bias")
     assert len(set(recorder.record().layers)) == 7
 
@@ -300,7 +300,7 @@ def test_a_state_resumes_its_own_run_and_no_other(tmp_path):
     recorder.load_state_dict(saved)
     train(optimizer, 5, start=50)
     again = recorder.state_dict()  # nothing of this run is in the file yet
-    recorder._run.output.log = None  # the process is killed
+    recorder._recording.output.log = None  # the process is killed
     optimizer, recorder = made(path=path, keep=20)
     recorder.load_state_dict(again)
     train(optimizer, 10, start=55)

@@ -10,13 +10,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torchzero_clip.compat import may_call_base, never_compiled
-from torchzero_clip.engine.listener import Attached
+from torchzero_clip.engine.listener import HasListener
 from torchzero_clip.engine.reported_loss import ReportedLoss
-from torchzero_clip.functional.norms import each_norm
+from torchzero_clip.functional.norms import norms_of_each
 from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.modular.before_step import handle_of
 from torchzero_clip.modular.host import end_surely, unwrap_method
-from torchzero_clip.recorder.run import FAILED, Run, nothing
+from torchzero_clip.recorder.recording import FAILED, Recording, nothing
 from torchzero_clip.recorder.tape import Note
 
 
@@ -46,22 +46,22 @@ class Depth:
         return self.count <= 0
 
 
-class Hooks(Attached):
+class StepHooks(HasListener):
     """Measures the gradients of an optimizer that is not a `Modular`, before its step."""
 
-    def __init__(self, run: Run, optimizer: Optimizer) -> None:
+    def __init__(self, run: Recording, optimizer: Optimizer) -> None:
         self.reported = ReportedLoss()
         self._handles = optimizer.register_step_pre_hook(self.before), optimizer.register_step_post_hook(self.after)
         self._depth = Depth()
         self._wrapper = end_surely(optimizer, self._depth.begin, self._depth.finish)
-        self._found = weakref.ref(optimizer)
-        self._run = self.listener = run
+        self._optimizer = weakref.ref(optimizer)
+        self._recording = self.listener = run
         self._scratch = Scratch()
 
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
-        if (optimizer := self._found()) is not None:
+        if (optimizer := self._optimizer()) is not None:
             unwrap_method(optimizer, "step", self._wrapper)
 
     @never_compiled
@@ -72,8 +72,8 @@ class Hooks(Attached):
         # the transforms before the steps tell the listener what they have seen
         if not self._depth.enter(optimizer) or handle_of(optimizer) is not None:
             return None
-        self._run.output.check()
-        self._run.finish(FAILED)
+        self._recording.output.check()
+        self._recording.finish(FAILED)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
             self._measure(optimizer, None)
@@ -88,33 +88,34 @@ class Hooks(Attached):
     def _measure(self, optimizer: Optimizer, loss: object) -> None:
         groups = optimizer.param_groups
         params = [param for group in groups for param in group["params"] if param.grad is not None]
-        found = self._run.measurable.among([param.grad for param in params])
-        kept = params if len(found) == len(params) else [p for p in params if self._run.measurable.among([p.grad])]
-        grads = [g.coalesce().values() if g.layout == torch.sparse_coo else g.detach() for g in found]
-        norms = each_norm(grads, self._scratch) if grads else None
+        measurable = self._recording.measurable
+        grads = measurable.among([param.grad for param in params])
+        measured = params if len(grads) == len(params) else [p for p in params if measurable.among([p.grad])]
+        grads = [g.coalesce().values() if g.layout == torch.sparse_coo else g.detach() for g in grads]
+        norms = norms_of_each(grads, self._scratch) if grads else None
         scale = getattr(optimizer, "grad_scale", None)
         if norms is not None and isinstance(scale, Tensor):
-            norms = norms / scale.to(norms.device, torch.float64)
+            norms = norms / scale.to(norms)
         if loss is None:
             loss = self.reported.loss().value
         self.reported.clear()
         numbers = {"loss": loss, "found_inf": getattr(optimizer, "found_inf", None)}
-        self._run.save_params(params)
-        write = partial(self._run.write, groups, kept, norms, numbers, is_first=self._run.step == 0)
-        self._run.finish = partial(self._finish, write)
+        self._recording.save_params(params)
+        write = partial(self._recording.write, groups, measured, norms, numbers, is_first=self._recording.step == 0)
+        self._recording.finish = partial(self._finish, write)
 
     @never_compiled
     def after(self, optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         if self._depth.leave():
-            self._run.finish("")
+            self._recording.finish("")
 
     @torch.no_grad()
     def _finish(self, write: Callable[[Note], None], reason: str | None = None) -> None:
         """Write a step that was measured. Without a reason it has failed, unless it is still being taken."""
         if reason is None and self._depth.count:
             return
-        self._run.finish = nothing
-        write(Note(self._run.step, FAILED if reason is None else reason))
+        self._recording.finish = nothing
+        write(Note(self._recording.step, FAILED if reason is None else reason))
 
 
 def _measured(closure: Callable[[], object], measure: Callable[[object], None]) -> Callable[[], object]:

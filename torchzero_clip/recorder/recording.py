@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import cache, partial
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 from weakref import WeakSet
 
 import torch
@@ -20,14 +20,16 @@ from torchzero_clip.core.kinds import Scaling, UpdateRule
 from torchzero_clip.core.nodes import Node
 from torchzero_clip.engine.listener import Listener, Seen
 from torchzero_clip.functional import foreach
+from torchzero_clip.functional.dtypes import widened, widest
 from torchzero_clip.functional.measure import L2
-from torchzero_clip.functional.norms import each_norm
-from torchzero_clip.recorder.layout import By, Layout, Name
+from torchzero_clip.functional.norms import norms_of_each
 from torchzero_clip.recorder.measurable import Measurable
 from torchzero_clip.recorder.output import Output
 from torchzero_clip.recorder.precision import precision_of
 from torchzero_clip.recorder.reading import last_run
 from torchzero_clip.recorder.record import Record, joined
+from torchzero_clip.recorder.recorded_params import By, Name, RecordedParams
+from torchzero_clip.recorder.saved import SavedRecorder
 from torchzero_clip.recorder.tape import PRECISION, Note, Tape
 from torchzero_clip.types import Group
 
@@ -36,8 +38,8 @@ PRECISION_EVERY = 100  # steps
 FAILED = "error"  # the reason of a step that raised an error
 
 
-class Run(Listener):
-    """Writes each step on a `Tape`, and lets an `Output` write the tape to a file. It does not know the optimizer."""
+class Recording(Listener):
+    """Writes each step on a `Tape`, which an `Output` writes to a file. It has no reference to the optimizer."""
 
     def __init__(self, by: By, keep: int, ratios_every: int, model: nn.Module | None, output: Output) -> None:
         self.by: By = by
@@ -51,10 +53,10 @@ class Run(Listener):
         self._before: tuple[list[Tensor], list[Tensor]] | None = None  # parameters, and copies of them
         self._precision: Tensor | None = None
         self._joint: list[str] = []
-        self._limited: list[Node] | None = None
-        self._older: list[Record] = []
-        self._params: list[int] = []
-        self._taken = 0  # how many steps were recorded since the last load
+        self._limited: list[Node] | None = None  # the transforms whose limit is a setting
+        self._older: list[Record] = []  # the steps before parameters were added or removed
+        self._param_ids: list[int] = []
+        self._since_load = 0  # how many steps were recorded since the last load
         self._began_without_loss = False
         self._alarmed = False
         self._run_in_file: str | None = None  # the id of the run, once the record is closed
@@ -82,22 +84,22 @@ class Run(Listener):
         if self._limited is None:
             self._limited = [node for node in step.nodes if node.transform.limit_setting is not None]
             self._joint = _with_limits_of_all(list(step.nodes))
-        found: dict[str, float] = {}
+        limits: dict[str, float] = {}
         for node in self._limited:
             values = {setting[str(node.transform.limit_setting)] for setting in step.settings[node.path]}
             if len(values) == 1 and isinstance(value := values.pop(), int | float):
-                found[node.path] = float(value)
-        return found
+                limits[node.path] = float(value)
+        return limits
 
     def save_params(self, params: Sequence[Tensor]) -> None:
-        """Copy the parameters, if the norms of updates are taken in the next step. Find the precision now and then."""
-        grads = [p.grad for p in params if p.grad is not None] if self._taken % PRECISION_EVERY == 0 else []
+        """Copy the parameters if the step gets norms of updates. Find the precision in some of the steps."""
+        grads = [p.grad for p in params if p.grad is not None] if self._since_load % PRECISION_EVERY == 0 else []
         if grads := self.measurable.among(grads):
-            found, before = precision_of(grads), self._precision
-            self._precision = found if before is None else torch.maximum(found, before.to(found.device))
-        wanted = self._ratios_every and self.step % self._ratios_every == 0
-        kept = self.measurable.among(params) if wanted else []
-        self._before = (kept, foreach.clone(kept)) if kept else None
+            precision, before = precision_of(grads), self._precision
+            self._precision = precision if before is None else torch.maximum(precision, before.to(precision.device))
+        is_due = self._ratios_every and self.step % self._ratios_every == 0
+        copied = self.measurable.among(params) if is_due else []
+        self._before = (copied, foreach.clone(copied)) if copied else None
 
     def write(
         self,
@@ -111,38 +113,38 @@ class Run(Listener):
     ) -> None:
         """Write one step: the norms of the gradients of ``params``, if they were measured, and numbers by name.
 
-        ``is_first``: there was no step before, so one of zeros is the template of a checkpoint, also without a rate.
+        ``is_first`` is as in `may_be_template`: a step that only creates state for a checkpoint is not written.
         """
         before, self._before = self._before, None
         if norms is not None and may_be_template(groups, is_first=is_first) and not bool(norms.any()):
             return
         tape = self._tape_for(groups, norms)
-        places = _places(groups, params) if norms is not None and len(params) != len(tape.layout.names) else None
+        places = _places(groups, params) if norms is not None and len(params) != len(tape.params.names) else None
         tape.write(note, norms, places, _as_tensors({**numbers, PRECISION: self._precision}, tape.device))
         if before is not None and norms is not None and not note.refused_by:
-            kept, copies = before
-            places = _places(groups, kept) if len(kept) != len(tape.layout.names) else None
-            sizes = each_norm(copies)
-            foreach.subtract_(copies, kept)
-            tape.write_ratios(note.step, sizes, each_norm(copies), places)
+            copied, copies = before
+            places = _places(groups, copied) if len(copied) != len(tape.params.names) else None
+            sizes = norms_of_each(copies)
+            foreach.subtract_(copies, copied)
+            tape.write_ratios(note.step, sizes, norms_of_each(copies), places)
         if self.measurable.has_news:
-            warn_user(self.measurable.said(list(zip(tape.layout.names, _all_params(groups), strict=True))))
+            warn_user(self.measurable.warning(list(zip(tape.params.names, _all_params(groups), strict=True))))
         self._judge_loss(numbers["loss"] is not None)
         self.step += 1
-        self._taken += 1
+        self._since_load += 1
         if "nonfinite" in note.refused_by and not self._alarmed:  # the policy has waited for the device
             self._recorded(tape)
         if self.output.add():
             self.flush(warn=True)
 
     def _judge_loss(self, has_loss: bool) -> None:
-        if self._taken == 1 and has_loss and self._began_without_loss:
+        if self._since_load == 1 and has_loss and self._began_without_loss:
             warn_user(
                 "the first step was recorded without a loss, and the second step with a loss. If report_loss is called "
                 "after optimizer.step(), each loss counts for the next step. Call it before step(), or write "
                 "recorder.report_loss(loss, step=recorder.step - 1)"
             )
-        self._began_without_loss = not self._taken and not has_loss
+        self._began_without_loss = not self._since_load and not has_loss
 
     def report_late(self, loss: Tensor | float, step: int) -> None:
         """Store the loss of a step that was recorded before."""
@@ -157,13 +159,13 @@ class Run(Listener):
             self.output.late[step] = value
 
     def _tape_for(self, groups: Groups, norms: Tensor | None) -> Tape:
-        tape, params = self.tape, list(map(id, _all_params(groups)))
+        tape, ids = self.tape, list(map(id, _all_params(groups)))
         is_on_device = norms is None or (tape is not None and norms.device == tape.device)
-        if tape is not None and is_on_device and params == self._params:
+        if tape is not None and is_on_device and ids == self._param_ids:
             return tape
-        self._params = params
-        layout = Layout.of(groups, self.model, self.names)
-        if tape is not None and is_on_device and tape.layout == layout:
+        self._param_ids = ids
+        params = RecordedParams.of(groups, self.model, self.names)
+        if tape is not None and is_on_device and tape.params == params:
             return tape
         if tape is not None:
             self.flush(warn=True, is_end=True)
@@ -172,16 +174,16 @@ class Run(Listener):
             self._older.append(self._recorded(tape))
             self._older = self._last_of_older(self.keep)
         device = _device_of(groups) if norms is None else norms.device
-        self.tape = Tape(self.keep, layout, device, () if tape is None else tape.used())
+        self.tape = Tape(self.keep, params, device, () if tape is None else tape.used())
         self.output.waiting = 0
         return self.tape
 
     def record(self, groups: Groups) -> Record:
         self.finish()
         if self.tape is None:
-            return Tape(1, Layout.of(groups, self.model, self.names), torch.device("cpu")).record(self.by)
-        own = self._recorded(self.tape)
-        return joined([*self._last_of_older(self.keep - len(own.steps)), own])
+            return Tape(1, RecordedParams.of(groups, self.model, self.names), torch.device("cpu")).record(self.by)
+        latest = self._recorded(self.tape)
+        return joined([*self._last_of_older(self.keep - len(latest.steps)), latest])
 
     def _recorded(self, tape: Tape, last: int | None = None) -> Record:
         record = replace(tape.record(self.by, last), joint=self._joint)
@@ -192,11 +194,11 @@ class Run(Listener):
 
     def _last_of_older(self, count: int) -> list[Record]:
         """The last ``count`` of the steps from before parameters were added or removed."""
-        kept: list[Record] = []
+        records: list[Record] = []
         for record in reversed(self._older):
-            kept.insert(0, record.last(count))
-            count -= len(kept[0].steps)
-        return [record for record in kept if record.steps]
+            records.insert(0, record.last(count))
+            count -= len(records[0].steps)
+        return [record for record in records if record.steps]
 
     def flush(self, *, warn: bool = False, is_end: bool = False) -> None:
         """Write and send the steps that wait; the arguments are those of `Output.flush`."""
@@ -216,51 +218,48 @@ class Run(Listener):
         if "tape" in vars(self) and self.output.waiting:  # nobody holds the optimizer any more
             self.flush(warn=True, is_end=True)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Copies keep what was recorded, but do not write to the file."""
-        own = {
-            "finish": nothing,
-            "_before": None,
-            "_params": [],
-            "_limited": None,
-            "names": {},
-            "measurable": Measurable(),
-        }
-        return self.__dict__ | own | {"output": Output(None, None, self.keep, self.keep)}
+        of_optimizer = {"_before": None, "_param_ids": [], "_limited": None, "names": {}, "measurable": Measurable()}
+        output = Output(None, None, self.keep, self.keep)
+        return {**self.__dict__, **of_optimizer, "finish": nothing, "output": output}
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> SavedRecorder:
         self.finish()
         tape, log = None if self.tape is None else self.tape.state_dict(), self.output.log
+        state: SavedRecorder = {"step": self.step, "joint": list(self._joint), "tape": tape}
         run = self._run_in_file if log is None else log.written_run
-        return {"step": self.step, "joint": list(self._joint), "tape": tape} | ({} if run is None else {"run": run})
+        if run is not None:
+            state["run"] = run
+        return state
 
-    def load_state_dict(self, state: Mapping[str, Any], groups: Groups) -> None:
+    def load_state_dict(self, state: SavedRecorder, groups: Groups) -> None:
         """Continue a record, and forget what was recorded before."""
-        kept, tape = state["tape"], None
-        if kept is not None:
-            layout = Layout.of(groups, self.model, self.names)
-            if list(layout.names) != kept["names"]:
-                theirs, ours = set(kept["names"]) - set(layout.names), set(layout.names) - set(kept["names"])
+        saved, tape, count = state["tape"], None, 0
+        if saved is not None:
+            params = RecordedParams.of(groups, self.model, self.names)
+            if list(params.names) != saved["names"]:
+                theirs, ours = set(saved["names"]) - set(params.names), set(params.names) - set(saved["names"])
                 only = f"only the {'record' if theirs else 'optimizer'} has {sorted(theirs or ours)[:3]}"
                 problem = only if theirs or ours else "they are in another order"
                 raise ValueError(f"the parameters of the record differ from those of this optimizer: {problem}")
-            tape = Tape(max(self.keep, min(len(kept["steps"]), kept["keep"])), layout, _device_of(groups))
-            tape.load_state_dict(kept)
+            count = min(len(saved["steps"]), saved["keep"])
+            tape = Tape(max(self.keep, count), params, _device_of(groups))
+            tape.load_state_dict(saved)
         step = operator.index(state["step"])
         self.finish = nothing
-        self.step, self._joint = step, list(state.get("joint", []))
-        self.tape, self._older, self._params = tape, [], []
-        self._loaded_until, self._taken = step, 0
+        self.step, self._joint = step, list(state["joint"])
+        self.tape, self._older, self._param_ids = tape, [], []
+        self._loaded_until, self._since_load = step, 0
         parent, log = state.get("run"), self.output.log
-        if kept is None and parent is None and step and log is not None:
+        if saved is None and parent is None and step and log is not None:
             parent = last_run(log.path)
-        count = 0 if kept is None else min(len(kept["steps"]), kept["keep"])
         self.output.begin_anew(step, count, parent)
         if count >= self.keep:  # the next step would replace the oldest one
             self.flush(warn=True)
 
 
-OPEN: WeakSet[Run] = WeakSet()  # runs that are not closed
+OPEN: WeakSet[Recording] = WeakSet()  # those that are not closed
 
 
 @cache
@@ -278,7 +277,7 @@ def _finish() -> None:
 
 
 def take_over(path: Path) -> None:
-    """Write to the file what other runs of this process have recorded for it, and let them lose it."""
+    """Let recordings of this process that use the file write their steps now, and none later."""
     for run in list(OPEN):
         log = run.output.log
         if log is not None and log.path == path and not log.is_lost:
@@ -287,7 +286,7 @@ def take_over(path: Path) -> None:
 
 
 def nothing(reason: str | None = None) -> None:
-    """What `Run.finish` is if no step was measured."""
+    """What `Recording.finish` is if no step was measured."""
 
 
 def _with_limits_of_all(nodes: list[Node]) -> list[str]:
@@ -303,8 +302,8 @@ def _device_of(groups: Groups) -> torch.device:
 
 def _places(groups: Groups, params: Sequence[Tensor]) -> list[int]:
     """The places of parameters among those of all groups; a parameter that is listed twice has two."""
-    own = {id(param) for param in params}
-    return [place for place, param in enumerate(_all_params(groups)) if id(param) in own]
+    ids = {id(param) for param in params}
+    return [place for place, param in enumerate(_all_params(groups)) if id(param) in ids]
 
 
 def _all_params(groups: Groups) -> list[Tensor]:
@@ -313,10 +312,10 @@ def _all_params(groups: Groups) -> list[Tensor]:
 
 def _as_tensors(numbers: Mapping[str, object], device: torch.device) -> dict[str, Tensor]:
     """The numbers as 0-d tensors. Values that are not one number are left out."""
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, number in numbers.items():
         if isinstance(number, Tensor) and number.numel() == 1:
-            found[name] = number.detach().reshape(()).double() if number.ndim or name == "loss" else number
+            tensors[name] = widened(number.detach().reshape(())) if number.ndim or name == "loss" else number
         elif isinstance(number, int | float):
-            found[name] = torch.full((), float(number), dtype=torch.float64, device=device)
-    return found
+            tensors[name] = torch.full((), float(number), dtype=widest(device), device=device)
+    return tensors

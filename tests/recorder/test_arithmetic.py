@@ -5,7 +5,7 @@ import statistics
 
 import torch
 
-from torchzero_clip.recorder.numbers import medians
+from torchzero_clip.recorder.arithmetic import medians
 
 
 def test_medians_are_those_of_the_statistics_module():

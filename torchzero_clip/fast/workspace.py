@@ -1,4 +1,4 @@
-"""Memory that the fast steps of an optimizer reuse, and the layout of their tensors: with it, they check less."""
+"""Memory that the fast steps of an optimizer reuse, and the layout of their tensors, which saves checks."""
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from operator import attrgetter
@@ -16,7 +16,7 @@ from torchzero_clip.functional.scratch import Scratch
 _FACTS = attrgetter("dtype", "is_cpu", "shape")
 
 
-class Layout:
+class StepLayout:
     """How the parameters, gradients and state of a step are laid out. Later steps are compared with it.
 
     Parameters, gradients and state of their shape are plain, contiguous, of one dtype and on one device, and none of
@@ -30,11 +30,11 @@ class Layout:
         self._like = set(like)
         self._fits: dict[str, SameLayout] = {key: same_layout(tensors[key]) for key in (*like, *wider)}
         first = tensors["params"][0]
-        self.runs_in_pieces = foreach.is_real_and_wide(first.dtype) or not first.is_cpu
+        self.runs_in_pieces = first.dtype in foreach.WIDE or not first.is_cpu
         """True for float32 and float64, and on devices other than the CPU. On CPU, half precision is slow in pieces."""
 
     @classmethod
-    def of(cls, tensors: Mapping[str, list[Tensor]], vectors: Vectors) -> "Layout | None":
+    def of(cls, tensors: Mapping[str, list[Tensor]], vectors: Vectors) -> "StepLayout | None":
         """The layout of tensors; None if they have none."""
         params = tensors["params"]
         if params[0].is_meta or foreach.kind(params) is None or not foreach.all_contiguous(params) or _repeated(params):
@@ -42,9 +42,9 @@ class Layout:
         facts = list(map(_FACTS, params))
         like = {key for key, column in tensors.items() if key == "params" or _are_like(facts, column)}
         # statistics of half precision are float32
-        is_half = not (params[0].is_cpu or foreach.is_real_and_wide(params[0].dtype))
+        is_half = not (params[0].is_cpu or params[0].dtype in foreach.WIDE)
         others = [(key, column) for key, column in tensors.items() if is_half and key not in like]
-        wide = [(torch.float32, *own) for _, *own in facts]
+        wide = [(torch.float32, *rest) for _, *rest in facts]
         wider = {key for key, column in others if _are_like(wide, column)}
         layout = cls(tensors, like, wider)
         return layout if "grads" in like and layout.fits(tensors, vectors) else None
@@ -77,13 +77,13 @@ def _repeated(tensors: Sequence[Tensor]) -> bool:
 class Workspace:
     """Memory for intermediate results, numbers of state as vectors, and the layout of the last step.
 
-    It is never saved or copied with an optimizer, because a new one serves as well.
+    It is not saved or copied with an optimizer: a new one works the same.
     """
 
     def __init__(self) -> None:
         self.scratch = Scratch()
         self.vectors = Vectors()
-        self.layout: Layout | None = None
+        self.layout: StepLayout | None = None
         self.tried: set[tuple[int, torch.dtype]] = set()
         """The ids of elementwise transforms that were tried out, see `fast.trial`."""
 
@@ -93,13 +93,13 @@ class Workspace:
         if not states or len(set(map(len, states))) > 1:  # parameters have different state
             return None
         try:
-            own = [key for key in states[0] if "/" in key]  # bare keys belong to other packages
-            columns = {key: [state[key] for state in states] for key in own}
+            keys = [key for key in states[0] if "/" in key]  # bare keys belong to other packages
+            columns = {key: [state[key] for state in states] for key in keys}
         except KeyError:
             return None
-        found: dict[str, list[Tensor]] = {"params": table.params, "grads": table.grads, **columns}
-        if self.layout and self.layout.fits(found, self.vectors):
-            return found
-        layout = Layout.of(found, self.vectors)
+        tensors: dict[str, list[Tensor]] = {"params": table.params, "grads": table.grads, **columns}
+        if self.layout and self.layout.fits(tensors, self.vectors):
+            return tensors
+        layout = StepLayout.of(tensors, self.vectors)
         self.layout = layout or self.layout
-        return found if layout else None
+        return tensors if layout else None

@@ -19,7 +19,7 @@ from torchzero_clip import (
     SkipStep,
     step_in_backward,
 )
-from torchzero_clip.fast import kernels, plan
+from torchzero_clip.fast import kernels, plan, repeated
 
 
 def joint(limit=0.5):
@@ -63,14 +63,14 @@ class Run:
         return None
 
     def facts(self):
-        found = {f"param {i}": param.detach() for i, param in enumerate(self.params)}
-        found |= {f"grad {i}": param.grad for i, param in enumerate(self.params)}
+        facts = {f"param {i}": param.detach() for i, param in enumerate(self.params)}
+        facts |= {f"grad {i}": param.grad for i, param in enumerate(self.params)}
         states = [self.optimizer.state.get(param, {}) for param in self.params]
-        found |= {f"state {i} {key}": value for i, state in enumerate(states) for key, value in state.items()}
+        facts |= {f"state {i} {key}": value for i, state in enumerate(states) for key, value in state.items()}
         for g, group in enumerate(self.optimizer.param_groups):
-            found |= {f"group {g} {key}": value for key, value in group.items() if key != "params"}
-        found |= {f"metric {key}": value for key, value in self.optimizer.metrics().items()}
-        return found | recorded(self) | {"by": self.optimizer.skipped_by, "taken": self.optimizer.steps_taken}
+            facts |= {f"group {g} {key}": value for key, value in group.items() if key != "params"}
+        facts |= {f"metric {key}": value for key, value in self.optimizer.metrics().items()}
+        return facts | recorded(self) | {"by": self.optimizer.skipped_by, "taken": self.optimizer.steps_taken}
 
 
 def state(run, i=1):
@@ -192,15 +192,15 @@ def test_a_plan_sees(case, dtype):
     chain, groups, options, change = CASES[case]
     runs = [Run(chain, groups, dtype, options, planned) for planned in (True, False)]
     assert [run.optimizer.runner.fast_way.plan is not None for run in runs] == [True, False]
-    found = []
+    outcomes = []
     for run in runs:
         said = []
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             change(run)
             said += [run.take(), *(run.step(seed) for seed in (5, 6))]
-        found.append([said, [str(w.message) for w in caught], run.facts()])
-    (said, caught, facts), (expected, warned, others) = found
+        outcomes.append([said, [str(w.message) for w in caught], run.facts()])
+    (said, caught, facts), (expected, warned, others) = outcomes
     assert (said, caught, list(facts)) == (expected, warned, list(others))
     assert not [key for key in facts if not same(facts[key], others[key])]
 
@@ -246,12 +246,12 @@ def test_step_counts_go_back_if_a_planned_step_fails(chain, monkeypatch):
     def fails(*args):
         raise MemoryError("no memory")
 
-    monkeypatch.setattr(plan, "run_kernel", fails)
+    monkeypatch.setattr(repeated, "run_kernel", fails)
     assert run.step(4) == "MemoryError: no memory"
     assert state(run)["adam/step"].item() == before
     assert recorder.record().reasons == ["", "error"]
     assert run.optimizer.metrics() == kept
-    monkeypatch.setattr(plan, "run_kernel", kernels.run_kernel)
+    monkeypatch.setattr(repeated, "run_kernel", kernels.run_kernel)
     assert run.step(5) is None
 
 

@@ -1,12 +1,12 @@
-"""Short tensors times one factor each, in rows of memory."""
+"""Short tensors times one factor each, in blocks of memory."""
 
 import pytest
 import torch
 
-from torchzero_clip.functional.rows import ROW, multiply_each_, multiply_short_
 from torchzero_clip.functional.scratch import Scratch
+from torchzero_clip.functional.short_tensors import BLOCK, multiply_each_, multiply_short_
 
-SIZES = [(), (3,), (0,), (ROW - 1,), (ROW,), (ROW + 1,), (3, ROW), (5, 70)]
+SIZES = [(), (3,), (0,), (BLOCK - 1,), (BLOCK,), (BLOCK + 1,), (3, BLOCK), (5, 70)]
 
 
 def tensors_of(dtype, seed=0):

@@ -1,0 +1,332 @@
+"""What a planned step does: it applies at most one scaling, and ends by the kernel of a rule or by a delivery."""
+
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import TypeAlias, cast
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from torchzero_clip.core.kinds import Gate, Scaling, UpdateRule
+from torchzero_clip.core.nodes import Node, Nodes
+from torchzero_clip.core.step import Step
+from torchzero_clip.core.transform import Transform, is_pure
+from torchzero_clip.core.undo import Undo
+from torchzero_clip.engine.end import End
+from torchzero_clip.engine.judged import Judged, Judging
+from torchzero_clip.engine.listener import Listener
+from torchzero_clip.engine.reported_loss import Loss
+from torchzero_clip.engine.scaling import find_factors
+from torchzero_clip.engine.table import Table
+from torchzero_clip.engine.updates import Updates
+from torchzero_clip.engine.walk import Walk, settings_of
+from torchzero_clip.fast.compared import Gathered
+from torchzero_clip.fast.fast import Averaging, Fast
+from torchzero_clip.fast.kernels import Delivered, Ended, run_kernel
+from torchzero_clip.fast.ops import Scale
+from torchzero_clip.fast.pieces import run_pieces
+from torchzero_clip.fast.vectors import VectorStates
+from torchzero_clip.fast.workspace import StepLayout, Workspace
+from torchzero_clip.functional import foreach
+from torchzero_clip.functional.measure import L2, Measured, Slicing, by_setting, effect, scale_
+from torchzero_clip.functional.norms import joint_norm, norms_of_each
+from torchzero_clip.functional.scratch import Scratch
+from torchzero_clip.types import Group, Setting, State
+
+Metrics: TypeAlias = Callable[[], dict[str, Tensor]]  # computes the metrics of a step when they are read
+
+
+@dataclass(eq=False)
+class Course:
+    """What all steps by one plan do, without a tensor of a step."""
+
+    nodes: Nodes
+    judging: Judging
+    end: End
+    layout: StepLayout
+    group_of: list[int]
+    maximize: bool
+    keep_grads: bool
+    scaling: "RepeatedScaling | None"
+    ending: "ByRule | ByDelivery"
+
+    def __post_init__(self) -> None:
+        self.in_place = not (self.maximize or self.keep_grads)
+        """True if updates are the gradients themselves; else they need memory beside them."""
+
+
+@dataclass(eq=False)
+class Planned:
+    """A step that follows a plan. What only some steps need is made when it is asked for."""
+
+    course: Course
+    settings: Mapping[str, list[Setting]]  # of each transform by path, one dict per group
+    groups: list[Group]
+    gathered: Gathered
+    workspace: Workspace
+    chain_state: State
+    loss: Callable[[], Loss]
+    listener: Listener | None
+    undo: Undo | None = None  # as in a `Walk`
+    is_watched: bool = False  # somebody has asked for ``walk``
+    metrics: Metrics | None = None  # computes the metrics, once the step was taken
+
+    @cached_property
+    def table(self) -> Table:
+        columns = self.gathered.columns
+        return Table(self.groups, columns["params"], columns["grads"], self.gathered.states, self.course.group_of)
+
+    @cached_property
+    def executor(self) -> Fast:
+        updates = Updates(self.table, self.chain_state, maximize=self.course.maximize)
+        return Fast(self.workspace, updates, self.gathered.columns)
+
+    @cached_property
+    def judged(self) -> Judged:
+        grads = self.gathered.columns["grads"]
+        in_place = self.course.in_place and not self.is_watched
+        measurer = _Measurer(grads, self.scratch) if in_place else self.executor
+        return Judged(self.course.judging, grads, measurer, listens=self.listener is not None)
+
+    @cached_property
+    def walk(self) -> Walk:
+        """The step as a policy and a listener see it. Ask for it before a step is taken."""
+        self.is_watched = True
+        course, table, executor, loss = self.course, self.table, self.executor, self.loss()
+        return Walk(course.nodes, self.settings, table, self.chain_state, executor, self.judged, course.end, loss)
+
+    @property
+    def scratch(self) -> Scratch:
+        """Memory for intermediate results of the gradients."""
+        return self.workspace.scratch.knowing(self.gathered.columns["grads"], self.course.layout)
+
+    @property
+    def needs_total(self) -> bool:
+        """True if the factor follows from the joint norm alone."""
+        return self.course.scaling is not None and self.course.scaling.needs_total
+
+    @cached_property
+    def total(self) -> Tensor | None:
+        """The joint norm of the gradients, which is finite; None if a step by this plan does not need it alone."""
+        scaling, grads = self.course.scaling, self.gathered.columns["grads"]
+        if scaling is None or not scaling.needs_total:
+            return None
+        if self.is_watched:
+            return self.judged.total()
+        joint = joint_norm(grads, self.workspace.scratch.knowing(grads, self.course.layout), plain=True)
+        return None if joint is None else joint[0]
+
+    def run(self) -> Metrics:
+        """Change parameters and state, and return what computes the metrics."""
+        course, factor = self.course, None
+        metrics: Metrics = dict
+        if course.scaling is not None:
+            factor, metrics = course.scaling.find(self)
+        elif self.listener is not None:
+            self.judged.before_first(acting(course.nodes)[0].transform)
+        course.ending.finish(self, factor)
+        self.metrics = metrics
+        return metrics
+
+    def run_watched(self) -> None:
+        """Take a step that has a ``walk``, which the listener sees."""
+        walk, listener = self.walk, self.listener
+        if listener is not None:
+            listener.begin(walk)
+        try:
+            metrics = self.run()
+        except BaseException:
+            walk.refused_by.append("error")
+            raise
+        if listener is not None:
+            walk.metrics, metrics = {**walk.metrics, **metrics()}, dict
+        of_gates = walk.metrics
+        self.metrics = lambda: {**of_gates, **metrics()}
+
+
+class RepeatedScaling:
+    """The scaling of a planned step."""
+
+    def __init__(self, node: Node, group_of: list[int], *, may_read: bool) -> None:
+        self.node, self.paths, self._group_of = node, {node.path}, group_of
+        self._factor_of = _factor_of(node.transform) if may_read else None
+        self._is_tried = False  # `Scaling.factor` was compared with the factors
+        self.needs_total = False
+
+    def variants(self, settings: Mapping[str, list[Setting]]) -> Set[Hashable]:
+        return frozenset()
+
+    def settle(self, settings: Mapping[str, list[Setting]]) -> None:
+        of_groups = settings[self.node.path]
+        self._settings = [of_groups[g] for g in self._group_of]
+        self.needs_total = self._factor_of is not None and len(by_setting(self._settings)) == 1
+
+    def find(self, step: Planned) -> tuple[Tensor | float | None, Metrics]:
+        """The factors that the end has to apply, and the metrics. No factors if all are 1, or wait in the executor."""
+        total = step.total
+        if total is not None and self._factor_of is not None:
+            factor = self._factor_of(total.item(), self._settings[0])
+            measured = Measured(L2, [0], total.view(1), total, [total])
+            if not self._is_tried:
+                self._try_out(factor, measured, step)
+            # the kernel divides by the inverse in float32, so a factor beyond its range needs the other way
+            if foreach.TINY32 <= factor <= foreach.MAX32:
+                return None if factor == 1 else factor, partial(self._metrics_of, measured, factor)
+        return self._by_tensors(step)
+
+    def _metrics_of(self, measured: Measured, factor: float) -> dict[str, Tensor]:
+        # not torch.tensor(factor), which would be on the default device of the user
+        return self.node.qualified(effect(measured, torch.full_like(measured.vector, factor)))
+
+    def _try_out(self, factor: float, measured: Measured, step: Planned) -> None:
+        """Raise if the factor as a number is not the one that the ordinary step computes."""
+        transform = cast(Scaling, self.node.transform)
+        expected = transform.factors(measured, step.gathered.columns["grads"], self._seen(step)).flatten()[0].item()
+        if factor != expected:
+            raise RuntimeError(
+                f"{transform!r}.factor returned {factor} for a norm of {measured.total.item():.9g}, and its factors "
+                f"{expected}. Correct one of the two methods, or delete factor"
+            )
+        self._is_tried = True
+
+    def _seen(self, step: Planned) -> Step:
+        """What the transform sees. `Walk.step_for` would take five times as long."""
+        columns, node, settings = step.gathered.columns, self.node, self._settings
+        params, grads = columns["params"], columns["grads"]
+
+        def begin(i: int) -> State:
+            return node.transform.init_state(params[i], settings[i])
+
+        vectors = step.workspace.vectors
+        states = VectorStates(step.gathered.states, node.path, node.state, begin, vectors, columns)
+        states.undo = step.undo
+        state = node.global_state(step.chain_state)
+        return Step(params, grads, step.loss().value, states, settings, state, tools=step.judged.measurer)
+
+    def _by_tensors(self, step: Planned) -> tuple[Tensor | None, Metrics]:
+        node, course, seen = self.node, step.course, self._seen(step)
+        rows = list(range(len(seen.grads)))
+        updates = seen.grads if course.in_place else step.executor.read(rows)
+        measured, factors = find_factors(node, rows, updates, seen, step.judged, None, step.chain_state)
+        left = None
+        if course.in_place:
+            left = _left(Scale(measured, factors, over_grads=True), step)
+        else:
+            step.executor.scale(rows, measured, factors, not course.keep_grads)
+        shown = seen.metrics
+        if not (measured.is_whole and measured.targets):
+            return left, partial(node.qualified, {**shown, **effect(measured, factors)})
+        measured.targets = [measured.total]  # so that metrics do not keep the gradients alive
+        return left, lambda: node.qualified({**shown, **effect(measured, factors)})
+
+
+class ByRule:
+    """A step ends by the kernel of a rule."""
+
+    def __init__(self, ended: Ended, group_of: list[int]) -> None:
+        self._rule, self._kernel, self._rest, self._group_of = ended.node, ended.kernel, ended.rest, group_of
+        self.paths = {node.path for node in (ended.node, *ended.rest)}
+        self.counters = [f"{self._rule.path}/{key}" for key in ended.fused.counters]
+        self._state = [f"{self._rule.path}/{key}" for key in (*ended.fused.state, *ended.fused.counters)]
+
+    def variants(self, settings: Mapping[str, list[Setting]]) -> Set[Hashable]:
+        rule = self._rule.transform
+        return set(map(rule.variant, settings[self._rule.path])) if isinstance(rule, UpdateRule) else set()
+
+    def settle(self, settings: Mapping[str, list[Setting]]) -> None:
+        of_groups = settings_of(self._rule, self._rest, settings)
+        self._settings: list[Setting] = [of_groups[g] for g in self._group_of]
+        self._runs = by_setting(self._settings)
+
+    def applies(self, waiting: Scale) -> bool:
+        """True if the end may multiply by the factors of a scaling."""
+        return waiting.fits_kernels
+
+    def finish(self, step: Planned, factor: Tensor | float | None) -> None:
+        """Multiply the gradients by their factor, None for 1, and do the rest of the step."""
+        counters = step.gathered.counters
+        for counter in counters:  # before the kernel, which reads the counts
+            counter.add_(1)
+        try:
+            columns = step.gathered.columns
+            params, grads = columns["params"], columns["grads"]
+            state = [columns[key] for key in self._state]
+            if step.course.in_place:
+                scratch = step.workspace.scratch
+                run_kernel(self._kernel, [params, grads, *state], self._runs, factor, scratch, "")
+            elif factor is None:
+                step.executor.run(self._kernel, step.table.rows, params, state, self._settings, self._runs)
+            else:
+                scale = Scale.by_number(float(factor))
+                run_pieces([scale], grads, self._settings, step.scratch, self._kernel, [params, *state])
+        except BaseException:
+            for counter in counters:
+                counter.add_(-1)
+            raise
+
+
+class ByDelivery:
+    """A step ends with the updates in the gradients. The methods are those of `ByRule`."""
+
+    counters: Sequence[str] = ()
+    paths: Set[str] = frozenset()
+
+    def __init__(self, ended: Delivered) -> None:
+        self._scale = ended.scale
+
+    def variants(self, settings: Mapping[str, list[Setting]]) -> Set[Hashable]:
+        return frozenset()
+
+    def settle(self, settings: Mapping[str, list[Setting]]) -> None:
+        pass
+
+    def applies(self, waiting: Scale) -> bool:
+        return waiting.is_one_number and waiting.fits_kernels
+
+    def finish(self, step: Planned, factor: Tensor | float | None) -> None:
+        if factor is not None:
+            self._scale(step.gathered.columns["grads"], factor)
+
+
+class _Measurer(Averaging):
+    """Measures gradients that are plain, with memory for intermediate results."""
+
+    def __init__(self, grads: list[Tensor], scratch: Scratch) -> None:
+        self._grads, self._scratch = grads, scratch
+
+    @override
+    def scratch_for(self, tensors: Sequence[Tensor]) -> Scratch | None:
+        return self._scratch if tensors is self._grads or foreach.are_plain(tensors) else None
+
+    @override
+    def joint_norm(self, grads: list[Tensor], *, beside: bool) -> None:
+        """None, because statistics of a planned step use the norms of the scaling or of each gradient."""
+
+    @override
+    def norms_of_each(self, grads: list[Tensor]) -> Tensor:
+        return norms_of_each(grads, self._scratch, plain=True)
+
+
+def acting(nodes: Nodes) -> list[Node]:
+    """The transforms that act on updates. Gates decide before."""
+    return [node for node in nodes if not isinstance(node.transform, Gate)]
+
+
+def _factor_of(transform: Transform) -> Callable[[float, Setting], float] | None:
+    """`Scaling.factor` of a joint clip, which saves many operations on one element; None without."""
+    if not isinstance(transform, Scaling) or transform.slicing != Slicing(L2, "global"):
+        return None
+    return transform.factor if transform.has_factor and is_pure(transform) else None
+
+
+def _left(waiting: Scale, step: Planned) -> Tensor | None:
+    """The factors of a scaling that the end has to apply, None for 1."""
+    if waiting.does_nothing:
+        return None
+    if step.course.ending.applies(waiting):
+        return waiting.factor
+    # a statistic has changed its state, so an ordinary step is too late: multiply here
+    scale_(waiting.measured, waiting.factors, step.workspace.scratch, extremes=waiting.extent)
+    return None

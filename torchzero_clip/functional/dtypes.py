@@ -1,0 +1,63 @@
+"""The widest floating point dtype of each device: GPUs of Apple, and many that have their own backend, lack float64."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from torchzero_clip.compat import FakeTensor
+
+_SQUARABLE = {torch.float64: 1e150, torch.float32: 1e18}
+
+_has_float64: dict[str, bool] = {}
+"""Whether a kind of device has float64, for the kinds that were asked."""
+
+
+def widest(device: torch.device) -> torch.dtype:
+    """The dtype of norms and statistics: float64, or float32 on a device without it, such as a GPU of Apple."""
+    if device.type not in _has_float64:
+        try:
+            asked = torch.zeros((), dtype=torch.float64, device=device)
+        except torch.OutOfMemoryError:  # which says nothing of the device, and neither does a fake tensor
+            raise
+        except (TypeError, RuntimeError):
+            _has_float64[device.type] = False
+        else:
+            if isinstance(asked, FakeTensor):
+                return torch.float64
+            _has_float64[device.type] = True
+    return torch.float64 if _has_float64[device.type] else torch.float32
+
+
+def widest_of(x: Tensor) -> torch.dtype:
+    """The dtype of norms and statistics of a tensor. Fake tensors pretend to be on a device that has float64."""
+    return torch.float64 if x.is_cpu or isinstance(x, FakeTensor) else widest(x.device)
+
+
+def widened(x: Tensor) -> Tensor:
+    """A real tensor in the `widest` dtype of its device."""
+    return x.to(widest_of(x))
+
+
+def is_narrow(x: Tensor) -> bool:
+    """True on a device without float64. There, sums and powers need more care."""
+    return widest_of(x) == torch.float32
+
+
+def bias_correction(beta: float, count: Tensor) -> Tensor:
+    """``1 - beta**count``; in float32 by other means, because a difference would lose five digits of 1 - 0.999."""
+    if count.dtype == torch.float64 or not beta:
+        return 1 - beta**count
+    return torch.expm1(count * math.log(beta)).neg()
+
+
+def moved(x: Tensor, device: torch.device) -> Tensor:
+    """A tensor on another device, in a dtype that the device has."""
+    if x.device == device:
+        return x
+    return x.to(device, widest(device)) if x.dtype == torch.float64 else x.to(device)
+
+
+def squarable(x: Tensor) -> float:
+    """The largest norm in the dtype of ``x`` of which many squares have a finite sum."""
+    return _SQUARABLE[x.dtype]

@@ -1,0 +1,160 @@
+"""Sums, means and standard deviations of slices and of tensors joined, in float64, alike on all ranks.
+
+Each metric is computed as its *root*, which scales with the tensor (for ``'var'`` the standard deviation), so that one
+rule serves all metrics: the factor is ``limit_root / root``.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup, ReduceOp
+
+from torchzero_clip.functional import blocks, foreach
+from torchzero_clip.functional.dtypes import is_narrow, moved, widened
+from torchzero_clip.functional.metric import Metric
+from torchzero_clip.functional.processes import device_of, gathered
+from torchzero_clip.functional.scratch import Scratch
+from torchzero_clip.functional.shards import Part, all_reduce, pack, wholes
+from torchzero_clip.functional.slices import joint_of_norms, norms_of_slices
+from torchzero_clip.functional.ways import sum_dtype, way_of
+
+
+class Moments(NamedTuple):
+    """The variance and the mean of every slice, one tensor per part; the variance of a single element is 0."""
+
+    variances: list[Tensor]
+    means: list[Tensor]
+
+
+def moments_of_slices(parts: Sequence[Part], metric: Metric) -> Moments | None:
+    """The moments of slices; None if ``metric`` does not need them, or if they cannot be taken directly in float64."""
+    here = all(p.tensor.numel() and not (p.groups or p.spread) for p in parts)
+    # the squares of float64 may overflow; those of float32, at most 1e77, do not
+    have_room = all(
+        not (p.tensor.is_complex() or p.tensor.dtype == torch.float64 or is_narrow(p.tensor)) for p in parts
+    )
+    if not parts or metric.kind not in ("std", "var") or not (here and have_room):
+        return None
+    pairs = [torch.var_mean(widened(p.tensor), p.dims, correction=min(p.size - 1, 1), keepdim=True) for p in parts]
+    return Moments([variance for variance, _ in pairs], [mean for _, mean in pairs])
+
+
+def metrics_of_slices(parts: Sequence[Part], metric: Metric, moments: Moments | None = None) -> list[Tensor]:
+    """The root of the metric of every slice: one tensor per part, of the part's ``slice_shape``."""
+    if metric.is_power:
+        return [metric.of_norm(value, p.size) for value, p in zip(norms_of_slices(parts, metric.p), parts, strict=True)]
+    moments = moments or moments_of_slices(parts, metric)
+    if moments is not None:
+        return foreach.square_roots(moments.variances)
+    sums = sums_of_slices(parts)
+    if metric.kind == "sum":
+        return [value.abs() for value in sums]
+    means = [value / p.size for value, p in zip(sums, parts, strict=True)]
+    spreads = norms_of_slices(_deviations(parts, means), 2.0)
+    columns = zip(spreads, means, parts, strict=True)
+    return [_deviation(spread, mean, p.size) for spread, mean, p in columns]
+
+
+def joint_moments(parts: Sequence[Part], metric: Metric, moments: Moments | None = None) -> Tensor:
+    """The numbers from which `root_of_moments` finds the metric, no power, of whole tensors as one vector.
+
+    For 'sum' they are the real and the imaginary part of the sum. For 'std' and 'var' they are the number of elements,
+    the real and the imaginary part of the mean, and the norm of the deviations from it.
+    """
+    moments = moments or moments_of_slices(parts, metric)
+    if moments is not None:
+        count, mean, spread = _joined_moments(parts, moments)
+    else:
+        count, total = sum(p.size for p in parts), joint_sum(parts)
+        if metric.kind == "sum":
+            return _as_reals(total)
+        mean = total / max(count, 1)
+        spreads = norms_of_slices(_deviations(parts, [moved(mean, p.tensor.device) for p in parts]), 2.0)
+        spread = moved(joint_of_norms(pack(spreads), 2.0), mean.device)
+    return torch.cat([torch.full_like(spread, count).view(1), _as_reals(mean), spread.view(1)])
+
+
+def root_of_moments(metric: Metric, rows: Tensor) -> Tensor:
+    """The root of a metric, 0-d, from a matrix with `joint_moments` of other tensors in each row."""
+    if metric.kind == "sum":
+        return torch.hypot(*rows.sum(dim=0).unbind())
+    count, *mean, spread = rows.unbind(dim=1)
+    if len(rows) > 1:
+        # the spread of all is that of each and the distance of its mean from the joint mean
+        total = count.sum().view(1)
+        joint = [(count * x).sum().view(1) / total.clamp(min=1) for x in mean]
+        apart = count.sqrt() * torch.hypot(*(x - y for x, y in zip(mean, joint, strict=True)))
+        count, mean, spread = total, joint, joint_of_norms(torch.cat([spread, apart]), 2.0).view(1)
+    return _deviation(spread, torch.hypot(*mean), count).squeeze(0)
+
+
+def _as_reals(value: Tensor) -> Tensor:
+    """A 0-d number as a vector of its real and its imaginary part."""
+    return torch.view_as_real(value) if value.is_complex() else torch.stack([value, torch.zeros_like(value)])
+
+
+def sums_of_slices(parts: Sequence[Part]) -> list[Tensor]:
+    """The signed sum of every slice, float64 or complex128."""
+    sums = [part.tensor.sum(part.dims, keepdim=True, dtype=sum_dtype(part.tensor)) for part in parts]
+    return all_reduce(parts, sums, ReduceOp.SUM)
+
+
+def joint_sum(parts: Sequence[Part]) -> Tensor:
+    """The signed sum of all elements of whole tensors: a 0-d tensor on the device of the first."""
+    sums = sums_of_slices(parts)
+    if not sums:
+        return torch.zeros((), dtype=torch.float64, device="cpu")
+    return torch.cat([moved(value.view(1), sums[0].device) for value in sums]).sum()
+
+
+def joint_mean(parts: Sequence[Part], group: ProcessGroup | None = None) -> Tensor:
+    """The mean of all elements of whole tensors, also of those that the other processes of a group hold: 0-d."""
+    total, count = joint_sum(parts), sum(p.size for p in parts)
+    if group is None:
+        return total / max(count, 1)
+    total = moved(total, device_of([p.tensor for p in parts], group))
+    numbers = _as_reals(total)
+    rows = gathered(torch.cat([numbers, torch.full_like(numbers[:1], count)]), group)
+    real, imaginary, _ = (rows.sum(dim=0) / rows.select(1, 2).sum().clamp(min=1)).unbind()
+    return torch.complex(real, imaginary) if total.is_complex() else real
+
+
+def sums_of_each(tensors: Sequence[Tensor], scratch: Scratch) -> Tensor:
+    """The sum of each of some plain real tensors of one dtype on one device: a float64 vector."""
+    # as by sums_of_slices up to the rounding of sums of up to 1024 elements to the dtype
+    if way_of(tensors, 2.0) != "blocks":
+        return pack(sums_of_slices(wholes(tensors)))
+    sums = blocks.sums_of_each(tensors, scratch)
+    odd = sums.isfinite().logical_not_()
+    if bool(odd.any()):
+        indices = odd.nonzero().flatten()
+        sums[indices] = pack(sums_of_slices(wholes([tensors[i] for i in indices.tolist()])))
+    return sums
+
+
+def _joined_moments(parts: Sequence[Part], moments: Moments) -> tuple[int, Tensor, Tensor]:
+    """The count, the mean, and the norm of the deviations of all slices together, from the moments of each."""
+    sizes = [p.size for p in parts]
+    count = sum(p.size * p.slice_count for p in parts)
+    mean = pack(foreach.times(moments.means, sizes)).sum() / count
+    between = (pack(moments.means) - mean).square_().split([p.slice_count for p in parts])
+    squares = [*foreach.times(moments.variances, [size - 1 for size in sizes]), *foreach.times(between, sizes)]
+    return count, mean, pack(squares).sum().sqrt()
+
+
+def _deviations(parts: Sequence[Part], means: Sequence[Tensor]) -> list[Part]:
+    pairs = zip(parts, means, strict=True)
+    return [part._replace(tensor=part.tensor.to(sum_dtype(part.tensor)) - mean) for part, mean in pairs]
+
+
+def _deviation(spread: Tensor, mean: Tensor, count: Tensor | int) -> Tensor:
+    """The standard deviation from the norm of the deviations; 0 where they are only the rounding of the mean."""
+    if isinstance(count, Tensor):
+        root, degrees = count.sqrt(), (count - 1).clamp(min=1).sqrt()
+    else:
+        root, degrees = math.sqrt(count), math.sqrt(max(count - 1, 1))
+    # the mean has an error of 1e-16 of itself, which is all that the elements of a constant tensor differ by
+    return torch.where(spread <= mean.abs() * (root * 1e-15), 0.0, spread) / degrees

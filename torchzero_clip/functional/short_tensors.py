@@ -1,0 +1,56 @@
+"""Multiplies short tensors by one factor each, in few launches, with memory in which each tensor fills whole blocks.
+
+On devices other than the CPU, torch's operations on lists of tensors take one launch for each tensor if the second
+argument is a list of numbers. They take few launches if it is a list of tensors of the same shapes. So factors are
+first spread over blocks. Tensors of half precision are copied to blocks instead, and multiplied there in float32.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from torchzero_clip.functional import foreach
+from torchzero_clip.functional.blocks import SHORT, Chunk, in_chunks
+from torchzero_clip.functional.scratch import Scratch
+
+BLOCK = 256
+"""Elements of a block. Shorter ones need more numbers, and longer ones leave more of their last block unused."""
+
+MOST = 2**24  # elements of all blocks together, 64 MiB of float32
+
+
+def multiply_short_(
+    tensors: Sequence[Tensor], factors: Tensor, scratch: Scratch, most: int, *, name: str = ""
+) -> list[int]:
+    """Multiply each tensor of at most ``most`` elements by its factor, in place. Return the indices of the others."""
+    # plain tensors of one dtype on one device; other tensors of the same step need another name for their plan
+    tensors = [tensor if tensor.ndim else tensor.view(1) for tensor in tensors]
+    wide = foreach.wide_dtype(tensors[0].dtype)
+    factors = foreach.as_factors(factors, wide)
+    plan = scratch.plan(f"short {wide} {name}", tensors, lambda: _planned(tensors, factors, scratch, most), most)
+    for chunk, owner in plan:
+        spread = factors.index_select(0, owner).unsqueeze(1)
+        short = [tensors[i] for i in chunk.indices]
+        if tensors[0].dtype == wide:
+            foreach.copy_plain_([chunk.blocks], [spread.expand_as(chunk.blocks)])
+            foreach.multiply_plain_(short, chunk.views)
+        else:  # multiplied in float32, so that only the product is rounded
+            foreach.copy_plain_(chunk.views, short)
+            chunk.blocks.mul_(spread)
+            foreach.copy_plain_(short, chunk.views)
+    return [i for i, tensor in enumerate(tensors) if tensor.numel() > most]
+
+
+def multiply_each_(tensors: Sequence[Tensor], factors: Tensor, scratch: Scratch, *, name: str = "") -> None:
+    """Multiply each tensor by its factor, in place, with the arguments of `multiply_short_`."""
+    for i in multiply_short_(tensors, factors, scratch, SHORT, name=name):
+        foreach.multiply_each_([tensors[i]], factors.narrow(0, i, 1))
+
+
+def _planned(tensors: Sequence[Tensor], like: Tensor, scratch: Scratch, most: int) -> list[tuple[Chunk, Tensor]]:
+    """Chunks of the short tensors, each with the index of the tensor that a block belongs to."""
+    short = [i for i, tensor in enumerate(tensors) if 0 < tensor.numel() <= most]
+    chunks = in_chunks("short", tensors, short, BLOCK, MOST // BLOCK, like, scratch)
+    owners = [[i for i in chunk.indices for _ in range(0, tensors[i].numel(), BLOCK)] for chunk in chunks]
+    return [(chunk, torch.tensor(owner, device=like.device)) for chunk, owner in zip(chunks, owners, strict=True)]
