@@ -233,6 +233,21 @@ def classic_equals_one_process(wrap, name, share, reduction):
             assert_gradients(model, sums, TOTAL if reduction == "mean" else 0.5)
 
 
+def classic_of_inputs_with_a_gradient(wrap, name):
+    """The backward of the root module goes on to the inputs, and then hides its parameters."""
+    model, batch = made(name)
+    limit, total, factors, sums, _ = expected_of(model, batch)
+    model = wrap(model)
+    with PerSampleGradientClipper(model, ConstantFlatClipper(limit)) as clipper:
+        for _ in range(3):
+            inputs = own_share(batch, "unequal").clone().requires_grad_()
+            losses_of(model(inputs)).mean().backward()
+            assert inputs.grad is not None
+            assert_result(clipper.clip_and_accumulate(), total, factors, "unequal")
+            clipper.pre_step()
+            assert_gradients(model, sums, TOTAL)
+
+
 def a_limit_for_each_parameter(wrap, name, share):
     model, batch = made(name)
     each = loop(copy.deepcopy(model), [batch])
@@ -661,6 +676,8 @@ def cases(ranks, kind):
         if kind != "nested":  # there, torch refuses what is a shard again
             found += [(a_parameter_outside_of_its_layer_raises,)]
         if kind != "replicated":
+            found += [(classic_of_inputs_with_a_gradient, "mlp")]
+            found += [(classic_equals_one_process, name, "unequal", "mean") for name in ("mlp", "gpt", "checkpoints")]
             found += [(losses_without_a_graph_raise,), (mixed_precision_is_about_right,), (frozen_later,)]
         found += [
             (

@@ -3,7 +3,7 @@
 import weakref
 from collections import Counter
 from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from enum import Enum, auto
 from functools import partial
 
@@ -23,7 +23,7 @@ from torchzero_clip.per_sample.gradients.captured_gradients import CapturedGradi
 from torchzero_clip.per_sample.gradients.contributions import Contribution, Dense, Memory
 from torchzero_clip.per_sample.outside import outside_error
 from torchzero_clip.per_sample.processes.processes import Processes
-from torchzero_clip.per_sample.processes.sharding import group_of_shards, reshard
+from torchzero_clip.per_sample.processes.sharding import group_of_shards, reshard, shown_as_before
 from torchzero_clip.per_sample.rules.copies import EMPTY
 from torchzero_clip.per_sample.rules.whole import Whole
 from torchzero_clip.per_sample.samples.arguments import tensors_held
@@ -281,6 +281,10 @@ class Engine:
         with self.processes.agreement(self.attachment.params, 1) as agreement:
             agreement.numbers = [backwards]
         return int(agreement.largest(0))
+
+    def nested(self) -> AbstractContextManager[None]:
+        """A block for backwards in a backward of the user."""
+        return shown_as_before(self.attachment.model)
 
     def backward_began(self) -> None:
         """A backward of the user runs."""

@@ -1,6 +1,7 @@
 """Parameters of `fully_shard`, which shows them in full while their module runs; the optimizer has the shards."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -51,6 +52,24 @@ def reshard(model: nn.Module) -> None:
     """Let the modules hold the shards, as they do before a forward."""
     for module in fully_sharded(model):
         module.reshard()
+
+
+@contextmanager
+def shown_as_before(model: nn.Module) -> Generator[None]:
+    """A block for backwards in a backward, which goes on with the parameters that it was shown in full.
+
+    Each module hides its parameters at the end of its backward, and shows them again only if its backward starts again.
+    """
+    shown = [module for module in fully_sharded(model) if not any_distributed(_own(module))]
+    yield
+    for module in shown:
+        module.unshard()
+
+
+def _own(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters of a module, except those of modules in it that are sharded by themselves."""
+    inner = {id(param) for part in fully_sharded(module) if part is not module for param in part.parameters()}
+    return [param for param in module.parameters() if id(param) not in inner]
 
 
 def slots(model: nn.Module, params: Mapping[str, nn.Parameter]) -> Iterator[tuple[str, dict[str, Any], str]]:

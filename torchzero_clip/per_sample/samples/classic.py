@@ -6,6 +6,7 @@ declared dimension. What arrives at a layer must then be what has come through t
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Protocol
 
@@ -41,6 +42,10 @@ class Host(Protocol):
 
     def agreed(self, backwards: int) -> int:
         """The largest number of further backwards that a process needs, if all have to run equally many."""
+        ...
+
+    def nested(self) -> AbstractContextManager[None]:
+        """A block for backwards in a backward of the user."""
         ...
 
     def backward_began(self) -> None:
@@ -149,12 +154,15 @@ class Classic:
             torch.autograd.backward([edge], [weighted], inputs=[anchor], retain_graph=True)
 
         if proof is None:
-            for _ in range(further):
-                backward(grad.new_ones(max(count, 1)))
+            if further:
+                with self._host.nested():
+                    for _ in range(further):
+                        backward(grad.new_ones(max(count, 1)))
             return
         self._root, self._grad, self._is_hooked, prover.proof = root, grad, False, proof
         try:
-            self._run(proof, backward, grad, further)
+            with self._host.nested():
+                self._run(proof, backward, grad, further)
         finally:
             proof.close()
             self._root = self._grad = prover.proof = None
