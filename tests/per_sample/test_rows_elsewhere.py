@@ -113,12 +113,12 @@ RIGHT = {
         Net(lambda m, x: m.last(m.first(x).roll(3 * W)).roll(-3 * W).sum(1), first=lin(), last=lin()),
         data(),
     ),
-    "a parameter times a table": lambda: (
-        Net(lambda m, x: m.lin(x) + m.slope * torch.arange(3.0).double()[:, None], lin=lin(), slope=weight(W)),
+    "a parameter times a table of one row": lambda: (
+        Net(lambda m, x: m.lin(x) + m.slope * torch.arange(3.0).double()[None, :, None], lin=lin(), slope=weight(W)),
         data(),
     ),
-    "a module by the generic rule": lambda: (
-        Net(lambda m, x: m.lin(x) + m.other(torch.ones(x.shape[1:], dtype=x.dtype)), lin=lin(), other=cumulated()),
+    "a row of ones for a module by the generic rule": lambda: (
+        Net(lambda m, x: m.lin(x) + m.other(torch.ones(1, *x.shape[1:], dtype=x.dtype)), lin=lin(), other=cumulated()),
         data(),
     ),
     "zeros for each sample": lambda: (
@@ -168,6 +168,14 @@ UNKNOWN = {
         Net(lambda m, x: m.lin(x) + m.other(torch.ones(x.shape[1:], dtype=x.dtype)), lin=lin(), other=lin()),
         data(),
     ),
+    "a parameter times a table": lambda: (
+        Net(lambda m, x: m.lin(x) + m.slope * torch.arange(3.0).double()[:, None], lin=lin(), slope=weight(W)),
+        data(),
+    ),
+    "ones for a module by the generic rule": lambda: (
+        Net(lambda m, x: m.lin(x) + m.other(torch.ones(x.shape[1:], dtype=x.dtype)), lin=lin(), other=cumulated()),
+        data(),
+    ),
     "padding before the first sample": moved(lambda x: F.pad(x, (0, 0, 0, 0, 1, -1))),
     "one sample scattered": moved(lambda x: torch.zeros_like(x).select_scatter(x[0], 0, 2)),
     "a sample scattered into zeros": moved(lambda x: x.new_zeros(x.shape).select_scatter(x[2], 0, 2)),
@@ -200,16 +208,17 @@ UNKNOWN = {
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", RIGHT)
 def test_norms_are_those_of_one_backward_for_each_sample(name, form):
-    if name in ("a parameter times a table", "a module by the generic rule"):
-        pytest.xfail("a table with as many rows as samples is refused")
     model, *inputs = RIGHT[name]()
     model = model.double()
     expected = norms_in_batch(model, *inputs)
     assert_close(FORMS[form](model)(lambda m: losses_of(m(*inputs)))[0], expected)
 
 
+AS_ONE_ROW = r"all samples share the rows.*give them a first dimension of size 1: x\[None\]"
 REFUSED = {
-    "ones for positions": "mixes or reorders samples",
+    "a parameter times a table": AS_ONE_ROW,  # with as many rows as samples, as the next ones
+    "ones for a module by the generic rule": AS_ONE_ROW,
+    "ones for positions": AS_ONE_ROW,
     "the smallest of all samples": "mixes or reorders samples",
     "strides": "mixes or reorders samples",
     "outer products": "saw 3 samples, the batch has 4|must match",
@@ -232,6 +241,43 @@ def test_samples_are_found_or_refused(name, form):
     with pytest.raises((ValueError, RuntimeError), match=refused):
         step(lambda m: losses_of(m(*inputs)))
     assert all(param.grad is None for param in model.parameters())
+
+
+def branches(m, x, kinds):
+    """The layer gets the data of each kind by themselves, such as those of one sample."""
+    result = torch.zeros_like(x)
+    for kind in (0, 1):
+        result = result.index_put((kinds == kind,), m.other(2 * x[kinds == kind]))
+    return m.lin(result)
+
+
+def row_added(row):
+    return lambda m, x, kinds: (m.lin(x) + m.other(row.clone())).tanh()
+
+
+ONE_ROW = {
+    "floats that all samples share": lambda: (row_added(data(1, 3, W)), lin(), (3, W)),
+    "an image that all samples share": lambda: (row_added(data(1, 2, 5, W)), nn.Conv2d(2, 2, 3, padding=1), (2, 5, W)),
+    "words that all samples share": lambda: (row_added(torch.tensor([[2, 0, 2]])), nn.Embedding(9, W), (3, W)),
+    "data of one sample": lambda: (branches, nn.Sequential(lin(), nn.Tanh()), (3, W)),
+    "data of one position": lambda: (
+        lambda m, x, kinds: branches(m, x.flatten(0, 1), torch.arange(3 * len(x)) == 4).view(x.shape),
+        nn.Sequential(lin(), nn.Tanh()),
+        (3, W),
+    ),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", ONE_ROW)
+def test_a_row_is_of_one_sample_or_of_all(name, form):
+    forward, other, shape = ONE_ROW[name]()
+    model = Net(forward, lin=lin(), other=other).double()
+    step = FORMS[form](model)
+    for count in (4, 4, 3, 5, 1, 4):
+        inputs = data(count, *shape), (torch.arange(count) == 1).long()
+        expected = norms_in_batch(model, *inputs)
+        assert_close(step(lambda m, inputs=inputs: losses_of(m(*inputs)))[0], expected)
 
 
 def test_bags_whose_offsets_are_arguments_may_have_words_of_any_number():

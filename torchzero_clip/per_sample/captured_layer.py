@@ -20,6 +20,7 @@ from torchzero_clip.per_sample.gradients.squared_norms import wide
 from torchzero_clip.per_sample.processes.processes import Processes
 from torchzero_clip.per_sample.processes.sharding import memory_of, slots, stands_for
 from torchzero_clip.per_sample.rules.whole import written
+from torchzero_clip.per_sample.samples.arguments import counts_up
 from torchzero_clip.per_sample.samples.broadcast_row import BroadcastRow, is_row, row_of
 from torchzero_clip.per_sample.samples.call import Call, Contribute, Reduce, Samples, rows_first
 from torchzero_clip.per_sample.samples.nodes import IDENTITIES
@@ -96,6 +97,11 @@ class Host(Protocol):
         """The model, and what is attached to it."""
         ...
 
+    @property
+    def learns_rows(self) -> bool:
+        """True if a proof may find that all samples share a row."""
+        ...
+
     def enter(self, layer: "CapturedLayer") -> Rule | None:
         """Note that a layer runs. Return its rule; None if it is not captured."""
         ...
@@ -133,6 +139,8 @@ class CapturedLayer:
         """What rules have learnt about the layer in earlier calls."""
         self._shared: dict[tuple[int, int], Tensor | None] = {}
         """Inputs that all samples share, by their numbers of dimensions. None for one that was found to be of data."""
+        self._shared_rows: set[int] = set()
+        """The numbers of dimensions of inputs with one row that all samples share."""
         self.written: dict[int, tuple[Tensor, Tensor]] | None = None
         """Tensors into which the module has written rows, with rows in their place, by id; None outside of it."""
         self.misuse: tuple[str, bool] | None = None
@@ -266,11 +274,27 @@ class CapturedLayer:
         return not memory_of((input,)) & forward.memory
 
     def _is_shared(self, input: Tensor) -> bool:
-        """True for an input that does not depend on samples."""
-        forward = self.engine.forward
+        """True for an input with one row, if all samples share this row."""
+        if not self._may_be_of_all(input, self.engine.forward):
+            return False
+        if input.ndim in self._shared_rows or not self.engine.learns_rows:
+            return True
+        # it may also be a row of data, such as the only one for an expert, which the proof finds out
+        if not memory_of((input,)) & memory_of(self.engine.attachment.model.buffers()) and not counts_up(
+            input.flatten()
+        ):
+            return False
+        return self._note_row(input)
+
+    def _may_be_of_all(self, input: Tensor, forward: Forward) -> bool:
+        """True for an input with one row that is not known to depend on samples."""
         if input.requires_grad or forward.direct or input.is_sparse:
             return False
         return not memory_of((input,)) & forward.memory_of_values
+
+    def _note_row(self, input: Tensor) -> bool:
+        self._shared_rows.add(input.ndim)
+        return True
 
     def unknown_rows(self, why: str, *, how: str = "") -> ValueError:
         """The error for rows whose samples are not known."""
@@ -323,7 +347,7 @@ class CapturedLayer:
         declared, leading = None, 1
         if samples is not None:
             if on_shared is None and not (copies or samples.tensor.requires_grad) and samples.had_dim is None:
-                on_shared = partial(self._note_shared, samples.tensor, engine.forward, samples.leading)
+                on_shared = partial(self._note_shared, samples, engine.forward)
             kind, leading = (kind, samples.leading, samples.had_dim), samples.leading
             shape, declared = samples.tensor.shape[:leading], samples.dim if samples.is_argument else None
         kind = self.name, kind
@@ -347,12 +371,14 @@ class CapturedLayer:
         each = watched.movedim(samples.dim, 0)
         return row_of(self, each.unsqueeze(samples.dim + 1) if samples.had_dim else each)
 
-    def _note_shared(self, input: Tensor, forward: Forward, leading: int) -> bool:
+    def _note_shared(self, samples: Samples, forward: Forward) -> bool:
         """Note that all samples share an input, unless it is one of samples."""
-        key = input.ndim, leading
-        if self._shared.get(key, input) is None or not self._may_be_shared(input, forward):
+        x, key = samples.tensor, (samples.tensor.ndim, samples.leading)
+        if x.shape[samples.dim] == 1 and forward.batch_size is not None:
+            return self._may_be_of_all(x, forward) and self._note_row(x)
+        if self._shared.get(key, x) is None or not self._may_be_shared(x, forward):
             return False
-        self._shared[key] = input.clone()
+        self._shared[key] = x.clone()
         return True
 
     def lasting(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:

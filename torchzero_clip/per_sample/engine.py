@@ -274,6 +274,11 @@ class Engine:
         """True if all processes have to run equally many backwards."""
         return self.processes.sharded
 
+    @property
+    def learns_rows(self) -> bool:
+        """True if a proof may find that all samples share a row."""
+        return self.shares and not self.processes.sharded
+
     def agreed(self, backwards: int) -> int:
         """The largest number of further backwards that a process needs, if all have to run equally many."""
         if not self.processes.sharded:

@@ -117,6 +117,8 @@ class Call:
         """The contributions of samples in known places."""
         if (each := self.each) is not None:
             self.each = None
+            if self.shape[0] == 1:  # a copy of the row for each sample
+                return [*self._contribute(Place(0), each.squeeze(1), *(x.expand(count, *x.shape[1:]) for x in inputs))]
             return [*self._contribute(Place(0), each, *(x.expand(count, *x.shape) for x in inputs))]
         if self.reduce is not None:
             return [*self._contribute(where, grad, *inputs, count=count)]
