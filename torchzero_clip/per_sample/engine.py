@@ -6,6 +6,7 @@ from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from enum import Enum, auto
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,7 @@ from torchzero_clip.per_sample.rules.whole import Whole
 from torchzero_clip.per_sample.samples.arguments import tensors_held
 from torchzero_clip.per_sample.samples.call import Call, Layer
 from torchzero_clip.per_sample.samples.classic import Classic
+from torchzero_clip.per_sample.samples.graph import OUTPUT
 from torchzero_clip.per_sample.samples.prover import Prover, Schedule, Verify
 from torchzero_clip.per_sample.samples.refusals import not_repeatable, runs_in_backward
 from torchzero_clip.per_sample.unclipped import refuse_unclipped, watch_steps
@@ -206,7 +208,21 @@ class Engine:
             outputs = [x for x in pytree.tree_leaves(output) if type(x) is Tensor]
             self.outputs += [weakref.ref(x) for x in outputs]
             if self.forward.captured:
-                self.classic.watch(self.forward, outputs)
+                self._watch(outputs)
+
+    def _watch(self, outputs: Iterable[Tensor]) -> None:
+        """Watch the outputs of the model, for backwards of the user."""
+        for x in {id(x): x for x in outputs if x.grad_fn is not None}.values():
+            node: Any = x.grad_fn
+            if (metadata := getattr(node, "metadata", None)) is not None:
+                metadata[OUTPUT] = True
+                # unlike a hook of the tensor, it comes after those of the user
+                node.register_prehook(partial(self._before_output, self.forward, x.output_nr))
+
+    def _before_output(self, forward: Forward, number: int, grads: Sequence[Tensor | None]) -> Any:
+        if self.prover.count is None:  # not in `backward(losses)`
+            return self.classic.before_output(forward, number, grads)
+        return None
 
     def enter(self, layer: CapturedLayer) -> Rule | None:
         """Note that a layer runs. Return its rule, or the rule for empty batches; None if it is not captured."""

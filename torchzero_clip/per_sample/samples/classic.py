@@ -7,7 +7,6 @@ declared dimension. What arrives at a layer must then be what has come through t
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -18,7 +17,7 @@ from torchzero_clip.compat import current_graph_task_id
 from torchzero_clip.per_sample.gradients.captured_gradients import Forward
 from torchzero_clip.per_sample.gradients.contributions import Contribution
 from torchzero_clip.per_sample.samples.call import Call
-from torchzero_clip.per_sample.samples.graph import OUTPUT, Graph
+from torchzero_clip.per_sample.samples.graph import Graph
 from torchzero_clip.per_sample.samples.pattern import Place
 from torchzero_clip.per_sample.samples.proof import Backward, Proof
 from torchzero_clip.per_sample.samples.prover import Prover
@@ -66,15 +65,11 @@ class Classic:
         self._task, self._proves = -1, False  # the backward that runs, and whether its first output was proved
         self._count: int | None = None
 
-    def watch(self, forward: Forward, outputs: Sequence[Tensor]) -> None:
-        """Watch the outputs of a forward of the model."""
-        for x in {id(x): x for x in outputs if x.grad_fn is not None}.values():
-            metadata: Any = getattr(x.grad_fn, "metadata", None)
-            if metadata is not None:
-                metadata[OUTPUT] = True
-                # unlike a hook of the tensor, it comes after those of the user
-                node: Any = x.grad_fn
-                node.register_prehook(partial(self._before_node, forward, x.output_nr))
+    def before_output(self, forward: Forward, number: int, grads: Sequence[Tensor | None]) -> Any:
+        """The hook of the node of an output of the model."""
+        grad = grads[number]
+        answer = None if grad is None else self._from_output(forward, number, grad)
+        return None if answer is None else (*grads[:number], answer, *grads[number + 1 :])
 
     def contributions(
         self, call: Call, grad: Tensor, inputs: Sequence[Tensor], before: tuple[Node | None, int]
@@ -92,12 +87,6 @@ class Classic:
         call.through = None
         return call.contributions(where, grad, inputs, count)
 
-    def _before_node(self, forward: Forward, number: int, grads: Sequence[Tensor | None]) -> Any:
-        """The hook of the node of an output of the model."""
-        grad = grads[number]
-        answer = None if grad is None else self._from_output(forward, number, grad)
-        return None if answer is None else (*grads[:number], answer, *grads[number + 1 :])
-
     def _from_output(self, forward: Forward, number: int, grad: Tensor) -> Tensor | None:
         """The hook of an output. A nested backward from another output ends here, or this one would count twice."""
         node = torch._C._current_autograd_node()
@@ -109,8 +98,7 @@ class Classic:
                 self._is_hooked = not torch.equal(grad, self._grad)
             return None
         host = self._host
-        of_losses = self._prover.count is not None
-        if of_losses or host.pauses or not (forward.captured and host.attached):
+        if host.pauses or not host.attached:
             return None
         if torch.is_grad_enabled() or not torch.autograd._is_checkpoint_valid():  # this backward is of no parameters
             return None
