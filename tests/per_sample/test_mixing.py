@@ -293,6 +293,29 @@ def test_a_check_leaves_no_trace(verify):
     assert_close(x.grad, y.grad, rtol=1e-6)
 
 
+@pytest.mark.parametrize("form", ["backward", "classic"])
+def test_gradients_that_outputs_retain_are_as_without_a_check(form):
+    model, x, outputs = nn.Sequential(linear(), nn.Tanh(), linear()), torch.randn(B, 4), []
+
+    def retain(module, args, output):
+        output.retain_grad()
+        outputs.append(output)
+
+    for module in (model, model[0]):
+        module.register_forward_hook(retain)
+    model(x).square().mean().backward()
+    with clip(model, verify="always") as clipper:
+        losses = model(x).square().mean(1)
+        if form == "backward":
+            clipper.backward(losses)
+        else:
+            losses.mean().backward()
+            clipper.clip_and_accumulate()
+    scale = B if form == "backward" else 1  # the losses are added up
+    for before, output in zip(outputs[:2], outputs[2:], strict=True):
+        assert_close(output.grad, before.grad * scale, rtol=1e-5, atol=1e-6)
+
+
 def test_a_clipper_of_the_head_alone_sees_its_samples():
     body, head, x = nn.Linear(4, 4), linear(), torch.randn(B, 4)
     with clip(head) as clipper:

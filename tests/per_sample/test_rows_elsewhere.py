@@ -280,6 +280,34 @@ def test_a_row_is_of_one_sample_or_of_all(name, form):
         assert_close(step(lambda m, inputs=inputs: losses_of(m(*inputs)))[0], expected)
 
 
+def of_two_outputs(outputs):
+    return losses_of(outputs[0]) + 3 * losses_of(outputs[1])
+
+
+def two_outputs(m, x):
+    row = m.other(m.table.clone())
+    return (m.lin(x) + row).tanh(), (m.lin(x) * row).sin()
+
+
+def hooked_output(m, x):
+    output = (m.lin(x) + m.other(m.table.clone())).tanh()
+    if output.requires_grad:
+        output.register_hook(lambda grad: 3 * grad)
+    return output
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("shape", [(1, 5, W), (5, W)], ids=str)
+@pytest.mark.parametrize(("forward", "losses"), [(two_outputs, of_two_outputs), (hooked_output, losses_of)])
+def test_samples_give_to_what_they_share_all_that_comes_through_outputs(forward, losses, shape, form):
+    model = Net(forward, lin=lin(), other=lin(), table=data(*shape)).double()
+    step = FORMS[form](model)
+    for count in (4, 4, 3):
+        x = data(count, 5, W)
+        expected = norms_in_batch(model, x, losses=losses)
+        assert_close(step(lambda m, x=x: losses(m(x)))[0], expected)
+
+
 def test_bags_whose_offsets_are_arguments_may_have_words_of_any_number():
     model, index = nn.Sequential(bag()).double()[0], torch.randint(0, 9, (3,))
     offsets = torch.tensor([0, 0, 2])  # as many words as bags

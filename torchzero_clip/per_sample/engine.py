@@ -3,7 +3,7 @@
 import weakref
 from collections import Counter
 from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from enum import Enum, auto
 from functools import partial
 from typing import Any
@@ -303,9 +303,11 @@ class Engine:
             agreement.numbers = [backwards]
         return int(agreement.largest(0))
 
-    def nested(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def nested(self) -> Generator[None]:
         """A block for backwards in a backward of the user."""
-        return shown_as_before(self.attachment.model)
+        with self._retaining(), shown_as_before(self.attachment.model):
+            yield
 
     def backward_began(self) -> None:
         """A backward of the user runs."""
@@ -417,9 +419,15 @@ class Engine:
 
     def _repeat(self, losses: Tensor, weights: Tensor) -> None:
         """Run one more backward, of losses times weights. It changes no ``.grad``."""
+        with self._retaining():
+            torch.autograd.backward(losses, weights, retain_graph=True, inputs=[self.anchor])
+
+    @contextmanager
+    def _retaining(self) -> Generator[None]:
+        """A block whose backwards do not change the gradients of `retained` tensors."""
         retained = [(x, x.grad) for x in self.retained()]
         try:
-            torch.autograd.backward(losses, weights, retain_graph=True, inputs=[self.anchor])
+            yield
         finally:
             for x, grad in retained:
                 x.grad = grad

@@ -60,8 +60,7 @@ class Classic:
     def __init__(self, host: Host, prover: Prover) -> None:
         self._host, self._prover = host, prover
         self._root: tuple[Node, int] | None = None  # of a nested backward
-        self._grad: Tensor | None = None  # its gradient
-        self._is_hooked = False  # whether hooks of the user change it once more
+        self._sent: Tensor | None = None  # its gradient
         self._task, self._proves = -1, False  # the backward that runs, and whether its first output was proved
         self._count: int | None = None
 
@@ -90,13 +89,8 @@ class Classic:
     def _from_output(self, forward: Forward, number: int, grad: Tensor) -> Tensor | None:
         """The hook of an output. A nested backward from another output ends here, or this one would count twice."""
         node = torch._C._current_autograd_node()
-        if self._root is not None:
-            if self._root != (node, number):
-                return torch.zeros_like(grad)
-            proof = self._prover.proof
-            if proof is not None and proof.is_first and self._grad is not None:
-                self._is_hooked = not torch.equal(grad, self._grad)
-            return None
+        if self._root is not None:  # hooks of the user have changed the gradient already
+            return self._sent if self._root == (node, number) else torch.zeros_like(grad)
         host = self._host
         if host.pauses or not host.attached:
             return None
@@ -138,8 +132,8 @@ class Classic:
 
         def backward(weights: Tensor) -> None:
             edge = GradientEdge(*root)
-            weighted = grad * weights[samples].view(samples.shape)
-            torch.autograd.backward([edge], [weighted], inputs=[anchor], retain_graph=True)
+            self._sent = grad * weights[samples].view(samples.shape)
+            torch.autograd.backward([edge], [self._sent], inputs=[anchor], retain_graph=True)
 
         if proof is None:
             if further:
@@ -147,13 +141,13 @@ class Classic:
                     for _ in range(further):
                         backward(grad.new_ones(max(count, 1)))
             return
-        self._root, self._grad, self._is_hooked, prover.proof = root, grad, False, proof
+        self._root, prover.proof = root, proof
         try:
             with self._host.nested():
                 self._run(proof, backward, grad, further)
         finally:
             proof.close()
-            self._root = self._grad = prover.proof = None
+            self._root = self._sent = prover.proof = None
 
     def _run(self, proof: Proof, backward: Backward, grad: Tensor, further: int) -> None:
         proof.watch()
@@ -164,10 +158,10 @@ class Classic:
             self._host.clear()
             raise not_repeatable(str(error)) from error
         try:
-            proof.conclude(None if self._host.shards_backwards else backward, grad)
+            # what is shared must be so for all outputs
+            proof.conclude(None if self._host.shards_backwards else backward, grad, may_share=self._proves)
             for call in proof.order:
-                # not if other outputs were not proved, or hooks have changed the gradient twice
-                if self._proves and call.trace is not None and not self._is_hooked:
+                if self._proves and call.trace is not None:  # else, other outputs were not proved
                     call.through = call.trace.grad if call.through is None else call.through + call.trace.grad
         except BaseException:
             self._host.clear()

@@ -65,11 +65,6 @@ class Proof:
         return self._stage is not None
 
     @property
-    def is_first(self) -> bool:
-        """True in the first nested backward."""
-        return self._stage is Stage.FIRST
-
-    @property
     def backwards(self) -> int:
         """The number of further backwards."""
         return self._powers.passes + self._has_nan
@@ -115,19 +110,20 @@ class Proof:
         elif self._stage is not Stage.EXTRA:
             trace.reach(grad)
 
-    def conclude(self, backward: Backward | None, like: Tensor) -> None:
+    def conclude(self, backward: Backward | None, like: Tensor, *, may_share: bool = True) -> None:
         """Find and keep the places of all calls, or raise.
 
-        ``backward`` finds the samples that an error names.
+        ``backward`` finds the samples that an error names. With ``may_share``, it also finds what each sample gives to
+        rows that all of them share.
         """
         if not self.known.moves and self._sites_move():
             self.known.moves = True
         shared: list[Call] = []
         for call in self.order:
             if (trace := call.trace) is not None:
-                samples = self._samples(call, trace)
-                if bool((samples == MIXED).any()):
-                    if backward is None or call.on_shared is None or not call.on_shared():
+                earlier, samples = call.samples, self._samples(call, trace)
+                if call.each is not None or bool((samples == MIXED).any()):
+                    if backward is None or not may_share or not _is_shared(call, earlier):
                         raise self._error(call, trace, samples, backward, like)
                     shared.append(call)
                     continue
@@ -231,7 +227,9 @@ class Proof:
             self._run(Stage.EACH, backward, weights)
         for call in calls:
             if call.trace is not None:
-                call.each, call.where = torch.stack(call.trace.alone), Place(0)
+                each = torch.stack(call.trace.alone)
+                call.each = each if call.each is None else call.each + each  # of several outputs of the model
+                call.where = Place(0)
 
     def _error(
         self, call: Call, trace: Trace, samples: Tensor, backward: Backward | None, like: Tensor
@@ -253,6 +251,14 @@ class Proof:
             if reached is not None and bool(reached.any() if wrong is None else reached.flatten()[wrong]):
                 givers.append(i)
         return mixed(call.layer, givers)
+
+
+def _is_shared(call: Call, earlier: Tensor | None) -> bool:
+    """True if all samples share the rows of a call. ``earlier`` says whose rows the proofs of other outputs found."""
+    if call.each is not None:
+        return True
+    has_owner = earlier is not None and bool((earlier >= 0).any())
+    return not has_owner and call.on_shared is not None and call.on_shared()
 
 
 def _is_of(samples: Tensor, dim: int) -> bool:
