@@ -24,8 +24,8 @@ def mixed(layer: Named, givers: Sequence[int]) -> RuntimeError:
             f"{shown} is not proportional to its loss at {layer},"
         )
     return RuntimeError(
-        f"the model or the loss {what} in this layer or later. check_per_sample names the module. A loss over all "
-        "tokens, such as that of a router of experts, has to be computed for each sample. If all samples share the "
+        f"the model or the loss {what} in this layer or later. A loss over all tokens, such as that of a router of "
+        "experts, has to be computed for each sample. If all samples share the "
         "rows, as positions, give them a first dimension of size 1: x[None]. If the samples are in another dimension, "
         f"declare batch_first. Nothing was changed{layer.way_out}"
     )
