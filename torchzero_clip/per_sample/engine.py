@@ -77,7 +77,7 @@ class Engine:
         self.of_mean = of_mean
         self.anchor = torch.empty(0, dtype=torch.float32, device="cpu", requires_grad=True)
         """An input of every captured call, so that a backward can be asked for these calls alone."""
-        self.prover = Prover(self, Schedule(verify, PRIVATE if private else None))
+        self.prover = Prover(self, Schedule(verify, PRIVATE if private else None), strict=private)
         self.classic = Classic(self, self.prover)
         self.shares = not private
         """Whether rows without samples may be found to be shared by all of them."""

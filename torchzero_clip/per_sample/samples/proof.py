@@ -15,6 +15,7 @@ from torchzero_clip.per_sample.samples.pattern import MIXED, UNTOLD, ZERO, Known
 from torchzero_clip.per_sample.samples.powers import Powers, Trace
 from torchzero_clip.per_sample.samples.refusals import (
     elsewhere,
+    gated,
     mixed,
     moved,
     not_repeatable,
@@ -46,13 +47,16 @@ class Stage(Enum):
 
 
 class Proof:
-    """The proof of one graph. ``half`` says which samples get NaN, and ``like`` has the dtype of factors."""
+    """The proof of one graph. ``half`` says which samples get NaN, and ``like`` has the dtype of factors.
 
-    def __init__(self, graph: Graph, known: Known, half: Tensor, random: Random) -> None:
-        self.graph, self.known, self.count = graph, known, len(half)
+    A ``strict`` one raises if values could let a gradient go from one sample to another, or if a row is not proved.
+    """
+
+    def __init__(self, graph: Graph, known: Known, half: Tensor, random: Random, *, strict: bool = False) -> None:
+        self.graph, self.known, self.count, self._strict = graph, known, len(half), strict
         self._powers = Powers(self.count, random, narrow=graph.is_narrow)
         self._half, self._exact = half, graph.is_exact
-        self._has_nan = not (known.moves or torch.is_anomaly_enabled())  # anomaly mode raises at a NaN
+        self._has_nan = strict or not known.moves
         self.order: list[Call] = []
         """The calls in the order in which the ordinary backward has reached them."""
         self._sites: dict[int, Trace] = {}  # what was brought to each of the sites of the graph
@@ -91,7 +95,8 @@ class Proof:
             self._run(Stage.POWERS, backward, weights)
         if self._has_nan:
             # NaN times 0 is NaN, so it goes wherever other values could let a gradient go
-            self._run(Stage.NAN, backward, torch.where(self._half, torch.nan, 0.0).to(like))
+            with torch.autograd.set_detect_anomaly(False):  # which raises at a NaN
+                self._run(Stage.NAN, backward, torch.where(self._half, torch.nan, 0.0).to(like))
         for _ in range(at_least - self.backwards):
             self._run(Stage.EXTRA, backward, like.new_ones(self.count))
 
@@ -125,16 +130,20 @@ class Proof:
         shared: list[Call] = []
         for call in self.order:
             if (trace := call.trace) is not None:
-                samples = self._samples(call, trace)
+                rows, samples = self._samples(call, trace)
                 if bool((samples == MIXED).any()):
                     if backward is None or call.on_shared is None or not call.on_shared():
                         raise self._error(call, trace, samples, backward, like)
                     shared.append(call)
                     continue
-                gated = self._lets_through(call, trace, samples)
-                if gated and backward is not None and self._leaks(trace, samples, backward, like):
-                    raise self._error(call, trace, samples, backward, like)
-                self.known.moves = self.known.moves or gated
+                if self._lets_through(trace, rows):
+                    if backward is not None and self._leaks(trace, rows, backward, like):
+                        raise self._error(call, trace, samples, backward, like)
+                    if self._strict:
+                        raise gated(call.layer)
+                    self.known.moves = True
+                if self._strict:
+                    self._check_told(call, trace, rows)
                 self._learn(call, samples)
         if backward is not None and shared:
             self._share(shared, backward, like)
@@ -176,31 +185,43 @@ class Proof:
                 return True
         return False
 
-    def _samples(self, call: Call, trace: Trace) -> Tensor:
-        """The sample of each row of a call, also by the proofs of other outputs of the model."""
+    def _samples(self, call: Call, trace: Trace) -> tuple[Tensor, Tensor]:
+        """The sample of each row of a call, and of each item, also by the proofs of other outputs of the model."""
         if not trace.ratios:
             raise runs_in_backward(call.layer)
-        samples = self._powers.samples(trace.ratios)
-        if call.reduce is not None:
-            samples = call.reduce(samples)
+        rows = self._powers.samples(trace.ratios)
+        samples = rows if call.reduce is None else call.reduce(rows)
         if (others := call.samples) is not None and others.shape == samples.shape:
             clash = (samples >= 0) & (others >= 0) & (samples != others)
             samples = torch.where(clash, MIXED, torch.where(samples == ZERO, others, samples))
         call.samples = samples
-        return samples
+        return rows, samples
 
-    def _lets_through(self, call: Call, trace: Trace, samples: Tensor) -> bool:
+    def _lets_through(self, trace: Trace, rows: Tensor) -> bool:
         """True if NaN has reached rows of other samples, so that values decide where gradients go."""
-        if not self._has_nan or trace.reached is None or call.reduce is not None:
-            return False
-        others = (samples >= 0) & ~self._half.to(samples.device)[samples.clamp(min=0)]
-        return bool((trace.reached & others).any())
+        return self._has_nan and trace.reached is not None and self._reaches_others(trace.reached, rows)
 
-    def _leaks(self, trace: Trace, samples: Tensor, backward: Backward, like: Tensor) -> bool:
+    def _leaks(self, trace: Trace, rows: Tensor, backward: Backward, like: Tensor) -> bool:
         """True if half of the samples alone give gradients to rows of others, which ratios show only up to rounding."""
         self._run(Stage.ALONE, backward, self._half.to(like))
-        others = (samples >= 0) & ~self._half.to(samples.device)[samples.clamp(min=0)]
-        return trace.reached is not None and bool((trace.reached & others).any())
+        return trace.reached is not None and self._reaches_others(trace.reached, rows)
+
+    def _reaches_others(self, reached: Tensor, rows: Tensor) -> bool:
+        """True if a row that was reached is not of the half. Rows of zeros are of the samples of their place."""
+        found = patterns_of(rows, self.count)
+        if len(found) == 1 and _tells(rows) and (place := found[0].place(rows.shape, self.count)) is not None:
+            rows = torch.where(rows == ZERO, place.rows(rows.shape, self.count).to(rows.device), rows)
+        others = (rows >= 0) & ~self._half.to(rows.device)[rows.clamp(min=0)]
+        return bool((reached & others).any())
+
+    def _check_told(self, call: Call, trace: Trace, rows: Tensor) -> None:
+        """Raise unless the ratio of each row is known, or its sample gets a gradient that is not finite.
+
+        Such a sample is left out. But where values move rows, it may hide those of others.
+        """
+        untold = rows == UNTOLD
+        if bool(untold.any()) and (self.known.moves or bool((untold & trace.is_finite()).any())):
+            raise too_small(call.layer, "In private training, each row has to be proved")
 
     def _learn(self, call: Call, samples: Tensor) -> None:
         """Find the place of the samples of a call, and keep their pattern if it is the only one."""

@@ -49,10 +49,10 @@ class Host(Protocol):
 
 
 class Prover:
-    """Finds the samples of all calls of layers in a backward."""
+    """Finds the samples of all calls of layers in a backward. All of its proofs are ``strict``, or none."""
 
-    def __init__(self, host: Host, schedule: Schedule) -> None:
-        self.schedule = schedule
+    def __init__(self, host: Host, schedule: Schedule, *, strict: bool = False) -> None:
+        self.schedule, self._strict = schedule, strict
         self.count: int | None = None
         """The number of losses in `backward(losses)`; None in other backwards."""
         self.proof: Proof | None = None
@@ -91,7 +91,7 @@ class Prover:
             return None
         half = torch.zeros(count, dtype=torch.bool, device="cpu")
         half[self._random.sample(range(count), (count + 1) // 2)] = True
-        return Proof(graph, known, half, self._random)
+        return Proof(graph, known, half, self._random, strict=self._strict)
 
     def prove(self, backward: Backward, losses: Tensor, *, at_least: int = 0) -> None:
         """Run the further backwards of losses, at least so many."""
