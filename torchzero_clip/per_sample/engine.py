@@ -264,7 +264,8 @@ class Engine:
         """Store the contributions of one call of a layer."""
         if not self.attached:
             raise RuntimeError(f"the clipper was detached before the backward of {layer}; run the forward again")
-        self.captured.forwards.add(forward)
+        if self.enabled:
+            self.captured.forwards.add(forward)
         self.backward_began()
         for part in contributions:
             self.receive(layer, part)
@@ -289,6 +290,18 @@ class Engine:
         if task not in self._tasks:  # several, if a reentrant checkpoint runs a backward in a backward
             self._tasks.add(task)
             at_end_of_backward(partial(self.backward_ended, task))
+
+    def joins(self, forward: Forward, earlier: Forward) -> None:
+        """Note that a graph leads from an output of a forward of the model to one of another."""
+        self.captured.joins.append((forward, earlier))
+
+    def check_joined(self) -> None:
+        """Raise, and drop all gradients, if they are of several forwards of the model that no graph joins."""
+        try:
+            self.captured.check_joined()
+        except ValueError:
+            self.discard()
+            raise
 
     def _check_counts(self, calls: Sequence[Call], count: int) -> None:
         """Raise a ValueError if a call has seen another number of samples."""

@@ -10,7 +10,7 @@ from torchzero_clip.per_sample.samples.call import Call
 from torchzero_clip.per_sample.samples.nodes import KINDS, NodeKind, kind_of
 from torchzero_clip.per_sample.samples.pattern import kinds_of_sizes
 
-OUTPUT = "output of the model"  # a key of the metadata of a node
+OUTPUT = "output of the model"  # a key of the metadata of a node, for the forward that it is of
 CHECKPOINT = "CheckpointFunctionBackward"
 
 
@@ -27,6 +27,8 @@ class Graph:
         self.calls: list[Call] = []
         self.sites: list[tuple[Node, Sequence[int]]] = []
         """Functions that move rows along some dimensions."""
+        self.ends: list[Any] = []
+        """The forwards of the other outputs of the model at which the walk has ended."""
         self.has_checkpoint = False
         """True with a reentrant checkpoint, which hides its part of the graph."""
         said: list[Hashable] = []
@@ -56,6 +58,7 @@ class Graph:
                     said.append(None)
                 elif to_outputs and OUTPUT in following.metadata:
                     said.append(OUTPUT)
+                    self.ends.append(following.metadata[OUTPUT])
                 else:
                     if following not in numbers:
                         numbers[following] = len(numbers)
