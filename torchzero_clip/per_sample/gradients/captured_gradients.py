@@ -222,8 +222,8 @@ class CapturedGradients:
         if rest:
             raise ValueError(
                 f"gradients of {len(group) + len(rest)} forwards of the model have arrived, which no graph joins, so "
-                "that their samples cannot be compared. If each forward got a part of the batch, run a backward for each "
-                "part. If all of them got the same samples, use backward(losses)"
+                "that their samples cannot be compared. If each forward got a part of the batch, run a backward for "
+                "each part. If all of them got the same samples, use backward(losses)"
             )
 
     def check_one_batch(self) -> None:
