@@ -370,7 +370,7 @@ class Engine:
         """
         of_mean, self.of_mean = self.of_mean, False  # the losses are added up, also with "mean"
         inside = set(map(id, self.attachment.params.values()))
-        restore = outside_gradients(losses, inside, self.retained()) if further else None
+        restore = outside_gradients(losses, inside, self.retained()) if self.prover.keeps_graph else None
         try:
             yield partial(self._backward, losses, further)
             if len(losses) > 1:
@@ -386,16 +386,17 @@ class Engine:
     def _backward(self, losses: Tensor, further: int) -> None:
         """Run the backward of losses, and the further ones that find the samples of rows."""
         try:
-            losses.sum().backward(retain_graph=further > 0)
+            losses.sum().backward(retain_graph=further > 0 or self.prover.keeps_graph)
         except RuntimeError as error:
             if "donated buffers" in str(error):
                 raise not_repeatable(str(error)) from error
             raise
         repeat = partial(self._repeat, losses)
-        if further:
+        proves = further > 0 or self.prover.plan_late()
+        if proves:
             self.prover.prove(repeat, losses, at_least=further)
         self._check_counts(self.prover.calls, len(losses))  # after all backwards, of which processes run equally many
-        if not further:
+        if not proves:
             return
         self.prover.conclude(None if self.processes.sharded else repeat, losses)
         for call, parts in self.prover.proved():

@@ -39,6 +39,7 @@ class Graph:
 
     def __init__(self, roots: Iterable[Node | None], count: int, *, to_outputs: bool = False) -> None:
         """Walk from the roots. With ``to_outputs``, the walk ends at other outputs of the model."""
+        self.count = count
         self.calls: list[Call] = []
         self.sites: list[tuple[Node, Sequence[int]]] = []
         """Functions that move rows along some dimensions."""

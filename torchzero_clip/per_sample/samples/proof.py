@@ -11,7 +11,16 @@ from torch.utils.hooks import RemovableHandle
 
 from torchzero_clip.per_sample.samples.call import Call
 from torchzero_clip.per_sample.samples.graph import Graph
-from torchzero_clip.per_sample.samples.pattern import MIXED, UNTOLD, ZERO, Known, Pattern, Place, patterns_of
+from torchzero_clip.per_sample.samples.pattern import (
+    MIXED,
+    UNTOLD,
+    ZERO,
+    Known,
+    Pattern,
+    Place,
+    patterns_of,
+    some_place,
+)
 from torchzero_clip.per_sample.samples.powers import Powers, Trace
 from torchzero_clip.per_sample.samples.refusals import (
     elsewhere,
@@ -50,15 +59,26 @@ class Proof:
     """The proof of one graph. ``half`` says which samples get NaN, and ``like`` has the dtype of factors.
 
     A ``strict`` one raises if values could let a gradient go from one sample to another, or if a row is not proved.
+    ``late`` are calls that the ordinary backward has reached already, if only these are proved.
     """
 
-    def __init__(self, graph: Graph, known: Known, half: Tensor, random: Random, *, strict: bool = False) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        known: Known,
+        half: Tensor,
+        random: Random,
+        *,
+        strict: bool = False,
+        late: Sequence[Call] = (),
+    ) -> None:
         self.graph, self.known, self.count, self._strict = graph, known, len(half), strict
         self._powers = Powers(self.count, random, narrow=graph.is_narrow)
         self._half, self._exact = half, graph.is_exact
         self._has_nan = strict or not known.moves
-        self.order: list[Call] = []
+        self.order = [*late]
         """The calls in the order in which the ordinary backward has reached them."""
+        self._is_late = bool(late)
         self._sites: dict[int, Trace] = {}  # what was brought to each of the sites of the graph
         self._handles: list[RemovableHandle] = []
         self._stage: Stage | None = None
@@ -125,7 +145,7 @@ class Proof:
 
         ``backward`` finds the samples that an error names.
         """
-        if not self.known.moves and self._sites_move():
+        if not (self.known.moves or self._is_late) and self._sites_move():
             self.known.moves = True
         shared: list[Call] = []
         for call in self.order:
@@ -240,11 +260,11 @@ class Proof:
             self.known.learn(key, found[0] if found else None)
         elif call.copies and Pattern(0) in found:  # of the samples, in their order: rows of zeros too
             self.known.learn(key, Pattern(0))
-        if found:
-            call.where = found[0].place(call.shape, self.count)
-            return
-        usual = torch.arange(samples.shape[0], device=samples.device).clamp(max=self.count - 1)
-        call.where = torch.where(samples == ZERO, usual.view(-1, *[1] * (samples.ndim - 1)), samples)
+        call.where = some_place(samples, self.count)
+        if bool((samples == ZERO).all()):
+            self.known.silent.add(key)
+        else:
+            self.known.silent.discard(key)
 
     def _share(self, calls: Sequence[Call], backward: Backward, like: Tensor) -> None:
         """Find what each sample gives to rows that all of them share. In later steps, they will have copies of them."""
