@@ -370,9 +370,10 @@ class Engine:
         """
         of_mean, self.of_mean = self.of_mean, False  # the losses are added up, also with "mean"
         inside = set(map(id, self.attachment.params.values()))
-        restore = outside_gradients(losses, inside, self.retained()) if self.prover.keeps_graph else None
+        keeps = self.prover.keeps_graph
+        restore = outside_gradients(losses, inside, self.retained()) if keeps else None
         try:
-            yield partial(self._backward, losses, further)
+            yield partial(self._backward, losses, further, keeps)
             if len(losses) > 1:
                 self.prover.schedule.passed()
         except BaseException:
@@ -383,16 +384,16 @@ class Engine:
             self.of_mean = of_mean
             self.clear()
 
-    def _backward(self, losses: Tensor, further: int) -> None:
+    def _backward(self, losses: Tensor, further: int, keeps: bool) -> None:
         """Run the backward of losses, and the further ones that find the samples of rows."""
         try:
-            losses.sum().backward(retain_graph=further > 0 or self.prover.keeps_graph)
+            losses.sum().backward(retain_graph=further > 0 or keeps)
         except RuntimeError as error:
             if "donated buffers" in str(error):
                 raise not_repeatable(str(error)) from error
             raise
         repeat = partial(self._repeat, losses)
-        proves = further > 0 or self.prover.plan_late()
+        proves = further > 0 or (keeps and self.prover.plan_late())
         if proves:
             self.prover.prove(repeat, losses, at_least=further)
         self._check_counts(self.prover.calls, len(losses))  # after all backwards, of which processes run equally many
