@@ -21,10 +21,10 @@ def linear(*sizes):
     return nn.Linear(*(sizes or (3, 3)))
 
 
-def gated(gate, scale, shape):
-    """What it adds cannot be seen as long as the gate is closed, or its inputs are zeros."""
+def gated(gate, shape):
+    """What it adds cannot be seen as long as the gate is closed."""
     layer = Layer(lambda m, x: x + m.gate * (x + x.mean(0, keepdim=True)), gate=weight(5, value=gate))
-    return layer, scale * torch.randn(shape)
+    return layer, torch.randn(shape)
 
 
 def masked(m, x):
@@ -50,9 +50,8 @@ MIXERS = {
         torch.randn(4, 5),
     ),
     **{
-        f"gate {gate}, scale {scale}, {shape}": lambda settings=(gate, scale, shape): gated(*settings)
+        f"gate {gate}, {shape}": lambda settings=(gate, shape): gated(*settings)
         for gate in (0.0, 1.0)
-        for scale in (0.0, 1.0)
         for shape in ((4, 5), (4, 4, 5))
     },
     "the next": lambda: (Layer(added_next, gate=weight(3, value=0.0)), torch.randn(4, 3)),
@@ -68,10 +67,6 @@ MIXERS = {
         ),
         torch.randn(4, 3),
     ),
-    "zeros beside a mask": lambda: (
-        Layer(lambda m, x, mask: (centered(m, x) + mask).softmax(-1) * m.scale, scale=weight(8)),
-        (torch.zeros(4, 8), torch.randn(4, 8).masked_fill(torch.arange(8) > 1, -torch.inf)),
-    ),
     "in integers": lambda: (
         Layer(lambda m, x: (h := m.weight[x]) - h.mean(0), weight=weight(6, 3)),
         torch.tensor([[0, 0], [1, 2], [3, 1]]),
@@ -80,10 +75,12 @@ MIXERS = {
     "samples as positions": lambda: (Layer(attends_first, attention=nn.MultiheadAttention(4, 2)), torch.randn(3, 5, 4)),
 }
 NAMED = {
-    "without parameters": r"'1' \(Layer\)",
-    "reversed": r"'1' \(Layer\)",
-    "samples as positions": r"'attention' \(MultiheadAttention\)",
+    "without parameters": "'0' (Linear)",
+    "without noise": "'head' (Linear)",
+    "reversed": "'0' (Linear)",
+    "samples as positions": "'attention' (MultiheadAttention)",
 }
+"""The first layer whose gradients are of several samples, if it is not the model itself."""
 
 
 def contrastive(model, batch):

@@ -240,7 +240,7 @@ def test_values_without_a_gradient_mix_unseen_and_check_per_sample_sees_them(wha
     with clip(model, verify="always") as clipper:
         for _ in range(4):
             clipper.backward(losses(model, x))
-    with pytest.raises(ValueError, match="the loss gives a sample another output alone than in the batch"):
+    with pytest.raises(ValueError, match="or the loss of a sample depends on others"):
         check_per_sample(model, x, losses)
 
 
@@ -416,14 +416,48 @@ def test_a_batch_object_needs_its_size_in_the_classic_form():
         assert clipper.clip_and_accumulate(batch_size=10).norms.shape == (10,)
 
 
-def test_parts_of_a_batch_need_its_size_in_the_classic_form():
-    model, x = linear(), torch.randn(6, 4)
+PARTS = r"gradients of 2 forwards of the model .* no graph joins.* a backward for each part.* use backward\(losses\)"
+
+
+@pytest.mark.parametrize("size", [3, 1])
+@pytest.mark.parametrize("given", [False, True])
+def test_several_calls_are_refused_in_the_classic_form_and_the_ways_out_are_right(given, size):
+    model, x = linear().double(), torch.randn(2 * size, 4).double()
+    one, other = x.split(size)
     with clip(model) as clipper:
-        torch.cat([model(part) for part in x.split(3)]).square().mean().backward()
-        with pytest.raises(ValueError, match="gradients of 2 forwards have arrived"):
+        losses_of(model(one) * model(other)).mean().backward()
+        with pytest.raises(ValueError, match=PARTS):
+            clipper.clip_and_accumulate(**({"batch_size": size} if given else {}))
+        pairs = Net(lambda net, one, other: net.linear(one) * net.linear(other), linear=model)
+        norms = clipper.backward(losses_of(model(one) * model(other))).norms
+        assert_close(norms, norms_in_batch(pairs, one, other))
+        for part in (one, other):
+            losses_of(model(part)).mean().backward()
+            assert_close(clipper.clip_and_accumulate().norms, norms_by_loop(model, part))
+    wrapper = GradSampleModuleFastGradientClipping(model)
+    with pytest.raises(ValueError, match=PARTS):
+        losses_of(wrapper(one) * wrapper(other)).mean().backward()
+    losses_of(wrapper(x)).mean().backward()
+    assert_close(wrapper.get_norm_sample(), norms_by_loop(model, x))
+
+
+@pytest.mark.parametrize("calls", [2, 3])
+@pytest.mark.parametrize("count", [5, 2, 1])
+def test_calls_of_the_model_that_a_graph_joins_are_right_in_the_classic_form(calls, count):
+    model, x = Net(lambda net, x: net.linear(x).tanh(), linear=linear()).double(), torch.randn(count, 4).double()
+
+    def unrolled(net, x):
+        for _ in range(calls):
+            x = net.model(x)
+        return x
+
+    around = Net(unrolled, model=model)
+    expected = norms_in_batch(around, x)
+    with clip(model) as clipper:
+        losses_of(around(x)).mean().backward()
+        with pytest.raises(ValueError, match=f"gradients of {calls} forwards have arrived, which may be parts"):
             clipper.clip_and_accumulate()
-        assert clipper.clip_and_accumulate(batch_size=3).norms.shape == (3,)
-        clipper.discard()
+        assert_close(clipper.clip_and_accumulate(batch_size=count).norms, expected)
 
 
 def test_inner_loops_whose_gradients_go_elsewhere_do_not_count():

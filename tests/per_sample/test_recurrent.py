@@ -216,6 +216,51 @@ def test_samples_that_are_not_finite_do_not_change_the_others(kind, inputs):
         assert_close(param.grad, twin.grad, rtol=1e-12, atol=1e-12)
 
 
+def proved_lengths(model, lengths):
+    """The lengths of sequences in whose steps a proof ran. Steps 1, 2, 4, ... are left out."""
+    found = []
+    with clip(model, verify="never") as clipper:
+        for length in lengths:
+            calls, x = [], torch.randn(B, length, W, dtype=torch.float64)
+            losses = losses_of(model(x))
+            losses.register_hook(calls.append)
+            assert_close(clipper.backward(losses).norms, norms_by_loop(model, x))
+            found += [length] * (len(calls) > 1)
+    return found
+
+
+LENGTHS_OF_STEPS = 7, 5, 6, 9, 7, 11, 1  # with 1, each sample has one row, which is another kind of size
+
+
+@pytest.mark.parametrize("both", [False, True], ids=["forward", "both directions"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_proof_holds_for_sequences_of_other_lengths(kind, both):
+    rnn = KINDS[kind](W, H, 2, batch_first=True, bidirectional=both)
+    model = Net(lambda m, x: m.head(m.rnn(x)[0].tanh()).sum(1), rnn=rnn, head=nn.Linear(H * (1 + both), 3)).double()
+    assert proved_lengths(model, LENGTHS_OF_STEPS) == [7, 1]
+
+
+def test_a_loop_of_cells_has_another_graph_for_each_length():
+    def forward(m, x):
+        state = torch.zeros(len(x), H, dtype=x.dtype)
+        for row in x.unbind(1):
+            state = m.cell(row, state)
+        return m.head(state)
+
+    model = Net(forward, cell=nn.GRUCell(W, H), head=nn.Linear(H, 3)).double()
+    assert proved_lengths(model, LENGTHS_OF_STEPS) == [7, 5, 6, 9, 11, 1]
+
+
+def test_samples_that_mix_behind_another_length_are_found():
+    def forward(m, x):
+        h = m.rnn(x)[0]
+        return m.head(h - h.mean(0) if x.shape[1] == 6 else h).sum(1)
+
+    model = Net(forward, rnn=nn.LSTM(W, H, batch_first=True), head=nn.Linear(H, 3)).double()
+    with pytest.raises(RuntimeError, match=r"change the gradient of one row of 'rnn'"):
+        proved_lengths(model, [5, 7, 6])
+
+
 @pytest.mark.parametrize("inputs", INPUTS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_layer_called_twice_and_then_skipped(kind, inputs):

@@ -1,6 +1,7 @@
 """check_per_sample finds what is wrong, and says where."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -71,16 +72,28 @@ def test_a_loss_that_divides_by_something_of_the_batch_is_found():
         each = losses(model, batch) * batch[1]
         return each / batch[1].sum()
 
-    with pytest.raises(ValueError, match="the loss gives a sample another output alone"):
+    with pytest.raises(
+        ValueError, match=r"layer .0. .Linear. is the first .* or the loss of a sample depends on others"
+    ):
         check_per_sample(small(), (torch.randn(5, 4), torch.tensor([1, 2, 1, 2, 1])), loss_fn)
 
 
-@pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("name", MIXERS)
-def test_the_first_module_that_mixes_samples_is_named(name, whole):
+def test_the_layer_that_gets_gradients_of_several_samples_is_named(name):
     model, data = MIXERS[name]()
-    with pytest.raises(ValueError, match=f"^{NAMED.get(name, 'Layer')} gives a sample another .* it mixes samples$"):
-        check_per_sample(model, data, squares, whole=[type(model)] if whole else ())
+    with pytest.raises((ValueError, RuntimeError)) as error:
+        check_per_sample(model, data, squares)
+    layer = re.escape(NAMED[name]) if name in NAMED else r"Layer|'' \(Layer\)"
+    assert re.search(f"change the gradient of one row of ({layer}),|^layer ({layer}) is the first", str(error.value))
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_a_module_that_is_run_whole_and_mixes_samples_is_named(name):
+    model, data = MIXERS[name]()
+    with pytest.raises(
+        ValueError, match=f"^{type(model).__name__} gives another output for a batch .*: it mixes samples"
+    ):
+        check_per_sample(model, data, squares, whole=[type(model)])
 
 
 @pytest.mark.parametrize("size", [3, 2])
@@ -122,13 +135,13 @@ def test_a_model_may_run_modules_under_vmap(whole):
     check_per_sample(model, torch.randn(4, 3), squares, whole=whole)
 
 
-def test_a_loss_that_mixes_samples_is_named():
+def test_a_loss_that_mixes_samples_is_found():
     pairs = torch.randn(4, 3), torch.randn(4, 3)
-    with pytest.raises(ValueError, match="the loss gives a sample another output alone"):
+    with pytest.raises(RuntimeError, match=r"the model or the loss mixes .* gradient of one row of Linear"):
         check_per_sample(nn.Linear(3, 2), pairs, contrastive)
-    with pytest.raises(ValueError, match="the loss gives a sample another output alone"):
+    with pytest.raises(RuntimeError, match=r"the model or the loss mixes .* gradient of one row of Linear"):
         check_per_sample(nn.Linear(3, 2), torch.randn(4, 3), lambda m, x: centered(m, m(x)).square().sum(1).squeeze())
-    with pytest.raises(ValueError, match="or the loss of a sample depends on others"):
+    with pytest.raises(ValueError, match="gradients of 2 forwards of the model have arrived, which no graph joins"):
         check_per_sample(nn.Linear(3, 2), pairs, lambda model, batch: contrastive(model, batch).mean())
 
 
@@ -152,15 +165,16 @@ def test_random_numbers_without_a_gradient_are_the_same_in_all_runs():
 
 
 @pytest.mark.parametrize("target", [torch.full((4, 3), 0.999), torch.tensor([[True, False, True]] * 4)])
-def test_noise_that_the_loss_refuses_is_left_out(target):
-    """Behind a closed gate, mixing is seen with noise on the parameters only."""
+def test_mixing_behind_a_closed_gate_is_found_by_noise_on_parameters(target):
     model = Layer(lambda m, x: m.head(added_next(m, x)).sigmoid(), gate=weight(3, value=0.0), head=linear())
 
     def loss_fn(model, batch):
         return F.binary_cross_entropy(model(batch[0]), batch[1].to(batch[0].dtype), reduction="none").sum(1)
 
-    with pytest.raises(ValueError, match=r"'head' .* gets another input for a sample alone"):
+    with pytest.raises(ValueError, match=r"^Layer gives another output for a batch .*: it mixes samples"):
         check_per_sample(model, (torch.randn(4, 3), target), loss_fn, whole=(Layer,))
+    with pytest.raises(ValueError, match=r"layer '' \(Layer\) is the first that differs .* its 'gate'"):
+        check_per_sample(model, (torch.randn(4, 3), target), loss_fn)
 
 
 def test_a_registered_rule_is_used_by_subclasses_too_and_is_right():
@@ -229,9 +243,13 @@ def test_sequences_first():
 
 def test_what_mixes_between_two_modules_is_not_blamed_on_the_next_one():
     model = Layer(lambda m, x: m.second((h := m.first(x)) - h.mean(0)), first=linear(), second=linear())
-    with pytest.raises(
-        ValueError, match=r"^'second' \(Linear\) gets another input .* what comes before it mixes samples$"
-    ):
+    with pytest.raises(RuntimeError, match=r"one row of 'first' \(Linear\), so they are mixed in this layer or later"):
+        check_per_sample(model, torch.randn(4, 3), squares)
+
+
+def test_values_without_a_gradient_are_found_by_the_comparison():
+    model = Layer(lambda m, x: m.second((h := m.first(x)) - h.detach().mean(0)), first=linear(), second=linear())
+    with pytest.raises(ValueError, match=r"layer 'first' \(Linear\) is the first that differs"):
         check_per_sample(model, torch.randn(4, 3), squares)
 
 

@@ -79,7 +79,7 @@ class Engine:
         self.of_mean = of_mean
         self.anchor = torch.empty(0, dtype=torch.float32, device="cpu", requires_grad=True)
         """An input of every captured call, so that a backward can be asked for these calls alone."""
-        self.prover = Prover(self, Schedule(verify, PRIVATE if private else None))
+        self.prover = Prover(self, Schedule(verify, PRIVATE if private else None), strict=private)
         self.classic = Classic(self, self.prover)
         self.shares = not private
         """Whether rows without samples may be found to be shared by all of them."""
@@ -215,7 +215,7 @@ class Engine:
         for x in {id(x): x for x in outputs if x.grad_fn is not None}.values():
             node: Any = x.grad_fn
             if (metadata := getattr(node, "metadata", None)) is not None:
-                metadata[OUTPUT] = True
+                metadata[OUTPUT] = self.forward
                 # unlike a hook of the tensor, it comes after those of the user
                 node.register_prehook(partial(self._before_output, self.forward, x.output_nr))
 
@@ -280,7 +280,8 @@ class Engine:
         """Store the contributions of one call of a layer."""
         if not self.attached:
             raise RuntimeError(f"the clipper was detached before the backward of {layer}; run the forward again")
-        self.captured.forwards.add(forward)
+        if self.enabled:
+            self.captured.forwards.add(forward)
         self.backward_began()
         for part in contributions:
             self.receive(layer, part)
@@ -316,6 +317,18 @@ class Engine:
         if task not in self._tasks:  # several, if a reentrant checkpoint runs a backward in a backward
             self._tasks.add(task)
             at_end_of_backward(partial(self.backward_ended, task))
+
+    def joins(self, forward: Forward, earlier: Forward) -> None:
+        """Note that a graph leads from an output of a forward of the model to one of another."""
+        self.captured.joins.append((forward, earlier))
+
+    def check_joined(self) -> None:
+        """Raise, and drop all gradients, if they are of several forwards of the model that no graph joins."""
+        try:
+            self.captured.check_joined()
+        except ValueError:
+            self.discard()
+            raise
 
     def _check_counts(self, calls: Sequence[Call], count: int) -> None:
         """Raise a ValueError if a call has seen another number of samples."""
@@ -384,9 +397,10 @@ class Engine:
         """
         of_mean, self.of_mean = self.of_mean, False  # the losses are added up, also with "mean"
         inside = set(map(id, self.attachment.params.values()))
-        restore = outside_gradients(losses, inside, self.retained()) if further else None
+        keeps = self.prover.keeps_graph
+        restore = outside_gradients(losses, inside, self.retained()) if keeps else None
         try:
-            yield partial(self._backward, losses, further)
+            yield partial(self._backward, losses, further, keeps)
             if len(losses) > 1:
                 self.prover.schedule.passed()
         except BaseException:
@@ -397,19 +411,20 @@ class Engine:
             self.of_mean = of_mean
             self.clear()
 
-    def _backward(self, losses: Tensor, further: int) -> None:
+    def _backward(self, losses: Tensor, further: int, keeps: bool) -> None:
         """Run the backward of losses, and the further ones that find the samples of rows."""
         try:
-            losses.sum().backward(retain_graph=further > 0)
+            losses.sum().backward(retain_graph=further > 0 or keeps)
         except RuntimeError as error:
             if "donated buffers" in str(error):
                 raise not_repeatable(str(error)) from error
             raise
         repeat = partial(self._repeat, losses)
-        if further:
+        proves = further > 0 or (keeps and self.prover.plan_late())
+        if proves:
             self.prover.prove(repeat, losses, at_least=further)
         self._check_counts(self.prover.calls, len(losses))  # after all backwards, of which processes run equally many
-        if not further:
+        if not proves:
             return
         self.prover.conclude(None if self.processes.sharded else repeat, losses)
         for call, parts in self.prover.proved():

@@ -134,6 +134,8 @@ class CapturedGradients:
     def __init__(self, memory: Memory) -> None:
         self.forwards: set[Forward] = set()
         """The forwards that the gradients belong to."""
+        self.joins: list[tuple[Forward, Forward]] = []
+        """Forwards of which one got an output of the other, as far as the classic form has seen them."""
         self.of: dict[int, list[Contribution]] = {}
         """The contributions by the id of the parameter."""
         self._squares: dict[int, Tensor] = {}  # of those that are measured
@@ -208,6 +210,21 @@ class CapturedGradients:
                 raise ValueError(
                     f"{'every layer' if every else layer} saw {seen} samples, the batch has {count}. {way_out}"
                 )
+
+    def check_joined(self) -> None:
+        """Raise a ValueError if gradients are of several forwards of the model that no graph joins."""
+        rest = {forward for forward in self.forwards if not forward.direct}
+        group = [rest.pop()] if rest else []
+        for one in group:  # grows
+            near = {x for pair in self.joins if one in pair for x in pair}
+            group += near & rest
+            rest -= near
+        if rest:
+            raise ValueError(
+                f"gradients of {len(group) + len(rest)} forwards of the model have arrived, which no graph joins, so "
+                "that their samples cannot be compared. If each forward got a part of the batch, run a backward for "
+                "each part. If all of them got the same samples, use backward(losses)"
+            )
 
     def check_one_batch(self) -> None:
         """Raise a ValueError if the gradients may belong to parts of a batch. Warn if rows may not be samples."""

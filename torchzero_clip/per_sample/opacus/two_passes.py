@@ -76,6 +76,8 @@ class TwoPassEngine(Engine):
             return
         sums, self._sums = self._sums, {}
         accumulate(list(sums.values()))
+        if self.prover.count is None:
+            self.check_joined()
         for part, squares in self.gathered(None).values() if self.captured.of else ():
             norms = (squares.sqrt() * self.scale(len(squares))).to(wide_dtype(part.param.dtype))
             # Opacus has the second name

@@ -59,7 +59,8 @@ class PrivateGradientClipper(PerSampleGradientClipper):
             would tell that there is such a sample.
         whole: As in `PerSampleGradientClipper`.
         verify: How often it is proved again that samples do not mix, as in `PerSampleGradientClipper`, but at least in
-            each 16th step. "never" is refused.
+            each 16th step. "never" is refused. A proof also raises for gates and masks between samples, and for rows
+            whose gradients are too large or too small to be proved.
 
     Raises:
         ValueError: If a layer mixes samples or cannot be captured, or the value of an argument is invalid.
@@ -69,7 +70,7 @@ class PrivateGradientClipper(PerSampleGradientClipper):
     | --- | --- |
     | no sample was drawn | `pre_step` releases noise |
     | parameters in bfloat16 or float16 | sums and noise are float32, and rounded after the noise |
-    | a sample with an inf or a NaN | adds zeros |
+    | a sample with an inf or a NaN | adds zeros; where values move rows, `backward` raises |
     | the limit 0 | zeros without noise |
 
     Examples:

@@ -21,7 +21,12 @@ def copy_of(layer: CapturedLayer, param: nn.Parameter, value: Tensor, count: int
         return [Dense(param, *rows_first(where, *wide(grad)))]
 
     copies = value.detach().expand(count, *value.shape)
-    return layer.watch(copies, [], contribute, Samples(copies, 1), copies=ordered)
+    return layer.watch(copies, [], contribute, Samples(copies, 1), copies=ordered, on_shared=_never)
+
+
+def _never() -> bool:
+    """Whether samples may share copies of a parameter: each is of one row, which is of one sample."""
+    return False
 
 
 class Bare(nn.Module):

@@ -19,6 +19,7 @@ from torchzero_clip.per_sample.gradients.products import Products
 from torchzero_clip.per_sample.gradients.rows import regrouped
 from torchzero_clip.per_sample.gradients.squared_norms import wide
 from torchzero_clip.per_sample.samples.broadcast_row import BroadcastRow
+from torchzero_clip.per_sample.samples.graph import shorten
 from torchzero_clip.per_sample.samples.pattern import Place, samples_of_items
 
 NAMES = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")
@@ -79,6 +80,7 @@ class _Direction:
         """The outputs, as rows, and the last states."""
         module: Any = self._layer.module
         of_input, of_state, bias, state_bias, projection = self._values
+        weights = [x for x in self._values if x is not None]
         uses: dict[str, list[Tensor]] = {"hh": [], "hr": []}  # what the weights multiply: `step` fills the lists
         if isinstance(module, nn.GRU):  # a gate multiplies what the state adds
             # `step` adds products with the states to `added`, whose gradient is then that of all of them
@@ -89,6 +91,7 @@ class _Direction:
             bias = None if bias is None else bias + state_bias
             sums = added = self._watched(F.linear(rows, of_input, bias), {"hh": uses["hh"]}, rows)
         split = [x.split(self._sequences.sizes) for x in (sums, added)]
+        projected = None
         if projection is not None:
             projected = self._watched(sums.new_zeros(()).expand(len(rows), len(projection)), {"hr": uses["hr"]})
             split.append(projected.split(self._sequences.sizes))
@@ -103,10 +106,15 @@ class _Direction:
                 state[0] = torch.addmm(place, state[0], projection.t())
             return state
 
-        outputs, last = _through_time(step, [*zip(*split, strict=True)], [x.to(sums.dtype) for x in first], reverse)
+        begin = [x.to(sums.dtype) for x in first]
+        outputs, last = _through_time(step, [*zip(*split, strict=True)], begin, reverse)
         for found in (uses["hh"], uses["hr"]):
             found[:] = [torch.cat(found[:: -1 if reverse else 1])] if found else []
-        return torch.cat(outputs), last
+        result = torch.cat(outputs)
+        if not self._sequences.is_packed:  # else each sequence has a length of its own
+            split_from = [sums, added, *([] if projected is None else [projected])]
+            shorten([result, *last], [*split_from, *begin, *weights], (module.mode, reverse))
+        return result, last
 
     def _watched(self, sums: Tensor, uses: dict[str, list[Tensor]], *inputs: Tensor) -> Tensor:
         """Sums of biases and of products with weights, which get their gradients from that of the sums."""
@@ -182,7 +190,7 @@ class _Sequences:
             self.sizes: list[int] = input.batch_sizes.tolist()
         else:
             self.sizes = [input.shape[self._dim]] * input.shape[1 - self._dim]
-        self.count = self.sizes[0]
+        self.count, self.is_packed = self.sizes[0], self._batch_sizes is not None
 
     def samples_of_sequences(self, rows: Tensor) -> Tensor:
         """The sample of each sequence, from those of its rows."""

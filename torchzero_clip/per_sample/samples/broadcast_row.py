@@ -8,23 +8,24 @@ whose shape it expects. A function that joins it with a tensor of the batch, as 
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from torchzero_clip.compat import DisableTorchFunctionSubclass, never_a_frame, never_traced
+from torchzero_clip.per_sample.gradients.captured_gradients import Forward
 from torchzero_clip.per_sample.gradients.contributions import Dense
 from torchzero_clip.per_sample.gradients.squared_norms import wide
 from torchzero_clip.per_sample.processes.sharding import memory_of
 from torchzero_clip.per_sample.samples.arguments import Rebuild, flattened, tensors_in
-from torchzero_clip.per_sample.samples.call import Samples, rows_first
+from torchzero_clip.per_sample.samples.call import Contribute, Samples, rows_first
 from torchzero_clip.per_sample.samples.comparison import differ
 from torchzero_clip.per_sample.samples.pattern import Place
 
@@ -39,6 +40,75 @@ CANNOT = IndexError, RuntimeError, TypeError, ValueError
 HOOKS = {"register_hook", "retain_grad", "register_post_accumulate_grad_hook"}
 
 
+class Attached(Protocol):
+    """What rows ask of the model."""
+
+    @property
+    def model(self) -> nn.Module:
+        """The model."""
+        ...
+
+
+class Host(Protocol):
+    """What rows ask of the engine."""
+
+    @property
+    def attachment(self) -> Attached:
+        """The model, and what is attached to it."""
+        ...
+
+    @property
+    def batch_dim(self) -> int:
+        """The dimension of the samples."""
+        ...
+
+    @property
+    def forward(self) -> Forward:
+        """The forward that runs."""
+        ...
+
+    @property
+    def running(self) -> object:
+        """The layer that runs."""
+        ...
+
+
+class Layer(Protocol):
+    """What rows ask of the layer that they come from."""
+
+    known: dict[Hashable, Any]
+    misuse: tuple[str, bool] | None
+    written: dict[int, tuple[Tensor, Tensor]] | None
+
+    @property
+    def engine(self) -> Host:
+        """The engine that captures the layer."""
+        ...
+
+    def is_table(self, input: Tensor, *, learned: bool = False) -> bool:
+        """True for a tensor that was found to be shared by all samples, or has not their number of rows."""
+        ...
+
+    def share_table(self, input: Tensor, forward: Forward) -> bool:
+        """Note that all samples share a tensor that the layer uses itself."""
+        ...
+
+    def refuse_row(self) -> None:
+        """Raise for a gradient that is summed over samples."""
+
+    def watch(
+        self,
+        output: Tensor,
+        inputs: Sequence[Tensor],
+        contribute: Contribute,
+        samples: Samples | None = None,
+        *,
+        on_shared: Callable[[], bool] | None = None,
+    ) -> Tensor:
+        """Return the output, whose gradient and inputs will be passed to ``contribute``."""
+        ...
+
+
 class BroadcastRow(Tensor):
     """A value that all samples share, with a copy for each sample behind it.
 
@@ -48,7 +118,7 @@ class BroadcastRow(Tensor):
     """
 
     _each: Tensor  # (B, *shape): the copies
-    _layer: Any  # the `CapturedLayer` that it comes from
+    _layer: Layer  # that it comes from
     _param: Any = None  # the parameter that it is, if it is one
     _version_then: int  # another version means a change in place that the copies have missed
 
@@ -107,13 +177,13 @@ def is_row(value: Any) -> bool:
         return value._version == value._version_then
 
 
-def row_of(layer: Any, each: Tensor) -> Tensor:
+def row_of(layer: Layer, each: Tensor) -> Tensor:
     """Return one row, the output of a layer for its real input, of ``each``, samples first. One sample needs no row."""
     row = each[0] if len(each) else each.new_zeros(each.shape[1:])
     return _as_row(_refusing(layer, row.detach().clone()).clone(), each, layer)
 
 
-def row_of_param(layer: Any, param: Tensor, each: Tensor, own: Any) -> Tensor:
+def row_of_param(layer: Layer, param: Tensor, each: Tensor, own: Any) -> Tensor:
     """Return a parameter as a row."""
     row = _as_row(_refusing(layer, param.detach()), each, layer)
     if isinstance(row, BroadcastRow):
@@ -121,7 +191,7 @@ def row_of_param(layer: Any, param: Tensor, each: Tensor, own: Any) -> Tensor:
     return row
 
 
-def _refusing(layer: Any, leaf: Any) -> Tensor:
+def _refusing(layer: Layer, leaf: Any) -> Tensor:
     """The tensor, whose gradient would be summed over samples: a backward that reaches it raises."""
 
     def refuse(grad: Tensor) -> None:
@@ -132,7 +202,7 @@ def _refusing(layer: Any, leaf: Any) -> Tensor:
     return leaf
 
 
-def _as_row(row: Any, each: Tensor, layer: Any) -> Tensor:
+def _as_row(row: Any, each: Tensor, layer: Layer) -> Tensor:
     if len(each) == 1:
         return each[0]  # a single sample needs no row
     never_traced(BroadcastRow)
@@ -250,7 +320,7 @@ def _changed(call: "_Call", target: Any, first: BroadcastRow, change: Callable[[
     return output
 
 
-def _places(layer: Any, tensors: dict[int, Tensor], count: int, *, squares: bool, changes: bool) -> dict[int, Place]:
+def _places(layer: Layer, tensors: dict[int, Tensor], count: int, *, squares: bool, changes: bool) -> dict[int, Place]:
     """The places of samples in tensors, by their sizes. All samples share other tensors, as square tables."""
     model, dim, places = layer.engine.attachment.model, layer.engine.batch_dim, dict[int, Place]()
     own = memory_of((*model.parameters(), *model.buffers()))
@@ -273,7 +343,7 @@ def _places(layer: Any, tensors: dict[int, Tensor], count: int, *, squares: bool
     return places
 
 
-def _is_given(layer: Any, x: Tensor) -> bool:
+def _is_given(layer: Layer, x: Tensor) -> bool:
     """True for a view of an argument of the model."""
     return bool(memory_of((x,)) & layer.engine.forward.memory)
 
@@ -284,7 +354,7 @@ class _Call:
     def __init__(self, func: Any, leaves: list[Any], rebuilt: Rebuild, places: dict[int, Place], changes: bool) -> None:
         self._func, self._leaves, self._rebuilt, self.places, self._changes = func, leaves, rebuilt, places, changes
         self._rows = [i for i, x in enumerate(leaves) if isinstance(x, BroadcastRow)]
-        self._layer: Any = leaves[self._rows[0]]._layer
+        self._layer: Layer = leaves[self._rows[0]]._layer
         self.copies: list[Tensor] = [leaves[i]._each for i in self._rows]
 
     def __call__(self, *tensors: Tensor) -> Any:
@@ -426,7 +496,7 @@ def without_padding(args: Any, kwargs: Any) -> tuple[Any, Any]:
     return call.args, call.kwargs
 
 
-def _is_to_batch(layer: Any, expansion: Any, size: int, count: int) -> bool:
+def _is_to_batch(layer: Layer, expansion: Any, size: int, count: int) -> bool:
     """True if a row was expanded to the batch, and not, in this call or an earlier one, to another size."""
     others = layer.known.setdefault(EXPANDED, set())
     if size not in (1, count):

@@ -85,6 +85,8 @@ class Call:
         """True for a call that first runs in a backward, such as one in a reentrant checkpoint."""
         self.where: Place | Tensor | None = None
         """Where the samples are, once it is known in this backward: their place, or the sample of each row."""
+        self.is_silent = False
+        """True if it got zeros alone in all proofs, so that another gradient has to be proved."""
         self.through: Tensor | None = None
         """The gradient that came through outputs of the model, in the classic form."""
         self.samples: Tensor | None = None

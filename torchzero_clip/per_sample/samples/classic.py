@@ -50,6 +50,9 @@ class Host(Protocol):
     def backward_began(self) -> None:
         """A backward of the user runs."""
 
+    def joins(self, forward: Forward, earlier: Forward) -> None:
+        """Note that a graph leads from an output of a forward of the model to one of another."""
+
     def clear(self) -> None:
         """Drop all gradients that have arrived."""
 
@@ -101,7 +104,7 @@ class Classic:
         if found is None and host.shards_backwards:  # another process may prove
             found = torch.zeros((1,) * grad.ndim, dtype=torch.int64, device=grad.device), 1
         if found is not None:
-            self._prove((node, number), grad, *found)
+            self._prove(forward, (node, number), grad, *found)
         return None
 
     def _samples_of(self, forward: Forward, grad: Tensor) -> tuple[Tensor, int] | None:
@@ -118,14 +121,17 @@ class Classic:
                     return Place(place).rows(shape, count).to(grad.device), count
         return None
 
-    def _prove(self, root: tuple[Node, int], grad: Tensor, samples: Tensor, count: int) -> None:
+    def _prove(self, forward: Forward, root: tuple[Node, int], grad: Tensor, samples: Tensor, count: int) -> None:
         """Find the samples of the calls before a node, whose gradient has samples in known rows."""
         prover, anchor = self._prover, self._host.anchor
         task = current_graph_task_id()
         is_first = task != self._task
         self._count = count
         due = prover.schedule.is_due or (self._proves and not is_first)
-        proof = prover.planned(Graph([root[0]], count, to_outputs=True), count, due=due) if count > 1 else None
+        graph = Graph([root[0]], max(count, 1), to_outputs=True)
+        for earlier in graph.ends:
+            self._host.joins(forward, earlier)
+        proof = prover.planned(graph, count, due=due) if count > 1 else None
         if is_first:
             self._task, self._proves = task, proof is not None
         further = self._host.agreed(0 if proof is None else 1 + proof.backwards)
@@ -188,7 +194,7 @@ class Classic:
             if count is not None and (place := call.usual_place(dim, count)) is not None:
                 if before[0] is not None and not self._host.shards_backwards:
                     rows = place.rows(grad.shape, count).to(grad.device)
-                    self._prove((before[0], before[1]), grad, rows, count)
+                    self._prove(forward, (before[0], before[1]), grad, rows, count)
                 return place, count
         raise call.layer.unknown_rows("no gradient of an output of the model has told them")
 

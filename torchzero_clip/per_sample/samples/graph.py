@@ -1,17 +1,32 @@
 """The graph between losses and layers: a hash of what it does, and what in it may give rows to other samples."""
 
 from collections.abc import Hashable, Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch import Tensor
 from torch.autograd.graph import Node
 
 from torchzero_clip.per_sample.samples.call import Call
 from torchzero_clip.per_sample.samples.nodes import KINDS, NodeKind, kind_of
 from torchzero_clip.per_sample.samples.pattern import kinds_of_sizes
 
-OUTPUT = "output of the model"  # a key of the metadata of a node
+OUTPUT = "output of the model"  # a key of the metadata of a node, for the forward that it is of
+SHORTCUT = "shortcut"  # a key of the metadata of a `torch.cat`: see `shorten`
+CAT = "CatBackward0"
 CHECKPOINT = "CheckpointFunctionBackward"
+
+
+def shorten(outputs: Sequence[Tensor], inputs: Sequence[Tensor], name: Hashable) -> None:
+    """Let the walk go from outputs, which are made by `torch.cat`, to inputs, past functions that ``name`` stands for.
+
+    These leave rows with their samples, and are as many as a sequence is long: the number does not matter.
+    """
+    edges = [(x.grad_fn, x.output_nr) for x in inputs if x.grad_fn is not None]
+    for x in outputs:
+        if x.grad_fn is not None:
+            metadata: Any = x.grad_fn.metadata
+            metadata[SHORTCUT] = name, edges
 
 
 class Graph:
@@ -24,9 +39,12 @@ class Graph:
 
     def __init__(self, roots: Iterable[Node | None], count: int, *, to_outputs: bool = False) -> None:
         """Walk from the roots. With ``to_outputs``, the walk ends at other outputs of the model."""
+        self.count = count
         self.calls: list[Call] = []
         self.sites: list[tuple[Node, Sequence[int]]] = []
         """Functions that move rows along some dimensions."""
+        self.ends: list[Any] = []
+        """The forwards of the other outputs of the model at which the walk has ended."""
         self.has_checkpoint = False
         """True with a reentrant checkpoint, which hides its part of the graph."""
         said: list[Hashable] = []
@@ -50,12 +68,16 @@ class Graph:
                     said.append(tuple(value) if isinstance(value, list) else value)
                 if kind.views:
                     said.append(kinds_of_sizes(node._input_metadata[0].shape, count))
-            edges: Any = node.next_functions
+            edges, metadata = cast(Any, node.next_functions), cast(Any, node.metadata) if kind.name == CAT else {}
+            if SHORTCUT in metadata:
+                name, edges = metadata[SHORTCUT]
+                said.append(name)
             for following, output in edges:
                 if following is None:
                     said.append(None)
                 elif to_outputs and OUTPUT in following.metadata:
                     said.append(OUTPUT)
+                    self.ends.append(following.metadata[OUTPUT])
                 else:
                     if following not in numbers:
                         numbers[following] = len(numbers)

@@ -63,6 +63,15 @@ def patterns_of(samples: Tensor, count: int) -> list[Pattern]:
     return found
 
 
+def some_place(samples: Tensor, count: int) -> Place | Tensor:
+    """A place that agrees with all rows whose samples are known, or the sample of each row. Rows of zeros fit any."""
+    for pattern in patterns_of(samples, count):
+        if (place := pattern.place(samples.shape, count)) is not None:
+            return place
+    usual = torch.arange(samples.shape[0], device=samples.device).clamp(max=count - 1)
+    return torch.where(samples == ZERO, usual.view(-1, *[1] * (samples.ndim - 1)), samples)
+
+
 def samples_of_items(items: Tensor, count: int, samples: Tensor) -> Tensor:
     """The sample of each of ``count`` items, such as sequences, from those of its rows; `MIXED` if it has several.
 
@@ -81,6 +90,8 @@ class Known:
 
     patterns: dict[Hashable, Pattern | None] = field(default_factory=dict)
     """Where the samples are in each call, by its kind. None if they have no pattern."""
+    silent: set[Hashable] = field(default_factory=set)
+    """The calls, by their kind, that got zeros alone in all proofs."""
     moves: bool = False
     """True if values decide which sample a row belongs to, so that each step has to be proved."""
 
@@ -88,6 +99,7 @@ class Known:
         """Keep the pattern of calls of one kind."""
         if len(self.patterns) >= PATTERNS and key not in self.patterns:
             self.patterns.clear()
+            self.silent.clear()
         self.patterns[key] = pattern
 
 

@@ -83,6 +83,10 @@ class Trace:
         """Note which rows got a gradient that is not 0."""
         self.reached = (self._rows(grad) != 0).any(1).view(grad.shape[: self._leading])
 
+    def is_finite(self) -> Tensor:
+        """Which rows have a finite gradient in the ordinary backward."""
+        return self._rows(self.grad).isfinite().all(1).view(self.grad.shape[: self._leading])
+
     def repeat(self, grad: Tensor) -> None:
         """Note whether a gradient is that of the ordinary backward, up to rounding."""
         if self.grad.numel():

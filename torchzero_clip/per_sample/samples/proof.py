@@ -11,10 +11,20 @@ from torch.utils.hooks import RemovableHandle
 
 from torchzero_clip.per_sample.samples.call import Call
 from torchzero_clip.per_sample.samples.graph import Graph
-from torchzero_clip.per_sample.samples.pattern import MIXED, UNTOLD, ZERO, Known, Pattern, Place, patterns_of
+from torchzero_clip.per_sample.samples.pattern import (
+    MIXED,
+    UNTOLD,
+    ZERO,
+    Known,
+    Pattern,
+    Place,
+    patterns_of,
+    some_place,
+)
 from torchzero_clip.per_sample.samples.powers import Powers, Trace
 from torchzero_clip.per_sample.samples.refusals import (
     elsewhere,
+    gated,
     mixed,
     moved,
     not_repeatable,
@@ -46,15 +56,29 @@ class Stage(Enum):
 
 
 class Proof:
-    """The proof of one graph. ``half`` says which samples get NaN, and ``like`` has the dtype of factors."""
+    """The proof of one graph. ``half`` says which samples get NaN, and ``like`` has the dtype of factors.
 
-    def __init__(self, graph: Graph, known: Known, half: Tensor, random: Random) -> None:
-        self.graph, self.known, self.count = graph, known, len(half)
+    A ``strict`` one raises if values could let a gradient go from one sample to another, or if a row is not proved.
+    ``late`` are calls that the ordinary backward has reached already, if only these are proved.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        known: Known,
+        half: Tensor,
+        random: Random,
+        *,
+        strict: bool = False,
+        late: Sequence[Call] = (),
+    ) -> None:
+        self.graph, self.known, self.count, self._strict = graph, known, len(half), strict
         self._powers = Powers(self.count, random, narrow=graph.is_narrow)
         self._half, self._exact = half, graph.is_exact
-        self._has_nan = not (known.moves or torch.is_anomaly_enabled())  # anomaly mode raises at a NaN
-        self.order: list[Call] = []
+        self._has_nan = strict or not known.moves
+        self.order = [*late]
         """The calls in the order in which the ordinary backward has reached them."""
+        self._is_late = bool(late)
         self._sites: dict[int, Trace] = {}  # what was brought to each of the sites of the graph
         self._handles: list[RemovableHandle] = []
         self._stage: Stage | None = None
@@ -86,7 +110,8 @@ class Proof:
             self._run(Stage.POWERS, backward, weights)
         if self._has_nan:
             # NaN times 0 is NaN, so it goes wherever other values could let a gradient go
-            self._run(Stage.NAN, backward, torch.where(self._half, torch.nan, 0.0).to(like))
+            with torch.autograd.set_detect_anomaly(False):  # which raises at a NaN
+                self._run(Stage.NAN, backward, torch.where(self._half, torch.nan, 0.0).to(like))
         for _ in range(at_least - self.backwards):
             self._run(Stage.EXTRA, backward, like.new_ones(self.count))
 
@@ -116,21 +141,26 @@ class Proof:
         ``backward`` finds the samples that an error names. With ``may_share``, it also finds what each sample gives to
         rows that all of them share.
         """
-        if not self.known.moves and self._sites_move():
+        if not (self.known.moves or self._is_late) and self._sites_move():
             self.known.moves = True
         shared: list[Call] = []
         for call in self.order:
             if (trace := call.trace) is not None:
-                earlier, samples = call.samples, self._samples(call, trace)
+                earlier = call.samples
+                rows, samples = self._samples(call, trace)
                 if call.each is not None or bool((samples == MIXED).any()):
                     if backward is None or not may_share or not _is_shared(call, earlier):
                         raise self._error(call, trace, samples, backward, like)
                     shared.append(call)
                     continue
-                gated = self._lets_through(call, trace, samples)
-                if gated and backward is not None and self._leaks(trace, samples, backward, like):
-                    raise self._error(call, trace, samples, backward, like)
-                self.known.moves = self.known.moves or gated
+                if self._lets_through(trace, rows):
+                    if backward is not None and self._leaks(trace, rows, backward, like):
+                        raise self._error(call, trace, samples, backward, like)
+                    if self._strict:
+                        raise gated(call.layer)
+                    self.known.moves = True
+                if self._strict:
+                    self._check_told(call, trace, rows)
                 self._learn(call, samples)
         if backward is not None and shared:
             self._share(shared, backward, like)
@@ -172,31 +202,43 @@ class Proof:
                 return True
         return False
 
-    def _samples(self, call: Call, trace: Trace) -> Tensor:
-        """The sample of each row of a call, also by the proofs of other outputs of the model."""
+    def _samples(self, call: Call, trace: Trace) -> tuple[Tensor, Tensor]:
+        """The sample of each row of a call, and of each item, also by the proofs of other outputs of the model."""
         if not trace.ratios:
             raise runs_in_backward(call.layer)
-        samples = self._powers.samples(trace.ratios)
-        if call.reduce is not None:
-            samples = call.reduce(samples)
+        rows = self._powers.samples(trace.ratios)
+        samples = rows if call.reduce is None else call.reduce(rows)
         if (others := call.samples) is not None and others.shape == samples.shape:
             clash = (samples >= 0) & (others >= 0) & (samples != others)
             samples = torch.where(clash, MIXED, torch.where(samples == ZERO, others, samples))
         call.samples = samples
-        return samples
+        return rows, samples
 
-    def _lets_through(self, call: Call, trace: Trace, samples: Tensor) -> bool:
+    def _lets_through(self, trace: Trace, rows: Tensor) -> bool:
         """True if NaN has reached rows of other samples, so that values decide where gradients go."""
-        if not self._has_nan or trace.reached is None or call.reduce is not None:
-            return False
-        others = (samples >= 0) & ~self._half.to(samples.device)[samples.clamp(min=0)]
-        return bool((trace.reached & others).any())
+        return self._has_nan and trace.reached is not None and self._reaches_others(trace.reached, rows)
 
-    def _leaks(self, trace: Trace, samples: Tensor, backward: Backward, like: Tensor) -> bool:
+    def _leaks(self, trace: Trace, rows: Tensor, backward: Backward, like: Tensor) -> bool:
         """True if half of the samples alone give gradients to rows of others, which ratios show only up to rounding."""
         self._run(Stage.ALONE, backward, self._half.to(like))
-        others = (samples >= 0) & ~self._half.to(samples.device)[samples.clamp(min=0)]
-        return trace.reached is not None and bool((trace.reached & others).any())
+        return trace.reached is not None and self._reaches_others(trace.reached, rows)
+
+    def _reaches_others(self, reached: Tensor, rows: Tensor) -> bool:
+        """True if a row that was reached is not of the half. Rows of zeros are of the samples of their place."""
+        found = patterns_of(rows, self.count)
+        if len(found) == 1 and _tells(rows) and (place := found[0].place(rows.shape, self.count)) is not None:
+            rows = torch.where(rows == ZERO, place.rows(rows.shape, self.count).to(rows.device), rows)
+        others = (rows >= 0) & ~self._half.to(rows.device)[rows.clamp(min=0)]
+        return bool((reached & others).any())
+
+    def _check_told(self, call: Call, trace: Trace, rows: Tensor) -> None:
+        """Raise unless the ratio of each row is known, or its sample gets a gradient that is not finite.
+
+        Such a sample is left out. But where values move rows, it may hide those of others.
+        """
+        untold = rows == UNTOLD
+        if bool(untold.any()) and (self.known.moves or bool((untold & trace.is_finite()).any())):
+            raise too_small(call.layer, "In private training, each row has to be proved")
 
     def _learn(self, call: Call, samples: Tensor) -> None:
         """Find the place of the samples of a call, and keep their pattern if it is the only one."""
@@ -215,11 +257,11 @@ class Proof:
             self.known.learn(key, found[0] if found else None)
         elif call.copies and Pattern(0) in found:  # of the samples, in their order: rows of zeros too
             self.known.learn(key, Pattern(0))
-        if found:
-            call.where = found[0].place(call.shape, self.count)
-            return
-        usual = torch.arange(samples.shape[0], device=samples.device).clamp(max=self.count - 1)
-        call.where = torch.where(samples == ZERO, usual.view(-1, *[1] * (samples.ndim - 1)), samples)
+        call.where = some_place(samples, self.count)
+        if bool((samples == ZERO).all()):
+            self.known.silent.add(key)
+        else:
+            self.known.silent.discard(key)
 
     def _share(self, calls: Sequence[Call], backward: Backward, like: Tensor) -> None:
         """Find what each sample gives to rows that all of them share. In later steps, they will have copies of them."""

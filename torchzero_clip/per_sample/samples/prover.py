@@ -12,7 +12,7 @@ from torchzero_clip.compat import without_autocast
 from torchzero_clip.per_sample.gradients.contributions import Contribution
 from torchzero_clip.per_sample.samples.call import Call
 from torchzero_clip.per_sample.samples.graph import Graph
-from torchzero_clip.per_sample.samples.pattern import Memory, Place
+from torchzero_clip.per_sample.samples.pattern import ZERO, Known, Memory, Place, some_place
 from torchzero_clip.per_sample.samples.proof import Backward, Proof
 from torchzero_clip.per_sample.samples.refusals import not_repeatable, reentrant
 
@@ -47,37 +47,62 @@ class Host(Protocol):
     modes: Hashable
     """The modes of all modules in this forward."""
 
+    @property
+    def shards_backwards(self) -> bool:
+        """True if all processes have to run equally many backwards."""
+        ...
+
 
 class Prover:
-    """Finds the samples of all calls of layers in a backward."""
+    """Finds the samples of all calls of layers in a backward. All of its proofs are ``strict``, or none."""
 
-    def __init__(self, host: Host, schedule: Schedule) -> None:
-        self.schedule = schedule
+    def __init__(self, host: Host, schedule: Schedule, *, strict: bool = False) -> None:
+        self.schedule, self._strict = schedule, strict
         self.count: int | None = None
         """The number of losses in `backward(losses)`; None in other backwards."""
         self.proof: Proof | None = None
         """The proof that runs."""
         self.calls: Sequence[Call] = ()
         """The calls that the losses depend on."""
+        self._watched: Graph | None = None  # a graph with silent calls, which is kept in case that one gets a gradient
+        self._late: list[Call] = []  # the silent calls that got one
         self._host = host
         self._memory = Memory()
         self._random = Random(0)
 
     def plan(self, losses: Tensor) -> int:
         """Begin `backward(losses)`. Return the number of further backwards that it needs."""
-        self.count, self.proof = len(losses), None
+        self.clear()
+        self.count = len(losses)
         if self.count < 2 or not losses.requires_grad:  # one sample has all rows
             return 0
         graph = Graph([losses.grad_fn], self.count)
         self.calls = graph.calls
-        self.proof = self.planned(graph, self.count, due=self.schedule.is_due)
+        self.proof = self.planned(graph, self.count, due=self.schedule.is_due, silent=not self._host.shards_backwards)
         if self.proof is None:
+            self._watched = graph if any(call.is_silent for call in graph.calls) else None
             return 0
         self.proof.watch()
         return self.proof.backwards
 
-    def planned(self, graph: Graph, count: int, *, due: bool) -> Proof | None:
-        """The proof that the graph of several samples needs. Calls get their places, as far as they are known."""
+    @property
+    def keeps_graph(self) -> bool:
+        """True if the backward may need further ones."""
+        return self.proof is not None or self._watched is not None
+
+    def plan_late(self) -> bool:
+        """Begin the proof of silent calls that got a gradient. False if there are none."""
+        if self._watched is None or not self._late:
+            return False
+        known = self._memory.of((self._watched.key, self._host.modes))
+        self.proof = self._proof(self._watched, known, self._late)
+        return True
+
+    def planned(self, graph: Graph, count: int, *, due: bool, silent: bool = False) -> Proof | None:
+        """The proof that the graph of several samples needs. Calls get their places, as far as they are known.
+
+        With ``silent``, calls that got zeros alone in all proofs need none.
+        """
         if graph.has_checkpoint:
             raise reentrant()
         known = self._memory.of((graph.key, self._host.modes))
@@ -86,12 +111,16 @@ class Prover:
         for call in graph.calls:
             pattern = known.patterns.get(call.key(count))
             call.where = None if pattern is None else pattern.place(call.shape, count)
-            is_unknown = is_unknown or call.where is None
+            call.is_silent = silent and call.where is None and call.key(count) in known.silent
+            is_unknown = is_unknown or (call.where is None and not call.is_silent)
         if not graph.calls or not (is_unknown or due or known.moves):
             return None
-        half = torch.zeros(count, dtype=torch.bool, device="cpu")
-        half[self._random.sample(range(count), (count + 1) // 2)] = True
-        return Proof(graph, known, half, self._random)
+        return self._proof(graph, known, ())
+
+    def _proof(self, graph: Graph, known: Known, late: Sequence[Call]) -> Proof:
+        half = torch.zeros(graph.count, dtype=torch.bool, device="cpu")
+        half[self._random.sample(range(graph.count), (graph.count + 1) // 2)] = True
+        return Proof(graph, known, half, self._random, strict=self._strict, late=late)
 
     def prove(self, backward: Backward, losses: Tensor, *, at_least: int = 0) -> None:
         """Run the further backwards of losses, at least so many."""
@@ -118,10 +147,16 @@ class Prover:
                 call.clear()
 
     def contributions(self, call: Call, grad: Tensor, inputs: Sequence[Tensor]) -> list[Contribution]:
-        """The contributions of a call whose samples were known before the backward of losses."""
+        """The contributions of a call whose samples were known before the backward of losses. None yet of late ones."""
         count = self.count or 0
         where = call.where
-        if where is None:  # of an empty batch, or of one sample, which has all rows
+        if call.is_silent:
+            if bool((grad != 0).any()):
+                self._late.append(call)
+                call.keep(grad.clone(), tuple(inputs))
+                return []
+            where = some_place(torch.full(call.shape, ZERO, device=grad.device), count)
+        elif where is None:  # of an empty batch, or of one sample, which has all rows
             where = Place(0, call.shape[0] if count else 1)
         return call.contributions(where, grad, inputs, count)
 
@@ -130,3 +165,4 @@ class Prover:
         if self.proof is not None:
             self.proof.close()
         self.proof, self.count, self.calls = None, None, ()
+        self._watched, self._late = None, []

@@ -24,8 +24,8 @@ def mixed(layer: Named, givers: Sequence[int]) -> RuntimeError:
             f"{shown} is not proportional to its loss at {layer},"
         )
     return RuntimeError(
-        f"the model or the loss {what} in this layer or later. check_per_sample names the module. A loss over all "
-        "tokens, such as that of a router of experts, has to be computed for each sample. If all samples share the "
+        f"the model or the loss {what} in this layer or later. A loss over all tokens, such as that of a router of "
+        "experts, has to be computed for each sample. If all samples share the "
         "rows, as positions, give them a first dimension of size 1: x[None]. If the samples are in another dimension, "
         f"declare batch_first. Nothing was changed{layer.way_out}"
     )
@@ -75,10 +75,19 @@ def moved(layer: Named) -> RuntimeError:
     )
 
 
-def too_small(layer: Named) -> RuntimeError:
+def too_small(layer: Named, why: str = "") -> RuntimeError:
     """The error for rows without a pattern whose gradients have no ratio."""
     return RuntimeError(
-        f"{layer} got rows whose samples are not known, because some of their gradients are not finite or too small: "
-        "scale the losses, or leave samples out whose loss is not finite, and run forward and backward again"
-        f"{layer.way_out}. Nothing was changed"
+        f"{layer} got rows whose samples are not known, because some of their gradients are not finite, too large or "
+        f"too small{why and f'. {why}'}: scale the losses, or leave samples out whose loss is not finite, and run "
+        f"forward and backward again{layer.way_out}. Nothing was changed"
+    )
+
+
+def gated(layer: Named) -> RuntimeError:
+    """The error for values of other samples behind a gate, in private training."""
+    return RuntimeError(
+        f"values of other samples may be in the gradients of {layer} or of a later layer, behind a gate or a mask that "
+        "lets no gradient pass in this step. In private training this is refused: put one document in each row, and "
+        f"compute nothing from several samples{layer.way_out}. Nothing was changed"
     )
