@@ -75,11 +75,15 @@ class Proof:
         return self._powers.passes + self._has_nan
 
     def watch(self) -> None:
-        """Watch the sites from the next backward on."""
-        self._handles = [
-            node.register_prehook(self._watcher(i, _leading(node, axes)))
-            for i, (node, axes) in enumerate(self.graph.sites)
-        ]
+        """Watch the sites from the next backward on, unless rows are known to move."""
+        self._handles = (
+            []
+            if self.known.moves
+            else [
+                node.register_prehook(self._watcher(i, _leading(node, axes)))
+                for i, (node, axes) in enumerate(self.graph.sites)
+            ]
+        )
 
     def first(self, backward: Backward, like: Tensor) -> None:
         """Run the ordinary backward once more, in the classic form."""
