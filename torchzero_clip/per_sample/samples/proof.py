@@ -76,14 +76,11 @@ class Proof:
 
     def watch(self) -> None:
         """Watch the sites from the next backward on, unless rows are known to move."""
-        self._handles = (
-            []
-            if self.known.moves
-            else [
+        if not self.known.moves:
+            self._handles = [
                 node.register_prehook(self._watcher(i, _leading(node, axes)))
                 for i, (node, axes) in enumerate(self.graph.sites)
             ]
-        )
 
     def first(self, backward: Backward, like: Tensor) -> None:
         """Run the ordinary backward once more, in the classic form."""
