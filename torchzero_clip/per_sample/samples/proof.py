@@ -205,7 +205,8 @@ class Proof:
 
     def _learn(self, call: Call, samples: Tensor) -> None:
         """Find the place of the samples of a call, and keep their pattern if it is the only one."""
-        found, key, patterns = patterns_of(samples, self.count), call.key(self.count), self.known.patterns
+        found, patterns = patterns_of(samples, self.count), self.known.patterns
+        key = self.graph.key, call.key(self.count)
         if not found and bool((samples == UNTOLD).any()):
             raise too_small(call.layer)
         if call.declared is not None and Pattern(call.declared) not in found and not _is_of(samples, call.declared):

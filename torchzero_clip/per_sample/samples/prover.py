@@ -80,11 +80,11 @@ class Prover:
         """The proof that the graph of several samples needs. Calls get their places, as far as they are known."""
         if graph.has_checkpoint:
             raise reentrant()
-        known = self._memory.of((graph.key, self._host.modes))
+        known = self._memory.of((graph.outline, self._host.modes))
         known.moves = known.moves or graph.moves
         is_unknown = False
         for call in graph.calls:
-            pattern = known.patterns.get(call.key(count))
+            pattern = known.patterns.get((graph.key, call.key(count)))
             call.where = None if pattern is None else pattern.place(call.shape, count)
             is_unknown = is_unknown or call.where is None
         if not graph.calls or not (is_unknown or due or known.moves):
