@@ -237,7 +237,9 @@ def _written(call: "_Call", target: Tensor, first: BroadcastRow, write: Callable
     if written is None:
         return NotImplemented
     call.places = {0: Place(0)}
-    each = torch.vmap(call)(*call.copies, target.expand(len(first._each), *target.shape))
+    each = by_vmap(
+        call, *call.copies, target.expand(len(first._each), *target.shape), attends=False, randomness="error"
+    )
     output = write()
     written[id(target)] = target, _as_row(target.as_subclass(Tensor), each, first._layer)
     return output
@@ -245,7 +247,7 @@ def _written(call: "_Call", target: Tensor, first: BroadcastRow, write: Callable
 
 def _changed(call: "_Call", target: Any, first: BroadcastRow, change: Callable[[], Any]) -> Any:
     """Change a row in place, with its copies. Return the output."""
-    each, output = torch.vmap(call)(*call.copies), change()
+    each, output = by_vmap(call, *call.copies, attends=False, randomness="error"), change()
     target._each, target._layer, target._version_then = each, first._layer, target._version
     return output
 
@@ -309,7 +311,7 @@ class _Call:
     def of_each(self, output: Any) -> Any:
         """The output, with a copy for each sample; NotImplemented if the function cannot run under vmap."""
         try:
-            each = torch.vmap(self)(*self.copies)
+            each = by_vmap(self, *self.copies, attends=False, randomness="error")
         except (RuntimeError, ValueError):
             return NotImplemented
         return pytree.tree_map(functools.partial(_as_row, layer=self._layer), output, each)
@@ -383,12 +385,12 @@ class _Call:
             return self(*(self._leaves[i].as_subclass(Tensor) for i in self._rows), *of_batch)
 
 
-def by_vmap(function: Callable[..., Any], *tensors: Any, attends: bool = True) -> Any:
+def by_vmap(function: Callable[..., Any], *tensors: Any, attends: bool = True, randomness: str = "different") -> Any:
     """The output of a function, which may have attention, for all samples. Each draws its own random numbers."""
     # vmap runs the other backends in a loop; to choose one takes 11 microseconds
     with warnings.catch_warnings(), sdpa_kernel(SDPBackend.MATH) if attends else nullcontext():
         warnings.filterwarnings("ignore", "There is a performance drop")
-        return torch.vmap(function, randomness="different")(*tensors)
+        return torch.vmap(function, randomness=randomness)(*tensors)
 
 
 def _joined(each: Tensor, dim: int) -> Tensor:
