@@ -16,10 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass as DisableTorchFunctionSubclass
-from torch._C import (
-    _current_graph_task_id,  # pyright: ignore
-    _storage_address,  # pyright: ignore
-)
+from torch._C import _current_graph_task_id  # pyright: ignore
 from torch._C._functorch import get_interpreter_stack as get_interpreter_stack
 from torch._C._functorch import get_unwrapped as get_unwrapped
 from torch._C._functorch import is_batchedtensor as is_batchedtensor
@@ -68,10 +65,6 @@ def never_traced(kind: type[Tensor]) -> None:
 
 current_graph_task_id: Callable[[], int] = _current_graph_task_id
 """The number of the backward that is running in this thread, -1 for none: tells two backwards apart."""
-
-
-address_of_storage: Callable[[Tensor], int] = _storage_address
-"""The address of the memory of a tensor, in half the time of ``tensor.untyped_storage()._cdata``."""
 
 
 at_end_of_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback

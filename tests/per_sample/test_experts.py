@@ -18,6 +18,7 @@ from per_sample.mixtures import WIDTH, Mixture
 
 from torchzero_clip import ConstantFlatClipper, PerSampleGradientClipper, check_per_sample
 from torchzero_clip.per_sample.rules.registry import EXPERTS, rule_for
+from torchzero_clip.per_sample.samples.proof import Proof
 
 FORMS = [by_backward, with_low_memory, by_classic_form, by_two_passes]
 
@@ -172,3 +173,13 @@ def test_experts_are_checked_in_float64():
     config = transformers.MixtralConfig(**sizes, num_attention_heads=2, num_key_value_heads=1, num_local_experts=2)
     model, tokens = transformers.MixtralForCausalLM(config), torch.randint(1, 16, (3, 4))
     check_per_sample(model, tokens, lambda model, tokens: model(tokens).logits.flatten(1).square().mean(1))
+
+
+def test_steps_with_other_routes_need_no_proof(monkeypatch):
+    ran, run = [], Proof.run
+    monkeypatch.setattr(Proof, "run", lambda *args, **kwargs: (ran.append(1), run(*args, **kwargs)))
+    model = mixture("gated with biases")
+    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0), verify="never") as clipper:
+        for _ in range(5):
+            clipper.backward(losses_of(model(torch.randn(4, 3, WIDTH, dtype=torch.float64))))
+    assert len(ran) == 1

@@ -80,7 +80,29 @@ class Taken(torch.autograd.Function):
         return grad.new_zeros(ctx.length, *grad.shape[1:]).index_add_(0, index, grad), None
 
 
-IDENTITIES.add(Taken)
+class ByExperts(torch.autograd.Function):
+    """Multiplies rows, sorted by expert, by the weight (d, p) of their expert.
+
+    Autograd would save the numbers of rows, which are others in each step, so that each step had to be proved.
+    """
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, rows: Tensor, lengths: list[int], weights: Tensor, biases: Tensor | None) -> Tensor:
+        ctx.save_for_backward(weights)
+        ctx.lengths, ctx.dtype = lengths, rows.dtype
+        pairs = zip(rows.split(lengths), weights, strict=True)
+        return torch.cat([x @ w if biases is None else torch.addmm(biases[i], x, w) for i, (x, w) in enumerate(pairs)])
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,), (weights,) = grads, ctx.saved_tensors
+        pairs = zip(grad.split(ctx.lengths), weights, strict=True)
+        return torch.cat([x @ w.mT.to(x.dtype) for x, w in pairs]).to(ctx.dtype), None, None, None
+
+
+IDENTITIES.update((Taken, ByExperts))
 
 
 def _sent(layer: CapturedLayer, tokens: Tensor, length: int, lengths: list[int], name: str, rows: Tensor) -> Tensor:
@@ -92,8 +114,7 @@ def _sent(layer: CapturedLayer, tokens: Tensor, length: int, lengths: list[int],
     weights: Tensor = getattr(module, name).detach()
     biases: Tensor | None = getattr(module, f"{name}_bias").detach() if module.has_bias else None
     turned = bool(module.is_transposed)
-    pairs = zip(rows.split(lengths), weights if turned else weights.mT, strict=True)
-    outputs = [x @ w if biases is None else torch.addmm(biases[i], x, w) for i, (x, w) in enumerate(pairs)]
+    outputs: Any = ByExperts.apply(rows, lengths, weights if turned else weights.mT, biases)
     experts = torch.repeat_interleave(torch.tensor(lengths, device=tokens.device))
 
     def contribute(where: Place | Tensor, grad: Tensor, *inputs: Tensor, count: int) -> Iterator[Contribution]:
@@ -109,4 +130,4 @@ def _sent(layer: CapturedLayer, tokens: Tensor, length: int, lengths: list[int],
 
     watched = [rows] if name in params else []
     reduce = partial(samples_of_items, tokens, length)
-    return layer.watch(torch.cat(outputs), watched, contribute, shape=(length,), kind=name, reduce=reduce)
+    return layer.watch(outputs, watched, contribute, shape=(length,), kind=name, reduce=reduce)

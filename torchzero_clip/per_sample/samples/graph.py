@@ -32,9 +32,9 @@ def shorten(outputs: Sequence[Tensor], inputs: Sequence[Tensor], name: Hashable)
 class Graph:
     """The functions of a backward from some roots: one walk finds them all.
 
-    Graphs with one `key` give rows to the same samples, if `moves` is False, and if the samples in the output of each
-    of the `sites` are in none of its dimensions. The key has the functions, how they are connected, and the numbers
-    that they save.
+    Graphs with one `outline` have the same functions, connected in the same way. Those with one `key` also save the
+    same numbers. They give rows to the same samples, if `moves` is False, and if the samples in the output of each of
+    the `sites` are in none of its dimensions.
     """
 
     def __init__(self, roots: Iterable[Node | None], count: int, *, to_outputs: bool = False) -> None:
@@ -48,6 +48,7 @@ class Graph:
         self.has_checkpoint = False
         """True with a reentrant checkpoint, which hides its part of the graph."""
         said: list[Hashable] = []
+        saved: list[Hashable] = []
         moving: list[tuple[Node, NodeKind]] = []
         rest = [node for node in roots if node is not None]
         numbers: dict[Node, int] = {node: i for i, node in enumerate(rest)}
@@ -65,9 +66,9 @@ class Graph:
                     moving.append((node, kind))
                 for attribute in kind.numbers:
                     value = getattr(node, attribute)
-                    said.append(tuple(value) if isinstance(value, list) else value)
+                    saved.append(tuple(value) if isinstance(value, list) else value)
                 if kind.views:
-                    said.append(kinds_of_sizes(node._input_metadata[0].shape, count))
+                    saved.append(kinds_of_sizes(node._input_metadata[0].shape, count))
             edges, metadata = cast(Any, node.next_functions), cast(Any, node.metadata) if kind.name == CAT else {}
             if SHORTCUT in metadata:
                 name, edges = metadata[SHORTCUT]
@@ -86,7 +87,8 @@ class Graph:
         self.nodes = numbers.keys()
         self.moves = bool(moving) and self._judge(moving)
         # an index 0, 1, 2, ... moves nothing, but another one in its place may
-        self.key = hash((*said, *[tuple(axes) for _, axes in self.sites]))
+        self.outline = hash(tuple(said))
+        self.key = hash((*saved, *[tuple(axes) for _, axes in self.sites]))
 
     @property
     def is_narrow(self) -> bool:

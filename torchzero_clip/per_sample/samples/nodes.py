@@ -147,9 +147,7 @@ def _of_torch(node: Node) -> NodeKind:
 
 
 def _is_size(attribute: str) -> bool:
-    return "_sym_" in attribute or attribute.endswith(
-        ("_info", "_output_size", "_scalar_type", "_numel", "_options", "_p", "_eps")
-    )
+    return "_sym_" in attribute or attribute.endswith(SIZES)
 
 
 def _of_python(node: Any) -> NodeKind:

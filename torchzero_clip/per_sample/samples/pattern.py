@@ -11,8 +11,8 @@ from torch import Tensor
 # in place of a sample: the gradient of a row is 0, so that it may be of any sample; its ratio cannot be told; it is of
 # several samples
 ZERO, UNTOLD, MIXED = -1, -2, -3
-GRAPHS = 1024  # the most graphs of which something is kept
-PATTERNS = 4096  # the most patterns of one graph
+GRAPHS = 1024  # the most outlines of graphs of which something is kept
+PATTERNS = 4096  # the most patterns of one outline
 
 
 class Place(NamedTuple):
@@ -86,14 +86,14 @@ def samples_of_items(items: Tensor, count: int, samples: Tensor) -> Tensor:
 
 @dataclass
 class Known:
-    """What was proved of graphs with one key."""
+    """What was proved of graphs with the same functions."""
 
     patterns: dict[Hashable, Pattern | None] = field(default_factory=dict)
-    """Where the samples are in each call, by its kind. None if they have no pattern."""
+    """Where the samples are in each call, by the key of the graph and its kind. None if they have no pattern."""
     silent: set[Hashable] = field(default_factory=set)
-    """The calls, by their kind, that got zeros alone in all proofs."""
+    """The calls, by the same, that got zeros alone in all proofs."""
     moves: bool = False
-    """True if values decide which sample a row belongs to, so that each step has to be proved."""
+    """True if values decide which sample a row belongs to, in one of the graphs, so that each step is proved."""
 
     def learn(self, key: Hashable, pattern: Pattern | None) -> None:
         """Keep the pattern of calls of one kind."""

@@ -6,6 +6,7 @@ number, in a random order, and each further backward tells one digit of it in ba
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from random import Random
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from torchzero_clip.per_sample.samples.pattern import MIXED, UNTOLD, ZERO
 
-PIECE = 1 << 20  # bytes of gradients that are compared at a time, so that all comparisons read them from the cache
+PIECE = 1 << 22  # bytes of gradients that are compared at a time
 WIDE = tuple(range(1, 65, 9))
 """The exponents of two. Float32 has room for gradients of up to 2**63. Means of up to 256 rows, squares and signs turn
 none of these powers into another."""
@@ -33,30 +34,64 @@ class Powers:
         self.passes = 1
         while len(self._factors) ** self.passes < count:
             self.passes += 1
-        self._numbers = random.sample(range(len(self._factors) ** self.passes), count)
+        base = len(self._factors)
+        numbers = random.sample(range(base**self.passes), count)
+        self._digits = [[number // base**place % base for number in numbers] for place in range(self.passes)]
+        self._codes = base + 1 - UNTOLD
+        self._table = self._samples_of_codes()
+        self._bounds = torch.tensor([2.0 ** ((a + b) / 2) for a, b in pairwise(self.exponents)], device="cpu")
+        self._shares = torch.tensor([2.0**-exponent for exponent in self.exponents], device="cpu")
+
+    def _samples_of_codes(self) -> Tensor:
+        """The sample for each combination of what `ratios` returns in all passes, counted from `UNTOLD`."""
+        table = torch.full((self._codes,) * self.passes, MIXED, device="cpu")
+        places = [torch.tensor(digits, device="cpu") + 1 - UNTOLD for digits in self._digits]
+        table[tuple(places)] = torch.arange(len(self._digits[0]), device="cpu")
+        table[(ZERO - UNTOLD,) * self.passes] = ZERO
+        for dim in range(self.passes):
+            table.select(dim, 0).fill_(UNTOLD)
+        return table.flatten()
 
     def weights(self, like: Tensor) -> list[Tensor]:
         """The factors of the samples in each pass."""
-        base = len(self._factors)
-        places = [[number // base**place % base for number in self._numbers] for place in range(self.passes)]
-        return [like.new_tensor([self._factors[digit] for digit in digits]) for digits in places]
+        return [like.new_tensor([self._factors[digit] for digit in digits]) for digits in self._digits]
 
     def samples(self, ratios: Sequence[Tensor]) -> Tensor:
         """The sample of each row, by the numbers of its ratios in all passes; or `ZERO`, `UNTOLD` or `MIXED`."""
-        base, of_passes = len(self._factors), torch.stack(list(ratios))
-        ordered = torch.tensor(self._numbers, device=of_passes.device).sort()
-        number = sum(((ratio - 1) * base**place for place, ratio in enumerate(of_passes)), torch.zeros_like(ratios[0]))
-        place = torch.searchsorted(ordered.values, number).clamp(max=len(self._numbers) - 1)
-        is_one = (of_passes > 0).all(0) & (ordered.values[place] == number)
-        result = torch.where(is_one, ordered.indices[place], MIXED)
-        result = result.masked_fill((of_passes == UNTOLD).any(0), UNTOLD)
-        return result.masked_fill((of_passes == ZERO).all(0), ZERO)
+        index = torch.zeros_like(ratios[0])
+        for ratio in ratios:
+            index.mul_(self._codes).add_(ratio - UNTOLD)
+        return self._table.to(index.device)[index]
 
     def ratios(self, first: Tensor, multiple: Tensor, *, exact: bool) -> Tensor:
         """The number of the factor between each pair of rows, from 1 on; 0 for other ratios; or `ZERO`, `UNTOLD`."""
-        step = max(1, PIECE // max(first[:1].nbytes, 1)) if first.is_cpu else max(len(first), 1)
+        if not first.numel():
+            return torch.full(first.shape[:1], ZERO, device=first.device)
+        step = max(1, PIECE // max(first[:1].nbytes, 1)) if first.is_cpu else len(first)
+        if len(first) <= step:
+            return self._ratios(first, multiple, exact=exact)
         pairs = zip(first.split(step), multiple.split(step), strict=True)
-        return torch.cat([_ratios(*pair, self.exponents, exact=exact) for pair in pairs])
+        return torch.cat([self._ratios(*pair, exact=exact) for pair in pairs])
+
+    def _ratios(self, first: Tensor, multiple: Tensor, *, exact: bool) -> Tensor:
+        info, shares = torch.finfo(first.dtype), self._shares.to(first)
+        high, low, higher, lower = first.amax(1), first.amin(1), multiple.amax(1), multiple.amin(1)
+        large, larger = torch.maximum(high, -low), torch.maximum(higher, -lower)
+        nearest = torch.bucketize((larger / large).float(), self._bounds.to(first.device))
+        # the sign of the largest entry, where only one entry is
+        share = shares[nearest].copysign((high + low) * (higher + lower))
+        allowed = (0.0 if exact else large * info.eps**0.5) + info.tiny * UNDERFLOW
+        fits = _distance(first, multiple, share) <= allowed
+        if not fits.all() and (others := _distance(first, multiple, -share) <= allowed).any():
+            share, fits = torch.where(fits, share, -share), fits | others
+        result = torch.where(fits, 1 + nearest + len(self.exponents) * share.signbit(), 0)
+        small = info.tiny * (SMALL if min(self.exponents) >= 0 else SMALL_NARROW)
+        if ((large >= small) & (larger < torch.inf)).all():
+            return result
+        is_multiple = (large > 0) & (larger < large * 4 * 2.0 ** max(self.exponents))
+        of_small = torch.where(is_multiple, UNTOLD, torch.where((large == 0) & (larger < small), ZERO, 0))
+        result = torch.where(large < small, of_small, result)
+        return torch.where(large.isfinite() & larger.isfinite(), result, UNTOLD)
 
 
 class Trace:
@@ -97,21 +132,6 @@ class Trace:
         return grad.detach().unsqueeze(-1).flatten(self._leading).flatten(0, self._leading - 1)
 
 
-def _ratios(first: Tensor, multiple: Tensor, exponents: Sequence[int], *, exact: bool) -> Tensor:
-    if not first.numel():
-        return torch.full(first.shape[:1], ZERO, device=first.device)
-    info, low, high = torch.finfo(first.dtype), min(0, *exponents), max(exponents)
-    large, larger = (x.abs().amax(1) for x in (first, multiple))
-    exponent = (larger / large).log2().round().nan_to_num(0, 0, 0).clamp(low, high).long() - low
-    shares = torch.tensor([2.0**-place for place in range(low, high + 1)], dtype=first.dtype, device=first.device)
-    numbers = torch.zeros(high + 1 - low, dtype=torch.int64, device=first.device)
-    numbers[torch.tensor(exponents, device=first.device) - low] = torch.arange(1, 1 + len(exponents)).to(first.device)
-    share = multiple * shares[exponent][:, None]
-    errors = [(share - first).abs_().amax(1), share.add_(first).abs_().amax(1)]  # of a positive and a negative ratio
-    allowed = large * (0.0 if exact else info.eps**0.5) + info.tiny * UNDERFLOW
-    fits = (torch.minimum(*errors) <= allowed) & (numbers[exponent] > 0)
-    result = torch.where(fits, numbers[exponent] + len(exponents) * (errors[1] < errors[0]), 0)
-    small = info.tiny * (SMALL if low >= 0 else SMALL_NARROW)
-    rounded = (large > 0) & (large < small) & (larger < large * 4 * 2.0**high)
-    result = torch.where(rounded | ~large.isfinite() | ~larger.isfinite(), UNTOLD, result)
-    return torch.where((large == 0) & (larger < small), ZERO, result)
+def _distance(first: Tensor, multiple: Tensor, share: Tensor) -> Tensor:
+    """The largest difference between a row and a share of its multiple."""
+    return torch.addcmul(first, multiple, share[:, None], value=-1).abs_().amax(1)

@@ -94,11 +94,12 @@ class Proof:
         return self._powers.passes + self._has_nan
 
     def watch(self) -> None:
-        """Watch the sites from the next backward on."""
-        self._handles = [
-            node.register_prehook(self._watcher(i, _leading(node, axes)))
-            for i, (node, axes) in enumerate(self.graph.sites)
-        ]
+        """Watch the sites from the next backward on, unless rows are known to move."""
+        if not self.known.moves:
+            self._handles = [
+                node.register_prehook(self._watcher(i, _leading(node, axes)))
+                for i, (node, axes) in enumerate(self.graph.sites)
+            ]
 
     def first(self, backward: Backward, like: Tensor) -> None:
         """Run the ordinary backward once more, in the classic form."""
@@ -242,7 +243,8 @@ class Proof:
 
     def _learn(self, call: Call, samples: Tensor) -> None:
         """Find the place of the samples of a call, and keep their pattern if it is the only one."""
-        found, key, patterns = patterns_of(samples, self.count), call.key(self.count), self.known.patterns
+        found, patterns = patterns_of(samples, self.count), self.known.patterns
+        key = self.graph.key, call.key(self.count)
         if not found and bool((samples == UNTOLD).any()):
             raise too_small(call.layer)
         if call.declared is not None and Pattern(call.declared) not in found and not _is_of(samples, call.declared):

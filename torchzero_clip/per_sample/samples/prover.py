@@ -94,7 +94,7 @@ class Prover:
         """Begin the proof of silent calls that got a gradient. False if there are none."""
         if self._watched is None or not self._late:
             return False
-        known = self._memory.of((self._watched.key, self._host.modes))
+        known = self._memory.of((self._watched.outline, self._host.modes))
         self.proof = self._proof(self._watched, known, self._late)
         return True
 
@@ -105,13 +105,14 @@ class Prover:
         """
         if graph.has_checkpoint:
             raise reentrant()
-        known = self._memory.of((graph.key, self._host.modes))
+        known = self._memory.of((graph.outline, self._host.modes))
         known.moves = known.moves or graph.moves
         is_unknown = False
         for call in graph.calls:
-            pattern = known.patterns.get(call.key(count))
+            key = graph.key, call.key(count)
+            pattern = known.patterns.get(key)
             call.where = None if pattern is None else pattern.place(call.shape, count)
-            call.is_silent = silent and call.where is None and call.key(count) in known.silent
+            call.is_silent = silent and call.where is None and key in known.silent
             is_unknown = is_unknown or (call.where is None and not call.is_silent)
         if not graph.calls or not (is_unknown or due or known.moves):
             return None
