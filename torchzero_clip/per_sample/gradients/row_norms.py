@@ -1,7 +1,6 @@
 """Norms of the rows of a tensor, and the dtype of their computation."""
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -47,7 +46,7 @@ def norms_of_rows(rows: Tensor) -> Tensor:
     return norms
 
 
-def stacked(norms: Sequence[Tensor]) -> Tensor:
+def stacked(norms: list[Tensor]) -> Tensor:
     """The norms of several parameters as rows, (K, B), on the device of the first."""
     device = norms[0].device
     return torch.stack(norms if len({x.device for x in norms}) == 1 else [moved(x, device) for x in norms])
