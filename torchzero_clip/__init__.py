@@ -33,6 +33,7 @@ from torchzero_clip.core.step import Step as Step
 from torchzero_clip.core.transform import TensorwiseTransform as TensorwiseTransform
 from torchzero_clip.core.transform import Transform as Transform
 from torchzero_clip.functional.bad import BadGradients as BadGradients
+from torchzero_clip.functional.dtypes import set_norm_dtype as set_norm_dtype
 from torchzero_clip.functional.grads import centralize_grads_ as centralize_grads_
 from torchzero_clip.functional.grads import clip_grad_norm_ as clip_grad_norm_
 from torchzero_clip.functional.grads import clip_grad_value_ as clip_grad_value_

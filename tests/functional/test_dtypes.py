@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
+from torchzero_clip import set_norm_dtype
 from torchzero_clip.functional import dtypes
 from torchzero_clip.functional.dtypes import bias_correction, is_narrow, moved, squarable, widened, widest
 
@@ -78,3 +79,26 @@ def test_bias_corrections_have_all_digits_in_float32(beta, count):
 def test_sums_of_squares_of_the_largest_norms_are_finite(dtype):
     norms = torch.full((100,), squarable(torch.ones(1, dtype=dtype)), dtype=dtype)
     assert norms.square().sum().isfinite()
+
+
+def test_the_dtype_of_norms_is_chosen_for_a_kind_of_device(monkeypatch):
+    monkeypatch.setattr(dtypes, "_has_float64", {})
+    set_norm_dtype("meta", torch.float32)
+    assert widest(META) == torch.float32
+    assert is_narrow(torch.ones(2, device=META))
+    assert not is_narrow(torch.ones(2))
+    set_norm_dtype("meta", torch.float64)
+    assert widest(META) == torch.float64
+
+
+@pytest.mark.parametrize(
+    ("device_type", "dtype", "error", "text"),
+    [
+        ("cpu", torch.float32, ValueError, "device_type must not be 'cpu'"),
+        ("cuda", torch.float16, ValueError, "dtype"),
+        (META, torch.float32, TypeError, "device_type"),
+    ],
+)
+def test_wrong_kinds_and_dtypes_raise(device_type, dtype, error, text):
+    with pytest.raises(error, match=text):
+        set_norm_dtype(device_type, dtype)

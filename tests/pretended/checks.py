@@ -15,7 +15,7 @@ from clipping.test_adaptive_vectors import tensor as adaptive_tensor
 from contract.entries import ENTRIES, Entry
 from contract.test_vectors import CASES
 from contract.training import gradients, parameters
-from pretended import no_float64, worked
+from pretended import no_float64, per_sample, worked
 from pretended.costs import costs_are_bounded
 from pretended.device import CPU, CUDA, DEVICE, Graph, install, numbers, on_cuda, pretended
 from pretended.several_devices import PLACES, numbers_are_those_of_the_cpu
@@ -189,13 +189,14 @@ CHECKS: dict[str, Callable[[], None]] = {
     "several devices": lambda: numbers_are_those_of_the_cpu(agree),
     **{name: lambda name=name: no_float64.run(name, agree) for name in no_float64.CHECKS},
     "costs": costs_are_bounded,
+    **{name: lambda check=check: check(agree) for name, check in per_sample.CHECKS.items()},
 }
 
 
 GROUPS: dict[str, list[str]] = {}
 """The checks of each process. There are few, because each takes seconds to start."""
 for _name in CHECKS:
-    _group = "no float64" if _name in no_float64.CHECKS else "numbers"
+    _group = "no float64" if _name in no_float64.CHECKS else "backward" if _name in per_sample.CHECKS else "numbers"
     GROUPS.setdefault(_name if _name in ("costs", "several devices") else _group, []).append(_name)
 
 

@@ -6,11 +6,13 @@ that is kept; and `Graph`, which repeats the operations of a call without its Py
 What is not: the rounding of CUDA's kernels, streams, and time.
 
 It changes torch in the process, so tests use it in a process of its own. A CPU build of torch has no guard of a CUDA
-device, which autograd asks for: three lines of C++ are compiled for it.
+device, which autograd asks for: three lines of C++ are compiled for it. Backwards on a CUDA device ask for streams, so
+they run on an XLA device: the variable ``PRETENDED`` of the environment says which it is.
 """
 
 import ctypes
 import gc
+import os
 import subprocess
 import tempfile
 from collections import Counter
@@ -29,11 +31,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchzero_clip import compat
 from torchzero_clip.functional import dtypes, foreach
 
-CUDA, CPU = torch.device("cuda:0"), torch.device("cpu")
+KIND = os.environ.get("PRETENDED", "cuda")
+CUDA, CPU = torch.device(KIND, 0), torch.device("cpu")
 
-GUARD = """
+GUARD = f"""
 #include <c10/core/impl/DeviceGuardImplInterface.h>
-namespace c10::impl { C10_REGISTER_GUARD_IMPL(CUDA, NoOpDeviceGuardImpl<DeviceType::CUDA>) }
+namespace c10::impl {{ C10_REGISTER_GUARD_IMPL({KIND.upper()}, NoOpDeviceGuardImpl<DeviceType::{KIND.upper()}>) }}
 """
 
 VIEWS = {
@@ -168,7 +171,7 @@ class Device:
         tensors = _tensors((args, kwargs))
         here = [tensor for tensor in tensors if isinstance(tensor, OnCuda)]
         asked = kwargs.get("device")
-        goes_here = torch.device(asked).type == "cuda" if asked is not None else bool(here)
+        goes_here = torch.device(asked).type == KIND if asked is not None else bool(here)
         if not here and not goes_here:
             return function(*args, **kwargs)
         self._check_devices(name, args, tensors, here)
@@ -266,6 +269,8 @@ def install() -> None:
     torch.cuda._lazy_init = lambda: None
     if not torch.backends.cuda.is_built():
         _load_guard()
+    if KIND != "cuda":
+        _serve_backwards()
     for module in (_foreach_utils, torch_optimizer):
         kinds = getattr(module, "_foreach_supported_types", None)
         if isinstance(kinds, list):
@@ -273,6 +278,23 @@ def install() -> None:
     torch.nn.utils.clip_grad._has_foreach_support = lambda tensors, device: True
     foreach.PLAIN.add(OnCuda)
     compat._ORDINARY.add(OnCuda)
+
+
+def _serve_backwards() -> None:
+    """In the threads of backwards, torch makes no tensor of Python numbers here, and calls no `OWN` functions."""
+    make, make_like, to_list, storage = torch.tensor, Tensor.new_tensor, Tensor.tolist, Tensor.untyped_storage
+
+    def tensor(data: Any, *, device: Any = None, **options: Any) -> Tensor:
+        made = make(data, device="cpu", **options)
+        return made if device is None or torch.device(device) == CPU else made.to(device)
+
+    def new_tensor(like: Tensor, data: Any, *, dtype: Any = None, device: Any = None) -> Tensor:
+        return tensor(data, dtype=dtype or like.dtype, device=device or like.device)
+
+    torch.tensor, Tensor.new_tensor = tensor, new_tensor
+    Tensor.tolist = lambda x: _to_list(x) if type(x) is OnCuda else to_list(x)
+    Tensor.untyped_storage = lambda x: storage(x.kept if type(x) is OnCuda else x)
+    OWN[make_like], OWN[to_list] = new_tensor, _to_list
 
 
 def _load_guard() -> None:

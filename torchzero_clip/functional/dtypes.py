@@ -5,12 +5,44 @@ import math
 import torch
 from torch import Tensor
 
+from torchzero_clip.checks import instance, one_of
 from torchzero_clip.compat import FakeTensor
 
 _SQUARABLE = {torch.float64: 1e150, torch.float32: 1e18}
 
 _has_float64: dict[str, bool] = {}
-"""Whether a kind of device has float64, for the kinds that were asked."""
+"""Whether norms on a kind of device are float64, for the kinds that were asked."""
+
+
+def set_norm_dtype(device_type: str, dtype: torch.dtype) -> None:
+    """Choose the dtype of norms and statistics on devices of one kind. Call it before the first step.
+
+    They are float64 where the device has it. On GPUs that have few units for float64, such as those of consumers,
+    float32 may be faster. Its digits are kept by other means, and gradients are read twice: norms are right to 2e-6,
+    finite for finite gradients, and 0 only for zeros.
+
+    Args:
+        device_type: The kind, such as ``"cuda"``. On a CPU norms are always float64.
+        dtype: `torch.float32`; or `torch.float64`, the default, for float64 where the device has it.
+
+    Raises:
+        ValueError: For another dtype, or for a CPU.
+        TypeError: If an argument has the wrong type.
+
+    Examples:
+        >>> import torch
+        >>> from torchzero_clip import set_norm_dtype
+        >>> set_norm_dtype("cuda", torch.float32)
+        >>> set_norm_dtype("cuda", torch.float64)
+    """
+    instance("device_type", device_type, str, 'write "cuda"')
+    one_of("dtype", dtype, (torch.float32, torch.float64))
+    kind = torch.device(device_type).type
+    if kind == "cpu":
+        raise ValueError("device_type must not be 'cpu', where norms are float64")
+    _has_float64.pop(kind, None)
+    if dtype == torch.float32:
+        _has_float64[kind] = False
 
 
 def widest(device: torch.device) -> torch.dtype:

@@ -16,7 +16,7 @@ from typing_extensions import override
 from torchzero_clip.compat import get_interpreter_stack, never_compiled, without_autocast
 from torchzero_clip.per_sample.gradients.captured_gradients import Forward, GivenRows
 from torchzero_clip.per_sample.gradients.contributions import Contribution, Dense
-from torchzero_clip.per_sample.gradients.squared_norms import wide
+from torchzero_clip.per_sample.gradients.row_norms import wide
 from torchzero_clip.per_sample.processes.processes import Processes
 from torchzero_clip.per_sample.processes.sharding import memory_of, slots, stands_for
 from torchzero_clip.per_sample.rules.whole import written

@@ -9,8 +9,10 @@ from torch import Tensor
 
 from torchzero_clip.checks import instance
 from torchzero_clip.compat import without_autocast
+from torchzero_clip.functional.dtypes import widest
 from torchzero_clip.per_sample.engine import Engine
 from torchzero_clip.per_sample.gradients.contributions import Contribution
+from torchzero_clip.per_sample.gradients.row_norms import joint_norms, stacked
 from torchzero_clip.per_sample.hooks import accumulate
 from torchzero_clip.per_sample.norm_clippers import NormClipper
 
@@ -188,18 +190,19 @@ def weighed(
     scale: float = 1.0,
 ) -> Weighed:
     """Compute the norms and factors of the samples. Contributions are removed from ``gathered``."""
-    params, dtype = engine.attachment.params, engine.norm_dtype()
+    params = engine.attachment.params
     if gathered:
         _, first = next(iter(gathered.values()))
     else:
-        first = torch.zeros(0, dtype=torch.float64, device=engine.processes.device(params))
-    squares = [
-        gathered[id(param)][1].to(first.device) if id(param) in gathered else torch.zeros_like(first)
-        for param in params.values()
+        device = engine.processes.device(params)
+        first = torch.zeros(0, dtype=widest(device), device=device)
+    of_params = [
+        gathered[id(param)][1] if id(param) in gathered else torch.zeros_like(first) for param in params.values()
     ]
-    table = torch.stack(squares)
-    norms = table.sum(0).sqrt_().mul_(scale).to(dtype)
-    param_norms = dict(zip(params, table.sqrt_().mul_(scale).to(dtype).unbind(), strict=True))
+    table = stacked(of_params)
+    dtype = engine.norm_dtype() if table.dtype == torch.float64 else table.dtype
+    norms = joint_norms(table).mul_(scale).to(dtype)
+    param_norms = dict(zip(params, table.mul_(scale).to(dtype).unbind(), strict=True))
     bad = ~norms.isfinite()
     some_bad = bool(bad.any())
     if some_bad and nonfinite == "raise":
@@ -209,12 +212,12 @@ def weighed(
         )
     per_layer = norm_clipper.is_per_layer
     answer = norm_clipper.calc_clipping_factors(list(param_norms.values()) if per_layer else [norms])
-    factors = _factors(norm_clipper, answer, len(squares), norms)
+    factors = _factors(norm_clipper, answer, len(of_params), norms)
     one_for_all = len({*map(id, factors)}) < 2  # as `repeat` gives: weights are made once
     distinct = factors[:1] if one_for_all else factors
     if some_bad:
         distinct = [value.masked_fill(bad, 0) for value in distinct]
-    shown = distinct * (len(squares) // len(distinct)) if per_layer else distinct
+    shown = distinct * (len(of_params) // len(distinct)) if per_layer else distinct
     result = ClippingResult(norms, shown if per_layer or not one_for_all else shown[0], bad, param_norms)
     parts = [
         (name, gathered.pop(id(param))[0], 0 if one_for_all else i)

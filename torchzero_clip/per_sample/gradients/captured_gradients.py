@@ -138,7 +138,7 @@ class CapturedGradients:
         """Forwards of which one got an output of the other, as far as the classic form has seen them."""
         self.of: dict[int, list[Contribution]] = {}
         """The contributions by the id of the parameter."""
-        self._squares: dict[int, Tensor] = {}  # of those that are measured
+        self._norms: dict[int, Tensor] = {}  # of those that are measured
         self._memory: Memory = memory
         self._saved = 0  # bytes
         self.counts: list[tuple[Layer, int]] = []
@@ -153,14 +153,14 @@ class CapturedGradients:
         """Take a contribution. It is measured at once if no other one to the same parameter is expected."""
         self.counts.append((layer, part.batch_size))
         key, found = id(part.param), self.of.setdefault(id(part.param), [])
-        self._squares.pop(key, None)
+        self._norms.pop(key, None)
         last = found[-1] if found else None
         if isinstance(part, Dense) and isinstance(last, Dense) and part.batch_size == last.batch_size:
             found[-1] = last.joined(part)  # one gradient of each sample for many calls
         elif found or not alone:
             found.append(part)
         else:
-            measured, self._squares[key] = part.measured(self.reserve)
+            measured, self._norms[key] = part.measured(self.reserve)
             found.append(measured)
 
     def reserve(self, formed: int, made_of: int) -> bool:
@@ -176,13 +176,13 @@ class CapturedGradients:
         return True
 
     def gathered(self) -> dict[int, tuple[Contribution, Tensor]]:
-        """The contribution to each parameter, by its id, and the squared norms."""
+        """The contribution to each parameter, by its id, and the norms."""
         for key, found in self.of.items():
-            if key not in self._squares:
+            if key not in self._norms:
                 with without_autocast(found[0].param):  # it would round the norms
-                    part, self._squares[key] = merged(found).measured(self.reserve)
+                    part, self._norms[key] = merged(found).measured(self.reserve)
                 found[:] = [part]
-        return {key: (found[0], self._squares[key]) for key, found in self.of.items()}
+        return {key: (found[0], self._norms[key]) for key, found in self.of.items()}
 
     def check_counts(self, count: int | None, *, batch_first: bool) -> None:
         """Raise a ValueError if a layer saw another number of samples than ``count``, or than others if it is None."""

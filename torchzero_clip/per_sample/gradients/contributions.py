@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from torchzero_clip.per_sample.gradients.squared_norms import memory_order, squared_norms
+from torchzero_clip.functional.dtypes import moved, widest
+from torchzero_clip.per_sample.gradients.row_norms import SMALL, in_float64, joint_norms, memory_order, norms_of_rows
 
 Memory: TypeAlias = Literal["auto", "low"]
 
@@ -26,7 +27,7 @@ class Contribution(ABC):
 
     @abstractmethod
     def measured(self, reserve: Reserve) -> tuple["Contribution", Tensor]:
-        """Return the contribution to store for the sum, and the squared norms of the samples: (B,), float64."""
+        """Return the contribution to store for the sum, and the norms of the samples: (B,), in the `widest` dtype."""
 
     @abstractmethod
     def weighted_sum(self, factors: Tensor) -> Tensor:
@@ -46,11 +47,12 @@ class Contribution(ABC):
         norms: list[Tensor] = []
         for start, stop in pieces(self.batch_size, self.param.numel() * 4) if bounds is None else bounds:
             run = self.dense(start, stop)
-            norms.append(squared_norms(run))
+            norms.append(norms_of_rows(run))
             if keep:
                 runs.append(run)
-        squares = torch.cat(norms) if norms else torch.zeros(0, dtype=torch.float64, device=self.param.device)
-        return Dense(self.param, *runs) if keep else self, squares
+        device = self.param.device
+        joined = torch.cat(norms) if norms else torch.zeros(0, dtype=widest(device), device=device)
+        return Dense(self.param, *runs) if keep else self, joined
 
 
 class Dense(Contribution):
@@ -70,7 +72,7 @@ class Dense(Contribution):
 
     @override
     def measured(self, reserve: Reserve) -> tuple[Contribution, Tensor]:
-        norms = [squared_norms(run) for run in self._runs]
+        norms = [norms_of_rows(run) for run in self._runs]
         return self, norms[0] if len(norms) == 1 else torch.cat(norms)
 
     @override
@@ -116,11 +118,12 @@ class Tied(Contribution):
         if self._inner_products is None:
             return self.formed(keep=False)
         products = self._inner_products()
-        self._parts, squares = zip(*(part.measured(reserve) for part in self._parts), strict=True)
-        largest = torch.stack(squares).sum(0)
-        norms = largest + products
-        for i in (norms < CANCELLED * largest).nonzero()[:, 0].tolist():
-            norms[i] = squared_norms(self.dense(i, i + 1).double())[0]
+        self._parts, of_parts = zip(*(part.measured(reserve) for part in self._parts), strict=True)
+        apart = joint_norms(torch.stack(of_parts))
+        norms = (apart.square() + products).clamp(min=0).sqrt()
+        unsure = (norms < CANCELLED * apart) | ((norms < SMALL) & (apart > 0)) | ~norms.isfinite()
+        for i in unsure.nonzero()[:, 0].tolist():
+            norms[i] = moved(norms_of_rows(in_float64(self.dense(i, i + 1)))[0], norms.device)
         return self, norms
 
     @override
@@ -137,7 +140,7 @@ class Tied(Contribution):
             part.make_finite()
 
 
-CANCELLED = 1e-4  # a squared norm below this share of its parts has lost digits by cancellation in float32
+CANCELLED = 1e-2  # a norm below this share of its parts has lost digits by cancellation in float32
 
 
 def pieces(count: int, bytes_each: int, *, limit: int = PIECE) -> list[tuple[int, int]]:

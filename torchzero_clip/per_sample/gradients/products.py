@@ -7,15 +7,16 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from torchzero_clip.functional.dtypes import moved, widened, widest_of
 from torchzero_clip.per_sample.gradients.contributions import CANCELLED, Contribution, Reserve, pieces
-from torchzero_clip.per_sample.gradients.squared_norms import odd, squared_norms
+from torchzero_clip.per_sample.gradients.row_norms import in_float64, norms_of_rows, odd
 
 GRAM_BYTES = 2 << 20  # bytes of Gram matrices that are computed at a time, however large the batch is
 RUN = 4 << 20  # bytes of gradients in one tensor: allocators reuse memory of this size that the backward has freed
 STRIP = 64, 128  # the fewest and the most rows of a strip of a Gram matrix, which is computed strip by strip
 
 Inner: TypeAlias = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
-"""The squared norms of products, inputs and output gradients, from the inputs and output gradients of some samples."""
+"""The norms of products, inputs and output gradients, from the inputs and output gradients of some samples."""
 
 
 class Products(Contribution):
@@ -38,7 +39,7 @@ class Products(Contribution):
     def measured(self, reserve: Reserve) -> tuple[Contribution, Tensor]:
         length, width, height = self.inputs.shape[1], self.inputs.shape[2], self.outputs.shape[2]
         if length == 1:
-            return self, squared_norms(self.inputs) * squared_norms(self.outputs)
+            return self, norms_of_rows(self.inputs) * norms_of_rows(self.outputs)
         sides, area = width + height, width * height
         # stored gradients replace inputs and outputs, and save a second matmul
         if 30 * area < length**2 * sides and self.may_form(reserve):
@@ -79,11 +80,11 @@ class Products(Contribution):
         return reserve(formed, self.inputs.nbytes + self.outputs.nbytes)
 
     def norms_by(self, inner: Inner, bytes_each: int) -> Tensor:
-        """The squared norms by Gram matrices."""
+        """The norms by Gram matrices."""
         bounds = pieces(self.batch_size, bytes_each, limit=GRAM_BYTES)
         found = [inner(self.inputs[start:stop], self.outputs[start:stop]) for start, stop in bounds]
         if not found:
-            return self.inputs.new_zeros(0, dtype=torch.float64)
+            return self.inputs.new_zeros(0, dtype=widest_of(self.inputs))
         return exact(found, inner, lambda i: (self.inputs[i : i + 1], self.outputs[i : i + 1]))
 
 
@@ -100,19 +101,19 @@ def exact(
     for i in {*cancelled, *(i % len(norms) for i in odd(torch.cat([norms, *traces])))}:
         inputs, outputs = rows(i)
         if inputs.dtype != torch.float64:
-            norms[i] = inner(inputs.double(), outputs.double())[0][0]
+            norms[i] = moved(inner(in_float64(inputs), in_float64(outputs))[0][0], norms.device)
     return norms
 
 
 def gram_norms(inputs: Tensor, outputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The squared norms of products as inner products of Gram matrices: see `Inner`.
+    """The norms of products as roots of inner products of Gram matrices: see `Inner`.
 
     The matrices are symmetric: a strip of rows starts at the diagonal, and its part right of the square counts twice.
     """
     length = inputs.shape[1]
     if length < 2 * STRIP[0]:
         return inner_products(*(torch.bmm(x, x.transpose(1, 2)) for x in (inputs, outputs)))
-    products, *traces = (torch.zeros(len(inputs), dtype=torch.float64, device=inputs.device) for _ in range(3))
+    products, *traces = (inputs.new_zeros(len(inputs), dtype=widest_of(inputs)) for _ in range(3))
     # four strips take 0.94 of the time of two, except if they have fewer than 64 rows
     height = min(max(length // 4, STRIP[0]), STRIP[1])
     for start in range(0, length, height):
@@ -122,10 +123,10 @@ def gram_norms(inputs: Tensor, outputs: Tensor) -> tuple[Tensor, Tensor, Tensor]
             trace += strip.diagonal(dim1=1, dim2=2).sum(1)
         strip = left.mul_(right)
         products += 2 * strip.sum((1, 2)) - strip[:, :, :height].sum((1, 2))
-    return products.clamp(min=0), traces[0], traces[1]
+    return products.clamp(min=0).sqrt(), traces[0].sqrt(), traces[1].sqrt()
 
 
 def inner_products(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The results of `gram_norms` from full Gram matrices. The left one is overwritten."""
-    traces = [gram.diagonal(dim1=1, dim2=2).sum(1).double() for gram in (left, right)]
-    return left.mul_(right).sum((1, 2)).double().clamp(min=0), traces[0], traces[1]
+    traces = [widened(gram.diagonal(dim1=1, dim2=2).sum(1)).sqrt() for gram in (left, right)]
+    return widened(left.mul_(right).sum((1, 2))).clamp(min=0).sqrt(), traces[0], traces[1]

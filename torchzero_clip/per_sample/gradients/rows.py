@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from torchzero_clip.functional.dtypes import widest_of
 from torchzero_clip.per_sample.gradients.contributions import Contribution, Dense, Reserve, pieces
 from torchzero_clip.per_sample.gradients.products import GRAM_BYTES, Products, exact, gram_norms
-from torchzero_clip.per_sample.gradients.squared_norms import squared_norms
+from torchzero_clip.per_sample.gradients.row_norms import norms_of_rows, norms_of_samples
 
 LANES = 8  # products of matrices are 1.3 to 2 times as fast if their sides are multiples of it
 PADDING = 1.3  # the most by which padding may multiply the rows, besides filling the lanes
@@ -38,10 +39,9 @@ class RowProducts(Contribution):
 
     @override
     def measured(self, reserve: Reserve) -> tuple[Contribution, Tensor]:
-        squares = torch.zeros(self.batch_size, dtype=torch.float64, device=self.inputs.device)
         cells, sizes = self.cells.unique_consecutive(return_counts=True)
         if not len(cells):
-            return self, squares
+            return self, self.inputs.new_zeros(self.batch_size, dtype=widest_of(self.inputs))
         order = sizes.argsort(descending=True)
         starts, sizes = (sizes.cumsum(0) - sizes)[order], sizes[order]
         found = [self._norms(starts[i:j], sizes[i:j], longest) for i, j, longest in self._groups(sizes.tolist())]
@@ -50,7 +50,8 @@ class RowProducts(Contribution):
             run = slice(int(starts[i]), int(starts[i] + sizes[i]))
             return self.inputs[None, run], self.outputs[None, run]
 
-        return self, squares.index_add_(0, cells[order] % self.batch_size, exact(found, gram_norms, rows))
+        norms = exact(found, gram_norms, rows)
+        return self, norms_of_samples(norms, cells[order] % self.batch_size, self.batch_size)
 
     def _groups(self, lengths: list[int]) -> Iterator[tuple[int, int, int]]:
         """The bounds of groups of runs, the longest ones first, and the length that they are padded to."""
@@ -69,10 +70,10 @@ class RowProducts(Contribution):
             start = stop
 
     def _norms(self, starts: Tensor, sizes: Tensor, longest: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The squared norms of products, inputs and output gradients of runs of rows, which are padded with zeros."""
+        """The norms of products, inputs and output gradients of runs of rows, which are padded with zeros."""
         if longest == 1:
-            squares = [squared_norms(x.index_select(0, starts)) for x in (self.inputs, self.outputs)]
-            return squares[0] * squares[1], squares[0], squares[1]
+            norms = [norms_of_rows(x.index_select(0, starts)) for x in (self.inputs, self.outputs)]
+            return norms[0] * norms[1], norms[0], norms[1]
         places = torch.arange(longest, device=sizes.device)
         # padding reads the last row of the run again, and gets zeros below
         index = (starts[:, None] + torch.minimum(places, sizes[:, None] - 1)).flatten()
@@ -83,8 +84,8 @@ class RowProducts(Contribution):
         if longest * (width + height) < width * height:
             return gram_norms(inputs, outputs)
         (outputs if width < height else inputs).masked_fill_(padding, 0)
-        norms = Products(self.param.new_empty(height, width), inputs, outputs).formed(keep=False)[1]
-        return norms, squared_norms(inputs), squared_norms(outputs)
+        of_products = Products(self.param.new_empty(height, width), inputs, outputs).formed(keep=False)[1]
+        return of_products, norms_of_rows(inputs), norms_of_rows(outputs)
 
     @override
     def weighted_sum(self, factors: Tensor) -> Tensor:
@@ -143,8 +144,7 @@ class SparseRows(Contribution):
         # rows are added up first, because a Gram matrix would lose digits where they cancel
         cells, inverse = (self.samples * self.param.shape[0] + self.index).unique(return_inverse=True)
         rows = self.values.new_zeros(len(cells), self.values.shape[1]).index_add_(0, inverse, self.values)
-        norms = torch.zeros(self.batch_size, dtype=torch.float64, device=rows.device)
-        return self, norms.index_add_(0, cells // self.param.shape[0], squared_norms(rows))
+        return self, norms_of_samples(norms_of_rows(rows), cells // self.param.shape[0], self.batch_size)
 
     @override
     def weighted_sum(self, factors: Tensor) -> Tensor:
@@ -169,12 +169,12 @@ class SparseRows(Contribution):
 
     def inner_products(self, products: Products) -> Tensor:
         """The inner products with the gradients of a linear layer that has the same weight, for each sample."""
-        result = torch.zeros(self.batch_size, dtype=torch.float64, device=self.values.device)
+        result = self.values.new_zeros(self.batch_size, dtype=widest_of(self.values))
         for i in range(self.batch_size):
             mine = self.samples == i
             weights = products.outputs[i].index_select(1, self.index[mine])  # (positions there, values here)
             angles = products.inputs[i] @ self.values[mine].t().to(products.inputs.dtype)
-            result[i] = (weights * angles).sum(dtype=torch.float64)
+            result[i] = (weights * angles).sum(dtype=result.dtype)
         return result
 
     def _table(self, rows: int, index: Tensor, values: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torchzero_clip.functional.foreach import wide_dtype
 from torchzero_clip.per_sample.engine import Engine, processes_of
 from torchzero_clip.per_sample.gradients.captured_gradients import Forward
 from torchzero_clip.per_sample.gradients.contributions import Contribution
-from torchzero_clip.per_sample.gradients.squared_norms import squared_norms
+from torchzero_clip.per_sample.gradients.row_norms import joint_norms, norms_of_rows, stacked
 from torchzero_clip.per_sample.hooks import accumulate
 from torchzero_clip.per_sample.samples.call import Layer
 
@@ -78,17 +78,17 @@ class TwoPassEngine(Engine):
         accumulate(list(sums.values()))
         if self.prover.count is None:
             self.check_joined()
-        for part, squares in self.gathered(None).values() if self.captured.of else ():
-            norms = (squares.sqrt() * self.scale(len(squares))).to(wide_dtype(part.param.dtype))
+        for part, norms in self.gathered(None).values() if self.captured.of else ():
+            norms = (norms * self.scale(len(norms))).to(wide_dtype(part.param.dtype))
             # Opacus has the second name
             self.show(part.param, norm_sample=norms, _norm_sample=norms)
 
     def read_norms(self) -> Tensor | None:
         """The norms of the last backward, (B,); None after a forward. Reading drops the gradients of this backward."""
         if self.captured.of:
-            squares = torch.stack([squares for _, squares in self.gathered(None).values()]).sum(0)
+            norms = joint_norms(stacked([norms for _, norms in self.gathered(None).values()]))
             self.clear()
-            self.norms, self._were_read = squares.sqrt().mul_(self.scale(len(squares))).to(self.norm_dtype()), True
+            self.norms, self._were_read = norms.mul_(self.scale(len(norms))).to(self.norm_dtype()), True
         return self.norms
 
 
@@ -122,5 +122,5 @@ def create_norm_sample(*, param: Tensor, grad_sample: Tensor, max_batch_len: int
     if param.requires_grad:
         target: Any = param
         norms = torch.zeros(max_batch_len, dtype=wide_dtype(param.dtype), device=param.device)
-        norms[: len(grad_sample)] = squared_norms(grad_sample.detach()).sqrt()
+        norms[: len(grad_sample)] = norms_of_rows(grad_sample.detach())
         target.norm_sample = target._norm_sample = norms

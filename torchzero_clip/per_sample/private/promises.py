@@ -6,7 +6,9 @@ Buffers are parts of the model that get no noise.
 import torch
 from torch import Tensor, nn
 
+from torchzero_clip.functional.dtypes import widened
 from torchzero_clip.per_sample.gradients.autograd_graph import nodes_of
+from torchzero_clip.per_sample.gradients.row_norms import joint_norms
 from torchzero_clip.per_sample.norm_clippers import NormClipper
 from torchzero_clip.per_sample.weighting import ClippingResult
 
@@ -16,7 +18,7 @@ ROUNDING = 1e-5  # how far the norm of a clipped gradient may be above the limit
 
 def joint_limit(norm_clipper: NormClipper, params: int) -> float:
     """The norm of the vector of limits, for so many parameter tensors. Raise if their number or a limit is wrong."""
-    limits = norm_clipper.thresholds.detach().double().flatten()
+    limits = norm_clipper.thresholds.detach().cpu().double().flatten()
     if norm_clipper.is_per_layer and len(limits) == 1:
         limits = limits.expand(params)
     expected = params if norm_clipper.is_per_layer else 1
@@ -30,10 +32,10 @@ def joint_limit(norm_clipper: NormClipper, params: int) -> float:
 def check_within(limit: float, norm_clipper: NormClipper, result: ClippingResult) -> None:
     """Raise a RuntimeError if the clipped gradient of a sample is above the joint limit."""
     if isinstance(result.factors, Tensor):
-        added = (result.factors * result.norms).double().abs()
+        added = (result.factors * result.norms).abs()
     else:
         pairs = zip(result.factors, result.param_norms.values(), strict=True)
-        added = torch.linalg.vector_norm(torch.stack([factors * norms for factors, norms in pairs]).double(), dim=0)
+        added = joint_norms(widened(torch.stack([factors * norms for factors, norms in pairs])))
     if not bool((added.masked_fill(result.nonfinite, 0) <= limit * (1 + ROUNDING)).all()):  # also if one is NaN
         raise RuntimeError(
             f"{norm_clipper!r} breaks its own limit: the norm of a clipped gradient is above {limit}. "

@@ -132,12 +132,12 @@ class Agreement:
         if error is not None and not isinstance(error, Exception):  # an interrupt ends this process
             return
         device = self._processes.device(self._params)
-        # of one length on all processes, also after an error; float64 holds the digest exactly
+        # of one length on all processes, also after an error; float64, which not all devices have, holds the digest
         row = torch.zeros(1 + len(self._head) + self._width, dtype=torch.float64, device="cpu")
         numbers = () if error is not None else self.numbers
         said = [float(error is not None), *self._head, *numbers]
         row[: len(said)] = torch.tensor(said, dtype=torch.float64, device="cpu")
-        rows: list[list[float]] = gathered(row.to(device), group).tolist()
+        rows: list[list[float]] = gathered(row.view(torch.uint8).to(device), group).cpu().view(torch.float64).tolist()
         after = 1 + len(self._head)
         if self._head:
             self._compare([row[1:after] for row in rows], error)

@@ -20,6 +20,7 @@ from torchzero_clip.compat import (
     is_batchedtensor,
     warn_user,
 )
+from torchzero_clip.functional.dtypes import widened
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
 from torchzero_clip.per_sample.gradients.autograd_graph import nodes_of
 from torchzero_clip.per_sample.hooks import Hook
@@ -337,7 +338,7 @@ def _agree(alone: Tensor, together: Tensor, dim: int, drew: bool) -> bool:
     if alone.shape != together.shape or drew or not alone.is_floating_point():
         return alone.shape == together.shape
     tolerance = torch.finfo(together.dtype if together.element_size() < 4 else torch.float32).eps ** 0.5
-    return not differ(together.double(), alone.double(), tolerance)
+    return not differ(widened(together), widened(alone), tolerance)
 
 
 def _batch_size(layer: CapturedLayer, leaves: Sequence[object], counts: set[int]) -> int:

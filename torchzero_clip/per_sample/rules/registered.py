@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
 from torchzero_clip.per_sample.gradients.contributions import Contribution, Dense
-from torchzero_clip.per_sample.gradients.squared_norms import wide
+from torchzero_clip.per_sample.gradients.row_norms import wide
 from torchzero_clip.per_sample.rules.copies import Bare
 from torchzero_clip.per_sample.samples.call import Samples
 from torchzero_clip.per_sample.samples.pattern import Place

@@ -20,9 +20,10 @@ from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from torchzero_clip.compat import DisableTorchFunctionSubclass, never_a_frame, never_traced
+from torchzero_clip.functional.dtypes import widened
 from torchzero_clip.per_sample.gradients.captured_gradients import Forward
 from torchzero_clip.per_sample.gradients.contributions import Dense
-from torchzero_clip.per_sample.gradients.squared_norms import wide
+from torchzero_clip.per_sample.gradients.row_norms import wide
 from torchzero_clip.per_sample.processes.sharding import memory_of
 from torchzero_clip.per_sample.samples.arguments import Rebuild, flattened, tensors_in
 from torchzero_clip.per_sample.samples.call import Contribute, Samples, rows_first
@@ -476,7 +477,7 @@ def _are_equal(together: Any, alone: Tensor) -> bool:
     if not isinstance(together, Tensor) or together.shape != alone.shape:
         return False
     tolerance = torch.finfo(together.dtype).eps ** 0.5 if together.is_floating_point() else 0
-    return not differ(together.double(), alone.detach().double(), tolerance)
+    return not differ(widened(together), widened(alone.detach()), tolerance)
 
 
 def without_padding(args: Any, kwargs: Any) -> tuple[Any, Any]:

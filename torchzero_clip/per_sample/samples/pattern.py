@@ -99,8 +99,14 @@ class Known:
         """Keep the pattern of calls of one kind."""
         if len(self.patterns) >= PATTERNS and key not in self.patterns:
             self.patterns.clear()
-            self.silent.clear()
         self.patterns[key] = pattern
+
+    def note_silence(self, key: Hashable, *, is_silent: bool) -> None:
+        """Note whether a call of one kind got zeros alone in a proof."""
+        if not is_silent:
+            self.silent.discard(key)
+        elif len(self.silent) < PATTERNS:
+            self.silent.add(key)
 
 
 class Memory:

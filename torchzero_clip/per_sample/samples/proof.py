@@ -260,10 +260,7 @@ class Proof:
         elif call.copies and Pattern(0) in found:  # of the samples, in their order: rows of zeros too
             self.known.learn(key, Pattern(0))
         call.where = some_place(samples, self.count)
-        if bool((samples == ZERO).all()):
-            self.known.silent.add(key)
-        else:
-            self.known.silent.discard(key)
+        self.known.note_silence(key, is_silent=bool((samples == ZERO).all()))
 
     def _share(self, calls: Sequence[Call], backward: Backward, like: Tensor) -> None:
         """Find what each sample gives to rows that all of them share. In later steps, they will have copies of them."""
