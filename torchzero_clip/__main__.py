@@ -11,27 +11,27 @@ EXAMPLES = """examples:
   python -m torchzero_clip suggest run.jsonl
   python -m torchzero_clip suggest run.jsonl --share-clipped 0.05 --plot limit.png
   python -m torchzero_clip report run.jsonl -o report.html
+  python -m torchzero_clip compare one_process.jsonl eight_processes.jsonl
 
 Recorder(optimizer, path="run.jsonl") writes the file.
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command, and return its exit status: 1 after an error."""
+    """Run one command, and return its exit status: 1 after an error, or if two records differ."""
     options = _parser().parse_args(arguments)
     try:
-        options.run(options)
+        return options.run(options)
     except (OSError, ValueError, OverflowError, ModuleNotFoundError) as error:
         sys.stderr.write(f"error: {_in_one_line(error)}\n")
         return 1
-    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    text = "Read the file of a Recorder: suggest a limit for gradient clipping, or write a report of the run."
+    text = "Read files of Recorders: suggest a limit for gradient clipping, write a report, or compare two runs."
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("python -m torchzero_clip", description=text, epilog=EXAMPLES, formatter_class=raw)
-    commands = parser.add_subparsers(title="commands", metavar="{suggest,report}", required=True)
+    commands = parser.add_subparsers(title="commands", metavar="{suggest,report,compare}", required=True)
     suggest = commands.add_parser("suggest", help="print a limit for ClipNorm, and how well the record determines it")
     suggest.add_argument("file", help="the file that a Recorder wrote, such as run.jsonl")
     share = "the share of usual steps that the limit clips, above 0 and below 1 (default: %(default)s)"
@@ -43,19 +43,34 @@ def _parser() -> argparse.ArgumentParser:
     place = "where to write the page (default: %(default)s)"
     report.add_argument("-o", "--output", default="report.html", metavar="FILE", help=place)
     report.set_defaults(run=_report)
+    compare = commands.add_parser("compare", help="print where the norms of two runs part; exit with 1 if they do")
+    for place in ("first", "second"):
+        compare.add_argument(place, help=f"the file of the {place} run")
+    compare.add_argument("--plot", metavar="FILE", help="save a picture of the ratios of layers by steps")
+    compare.set_defaults(run=_compare)
     return parser
 
 
-def _suggest(options: argparse.Namespace) -> None:
+def _suggest(options: argparse.Namespace) -> int:
     suggestion = read_record(options.file).suggest_max_norm(options.share_clipped)
     if options.plot is not None:
         suggestion.plot(options.plot)
     sys.stdout.write(f"{suggestion}\n")
+    return 0
 
 
-def _report(options: argparse.Namespace) -> None:
+def _report(options: argparse.Namespace) -> int:
     write_report(read_record(options.file), options.output)
     sys.stdout.write(f"{options.output}\n")
+    return 0
+
+
+def _compare(options: argparse.Namespace) -> int:
+    comparison = read_record(options.first).compare(read_record(options.second))
+    if options.plot is not None:
+        comparison.plot(options.plot)
+    sys.stdout.write(f"{comparison}\n")
+    return int(comparison.differs)
 
 
 def _in_one_line(error: Exception) -> str:

@@ -20,6 +20,7 @@ from ranks import CONTEXT, LIMIT, run_program
 from torch import nn
 
 from torchzero_clip import SGD, ClipNorm, Modular, Recorder, SkipStep, read_record
+from torchzero_clip.recorder import output
 from torchzero_clip.recorder.files import append, encoded
 
 
@@ -111,6 +112,13 @@ def test_a_resumed_run_replaces_what_came_after_its_checkpoint(path):
     assert [block.last for block in record.blocks] == [9, 19, 29, 34]
 
 
+@pytest.fixture
+def no_first_steps(monkeypatch):
+    """Layers of the first steps are not written."""
+    monkeypatch.setattr(output, "WITH_LAYERS", 0)
+
+
+@pytest.mark.usefixtures("no_first_steps")
 @pytest.mark.filterwarnings("ignore:.*layers are inf or NaN")
 def test_of_a_long_series_of_bad_steps_only_the_first_keep_their_layers(path):
     optimizer, recorder = start(path)
@@ -208,6 +216,7 @@ def test_the_layers_of_a_spike_are_written_however_few_steps_come_with_it(path, 
     assert read_record(path).worst(step=spike)[0].ratio > 10
 
 
+@pytest.mark.usefixtures("no_first_steps")
 def test_a_spike_that_is_known_only_later_gets_its_layers(path):
     optimizer, recorder = start(path)
     run(optimizer, 12, sizes={7: 20.0})

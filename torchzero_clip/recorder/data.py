@@ -33,10 +33,13 @@ class Layer(NamedTuple):
 class Layers(list[Layer]):
     """Layers, the worst first. Prints as a table."""
 
+    note = ""
+    """A sentence that is printed above the table."""
+
     def __repr__(self) -> str:
         rows = [("name", "norm", "usual", "ratio")]
         rows += [(name, *(f"{x:.4g}" for x in numbers)) for name, *numbers in self]
-        return as_table(rows)
+        return f"{self.note}\n{as_table(rows)}" if self.note else as_table(rows)
 
 
 class Block(NamedTuple):
@@ -87,7 +90,8 @@ class Data:
     def _layer_index_by_step(self) -> dict[int, int]:
         return {step: i for i, step in enumerate(self.layer_steps)}
 
-    def _layer_norms_of(self, step: int) -> Tensor:
+    def layer_norms_of(self, step: int) -> Tensor:
+        """The norms of all layers in a step, which must be one of ``layer_steps``."""
         return self.layer_norms[self._layer_index_by_step[step]]
 
     @property
@@ -150,7 +154,7 @@ class Data:
 
     def layers_of(self, step: int) -> Layers:
         """All layers with a gradient in a step, the worst first. The step must be one of ``layer_steps``."""
-        norms, usual = self._layer_norms_of(step), self.usual(step)
+        norms, usual = self.layer_norms_of(step), self.usual(step)
         columns = (norms, usual, relative(norms, usual, self.precision))
         named = zip(self.layers, *(column.tolist() for column in columns), strict=True)
         layers = [Layer(*values) for values in named if not values[1] < 0]
@@ -179,7 +183,7 @@ class Data:
         norm, step = float(self.norm[i]), self.steps[i]
         if not math.isnan(norm):
             return math.isinf(norm)
-        return step in self._layer_index_by_step and not bool((self._layer_norms_of(step) < 0).all())
+        return step in self._layer_index_by_step and not bool((self.layer_norms_of(step) < 0).all())
 
     def norms_of_gradients(self) -> Tensor:
         """The joint norms, with -1 for steps without gradients, and for those that a GradScaler refused."""
@@ -219,7 +223,7 @@ class Data:
         """The relative norms of updates in each of ``ratios``; NaN if rounding alone explains the gradient."""
         # Adam makes large updates out of rounding
         unknown = torch.full_like(self.ratios[0].params, torch.inf)
-        norms = [self._layer_norms_of(r.step) if r.step in self._layer_index_by_step else unknown for r in self.ratios]
+        norms = [self.layer_norms_of(r.step) if r.step in self._layer_index_by_step else unknown for r in self.ratios]
         is_rounding = relative(torch.stack(norms), torch.zeros_like(unknown), self.precision).isnan()
         return torch.where(is_rounding, torch.nan, torch.stack([ratios.relative for ratios in self.ratios]))
 

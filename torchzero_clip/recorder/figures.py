@@ -3,12 +3,14 @@
 import math
 from collections.abc import Mapping, Sequence
 from io import BytesIO
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from torchzero_clip.recorder import panels, words
-from torchzero_clip.recorder.binning import Events, Tiles
+from torchzero_clip.recorder.binning import HUGE, MOST_NAMES, Events, Tiles
 from torchzero_clip.recorder.data import Data
 from torchzero_clip.recorder.files import FilePath, not_a_record
 from torchzero_clip.recorder.series import Series
@@ -51,6 +53,26 @@ def draw_series(series: Mapping[str, Series], limits: Mapping[str, float], path:
     rows[-1][0].set_xlabel(f"norms in the order of steps{more}")
     rows[-1][1].set_xlabel("how many norms")
     _legend(figure, [row[0] for row in rows])
+    return _saved(figure, path)
+
+
+def draw_ratios(names: list[str], ratios: Mapping[int, Tensor], path: FilePath | None) -> "Figure":
+    """Draw the logarithm of the ratio of two norms of layers by steps, those that differ most; save the figure."""
+    if not ratios:
+        raise ValueError("the records have no step in common for which both have the norms of layers")
+    figure = _figure(2.5 + 0.17 * min(len(names), MOST_NAMES))
+    axes, table = figure.subplots(), torch.stack(list(ratios.values()), dim=1)
+    far = torch.where(table > 0, table.log().abs(), 0.0).nan_to_num(posinf=HUGE).amax(dim=1)
+    shown = sorted(far.argsort(descending=True, stable=True)[:MOST_NAMES].tolist())
+    steps = [float(step) for step in ratios]
+    edges = [steps[0] - 0.5, *((a + b) / 2 for a, b in pairwise(steps)), steps[-1] + 0.5]
+    tiles = Tiles([names[i] for i in shown], len(names), edges, table[shown])
+    axes.set_title(f"{len(shown)} of {len(names):,} layers: norm in the second run / norm in the first", loc="left")
+    axes.set_xlabel("step")
+    _draw_tiles(figure, axes, tiles)
+    axes.set_ylim(len(shown) - 0.5, -0.5)
+    labels = [panels.printable(name, 40) for name in tiles.names]
+    axes.set_yticks(range(len(labels)), labels, fontsize="x-small", parse_math=False)
     return _saved(figure, path)
 
 

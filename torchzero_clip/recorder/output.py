@@ -21,6 +21,7 @@ from torchzero_clip.recorder.series import spikes_among
 
 REMEMBERED = 1000  # how many earlier joint norms are used to find spikes among the next ones
 BLOCK = 100
+WITH_LAYERS = 100  # the layers of so many first steps are written, with which another run can be compared
 IN_A_ROW = 10  # in a series of spikes or refused steps, the layers of so many steps are written
 FIRST = 10
 SECONDS = 30.0
@@ -64,6 +65,7 @@ class Log:
         self._with_layers: set[int] = set()  # the steps whose layers are in the file
         self._open = 0  # how many of the last steps in the file are in no complete block
         self._has_block = False
+        self._count = 0  # how many steps were written
 
     @property
     def written_run(self) -> str | None:
@@ -90,8 +92,7 @@ class Log:
         # if older steps are forgotten, a series of bad ones may have begun before
         in_series = IN_A_ROW if len(self._seen) == REMEMBERED else 0
         with_layers = _steps_with_layers(seen, in_series) | {ratios.step for ratios in new.ratios}
-        if is_end and not self._has_block and len(record.steps) <= BLOCK:
-            with_layers |= set(record.steps)  # a short run
+        with_layers |= set(new.steps[: max(WITH_LAYERS - self._count, 0)])
         with_layers -= self._with_layers
         # reading all steps takes five times as long, and is needed only for a spike that is found late
         is_old = len(with_layers) > 0 and (not record.steps or min(with_layers) < record.steps[0])
@@ -104,6 +105,7 @@ class Log:
         if lines:
             files.append(self.path, files.encoded(lines, self.run))
             self._status = files.status(self.path)
+        self._count += count
         self._has_block = self._has_block or rest < len(record.steps)
         self._header, self._open = now, rest
         self._seen.extend(seen[len(self._seen) :])

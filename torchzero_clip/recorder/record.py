@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from torchzero_clip.checks import instance
 from torchzero_clip.recorder.data import Data, Layers, Ratios, places_of, widened
 from torchzero_clip.recorder.figures import draw_record
 from torchzero_clip.recorder.files import FilePath
 from torchzero_clip.recorder.series import EarlySign
 from torchzero_clip.recorder.suggestion import Scope, Suggestion, suggested
+from torchzero_clip.recorder.two_runs import Comparison, compared, reported_otherwise
 from torchzero_clip.recorder.words import counted
 
 if TYPE_CHECKING:
@@ -100,6 +102,45 @@ class Readable(ABC):
         """
         return draw_record(self.record(), path)
 
+    def compare(self, other: "Readable") -> Comparison:
+        """Find the first step, and the layers, whose norms differ from those of another run by more than rounding.
+
+        It answers why the norms under FSDP, tensor or expert parallelism, offload or another precision are not those of
+        one process. Train both from the same weights with the same data. Layers are joined by their names, without
+        what wrappers add to them, such as ``module.``.
+
+        A layer differs if ``|a - b| > max(4 P, 8 D) max(a, b, joint / 64)``. P is the precision in which gradients were
+        computed, as the record knows it, and D the largest difference of the steps before, because runs drift apart by
+        rounding. If the trainer told its own norm to `Recorder.report_norm`, that is compared with the recorded norm.
+
+        Args:
+            other: The record of the other run, or its recorder.
+
+        Returns:
+            What differs, and what explains it, as far as it shows. Print it.
+
+        Raises:
+            ValueError: If the records have no step in common.
+            TypeError: If ``other`` is not a record.
+
+        Examples:
+            >>> import torch
+            >>> from torchzero_clip import SGD, Modular, Recorder
+            >>> def run(copies):
+            ...     model = torch.nn.Linear(2, 1)
+            ...     recorder = Recorder(Modular(model, SGD(0.0)))
+            ...     (copies * model(torch.ones(1, 2)).sum()).backward()
+            ...     recorder.optimizer.step()
+            ...     return recorder.record()
+            >>> print(run(1).compare(run(8)))
+            Step 0: all 2 layers differ, 8 times as large in the second run: a sum where the other has a mean over 8?
+            layer   first  second  ratio
+            weight  1.414   11.31      8
+            bias        1       8      8
+        """
+        instance("other", other, Readable, "pass a Record, as read_record() returns")
+        return compared(self._with_older(), other._with_older())
+
     def suggest_max_norm(self, share_clipped: float = 0.01, scope: Scope = "joint") -> Suggestion:
         """Find a limit for `ClipNorm` that would have clipped a given share of the usual norms.
 
@@ -164,6 +205,13 @@ class Record(Data, Readable):
     def record(self) -> "Record":
         """Return this record."""
         return self
+
+    @override
+    def worst(self, step: int | None = None, top: int = 5) -> Layers:
+        layers = super().worst(step, top)
+        if (text := reported_otherwise(self)) is not None:
+            layers.note = f"The norm that was reported {text}"
+        return layers
 
     @override
     def __repr__(self) -> str:

@@ -161,6 +161,24 @@ class Recorder(Readable):
         elif self._hooks is not None:
             self._hooks.reported.add(loss)
 
+    def report_norm(self, norm: Tensor | float) -> None:
+        """Report the norm that the trainer itself computed for the next step, before ``optimizer.step()``.
+
+        It is recorded as the metric ``"reported_norm"``. Where it differs from the recorded joint norm, `compare` and
+        `worst` say which layers it counts several times or leaves out. Both have to be norms of the same gradients: if
+        the trainer clips them before the step, set its limit to inf.
+
+        Args:
+            norm: A number, or a tensor of one number, which may wait on the device.
+
+        Raises:
+            TypeError: If ``norm`` is not a number.
+            ValueError: If ``norm`` has several numbers.
+            RuntimeError: If a `PrivateGradientClipper` trains one of the parameters.
+        """
+        refuse_loss(self.optimizer.param_groups, "report_norm")
+        self._recording.report_norm(norm)
+
     def _is_late(self, step: int) -> bool:
         """True if a step was taken, so that only the record can still get its loss."""
         count("step", step)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
+from torchzero_clip.checks import number
 from torchzero_clip.compat import may_be_template, never_compiled, warn_user
 from torchzero_clip.core.kinds import Scaling, UpdateRule
 from torchzero_clip.core.nodes import Node
@@ -23,6 +24,7 @@ from torchzero_clip.functional import foreach
 from torchzero_clip.functional.dtypes import widened, widest
 from torchzero_clip.functional.measure import L2
 from torchzero_clip.functional.norms import norms_of_each
+from torchzero_clip.functional.shards import local, summed
 from torchzero_clip.recorder.measurable import Measurable
 from torchzero_clip.recorder.output import Output
 from torchzero_clip.recorder.precision import precision_of
@@ -31,6 +33,7 @@ from torchzero_clip.recorder.record import Record, joined
 from torchzero_clip.recorder.recorded_params import By, Name, RecordedParams
 from torchzero_clip.recorder.saved import SavedRecorder
 from torchzero_clip.recorder.tape import PRECISION, Note, Tape
+from torchzero_clip.recorder.two_runs import REPORTED
 from torchzero_clip.types import Group
 
 Groups: TypeAlias = Sequence[Group]
@@ -51,6 +54,7 @@ class Recording(Listener):
         self._ratios_every = ratios_every
         self.measurable = Measurable()
         self._before: tuple[list[Tensor], list[Tensor]] | None = None  # parameters, and copies of them
+        self._reported: dict[str, Tensor | float] = {}  # the norm that the trainer computed for the next step
         self._precision: Tensor | None = None
         self._joint: list[str] = []
         self._limited: list[Node] | None = None  # the transforms whose limit is a setting
@@ -120,6 +124,7 @@ class Recording(Listener):
             return
         tape = self._tape_for(groups, norms)
         places = _places(groups, params) if norms is not None and len(params) != len(tape.params.names) else None
+        numbers, self._reported = {**numbers, **self._reported}, {}
         tape.write(note, norms, places, _as_tensors({**numbers, PRECISION: self._precision}, tape.device))
         if before is not None and norms is not None and not note.refused_by:
             copied, copies = before
@@ -145,6 +150,16 @@ class Recording(Listener):
                 "recorder.report_loss(loss, step=recorder.step - 1)"
             )
         self._began_without_loss = not self._since_load and not has_loss
+
+    def report_norm(self, norm: Tensor | float) -> None:
+        """Keep the norm that the trainer computed for the next step."""
+        if isinstance(norm, Tensor):
+            if norm.numel() != 1:
+                raise ValueError(f"norm must be one number, got a tensor of shape {tuple(norm.shape)}")
+            self._reported = {REPORTED: local(summed(norm.detach())).reshape(())}
+        else:
+            number("norm", norm)
+            self._reported = {REPORTED: float(norm)}
 
     def report_late(self, loss: Tensor | float, step: int) -> None:
         """Store the loss of a step that was recorded before."""
@@ -313,9 +328,9 @@ def _all_params(groups: Groups) -> list[Tensor]:
 def _as_tensors(numbers: Mapping[str, object], device: torch.device) -> dict[str, Tensor]:
     """The numbers as 0-d tensors. Values that are not one number are left out."""
     tensors: dict[str, Tensor] = {}
-    for name, number in numbers.items():
-        if isinstance(number, Tensor) and number.numel() == 1:
-            tensors[name] = widened(number.detach().reshape(())) if number.ndim or name == "loss" else number
-        elif isinstance(number, int | float):
-            tensors[name] = torch.full((), float(number), dtype=widest(device), device=device)
+    for name, value in numbers.items():
+        if isinstance(value, Tensor) and value.numel() == 1:
+            tensors[name] = widened(value.detach().reshape(())) if value.ndim or name == "loss" else value
+        elif isinstance(value, int | float):
+            tensors[name] = torch.full((), float(value), dtype=widest(device), device=device)
     return tensors

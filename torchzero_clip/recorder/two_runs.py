@@ -1,0 +1,358 @@
+"""Where two runs part: the first step whose norms differ by more than rounding, its layers, and what explains them."""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from torchzero_clip.recorder.arithmetic import joined_norms
+from torchzero_clip.recorder.data import Data
+from torchzero_clip.recorder.figures import draw_ratios
+from torchzero_clip.recorder.files import FilePath
+from torchzero_clip.recorder.words import as_table, counted
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+WRAPPERS = {"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_forward_module"}
+REPORTED = "reported_norm"
+MOST_ROWS = 10
+MOST_COPIES = 16  # the most copies, processes or accumulated batches that an explanation names
+DRIFT = 8.0  # in 36 pairs of runs that drift apart by rounding, no step was above 8 times the drift before it
+SMALL = 64.0  # a layer counts as if its norm were at least the joint norm divided by it
+ROUNDED = {
+    True: 2.0**-7,
+    False: 1e-5,
+}  # how precise the square of a reported norm is, if all fit into bfloat16, and else
+
+
+class Difference(NamedTuple):
+    """The norm of a layer in both runs. -1 means that it had no gradient."""
+
+    name: str
+    first: float
+    second: float
+
+    @property
+    def ratio(self) -> float:
+        """The norm in the second run divided by that in the first; NaN if one is not above 0."""
+        return self.second / self.first if self.first > 0 and self.second > 0 else math.nan
+
+
+@dataclass(eq=False)
+class Comparison:
+    """Where two records part. Print it to read what differs.
+
+    Args:
+        step: The first step in which the runs differ by more than rounding; None if there is none.
+        layers: The layers that differ there, the largest difference first.
+        findings: What was found, in sentences, the most telling one first.
+        only_first: The layers that only the first record has.
+        only_second: Those that only the second one has.
+        ratios: For each step in which both have the norms of layers, the ratio second / first of each common layer.
+    """
+
+    step: int | None
+    layers: list[Difference] = field(repr=False)
+    findings: list[str]
+    only_first: list[str] = field(default_factory=list, repr=False)
+    only_second: list[str] = field(default_factory=list, repr=False)
+    ratios: dict[int, Tensor] = field(default_factory=dict, repr=False)
+    names: list[str] = field(default_factory=list, repr=False)
+
+    @property
+    def differs(self) -> bool:
+        """True if anything differs: norms, layers, limits, skipped steps, or a reported norm from the recorded one."""
+        return bool(self.findings)
+
+    @override
+    def __str__(self) -> str:
+        lines = list(self.findings) or [f"The runs are equal up to rounding in all {len(self.ratios):,} steps."]
+        for which, names in (("first", self.only_first), ("second", self.only_second)):
+            if names:
+                shown = ", ".join(names[:MOST_ROWS]) + (", ..." if len(names) > MOST_ROWS else "")
+                lines.append(f"Only the {which} run has {counted(len(names), 'layer')}: {shown}.")
+        if self.layers:
+            rows = [("layer", "first", "second", "ratio")]
+            rows += [(d.name, f"{d.first:.4g}", f"{d.second:.4g}", f"{d.ratio:.4g}") for d in self.layers[:MOST_ROWS]]
+            more = len(self.layers) - MOST_ROWS
+            lines += [as_table(rows), *([f"and {counted(more, 'more layer')}"] if more > 0 else [])]
+        return "\n".join(lines)
+
+    def plot(self, path: FilePath | None = None) -> "Figure":
+        """Draw the ratio of the norms of both runs, of each layer in each step, and return the figure.
+
+        Args:
+            path: Where to save the picture, for example ``"ratios.png"``.
+        """
+        return draw_ratios(self.names, self.ratios, path)
+
+
+def compared(first: Data, second: Data) -> Comparison:
+    """Compare two records: see `Record.compare`."""
+    pair = _Pair(first, second)
+    if not pair.steps:
+        raise ValueError("the records have no step in common, so they cannot be compared")
+    result = Comparison(None, [], [], pair.only_first, pair.only_second, names=pair.names)
+    drift = 0.0
+    for step in pair.steps:
+        bound = max(4 * pair.precision, DRIFT * drift)
+        if (norms := pair.norms(step)) is not None:
+            result.ratios[step] = norms[1] / norms[0]
+            apart = _apart(*norms)
+        else:
+            apart = _apart(*pair.joint(step))
+        if bool((apart > bound).any()):
+            result.step = step
+            result.layers, where = pair.differences(step, bound)
+            result.findings = [_parted(step, where, result.layers, pair), *pair.weights(step, bound)]
+            break
+        if found := pair.otherwise(step, bound):
+            result.step, result.findings = step, found
+            break
+        drift = max(drift, float(apart.max()) if len(apart) else 0.0)
+    if result.step is None:
+        result.findings = pair.dead()
+    result.findings[:0] = [*_reported("first", first), *_reported("second", second)]
+    return result
+
+
+class _Pair:
+    """Two records, with the steps and the layers that both have."""
+
+    def __init__(self, first: Data, second: Data) -> None:
+        self.records = first, second
+        self.precision = max(first.precision, second.precision)
+        self.steps = sorted(set(first.steps).intersection(second.steps))
+        self._with_layers = set(first.layer_steps).intersection(second.layer_steps)
+        named = [_unwrapped(first.layers), _unwrapped(second.layers)]
+        if set(first.layers) == set(second.layers):
+            named = [{name: i for i, name in enumerate(record.layers)} for record in self.records]
+        self.names = [name for name in named[0] if name in named[1]]
+        self._places = [[places[name] for name in self.names] for places in named]
+        self.only_first, self.only_second = ([n for n in named[i] if n not in named[1 - i]] for i in range(2))
+
+    def norms(self, step: int) -> tuple[Tensor, Tensor] | None:
+        """The norms of the common layers in both runs; None if one of the records does not have them."""
+        if step not in self._with_layers or not self.names:
+            return None
+        one, other = (
+            record.layer_norms[record.layer_steps.index(step)][places]
+            for record, places in zip(self.records, self._places, strict=True)
+        )
+        return one, other
+
+    def joint(self, step: int) -> tuple[Tensor, Tensor]:
+        """The joint norms of a step, as vectors of one number; of no number if the layers are others."""
+        if self.only_first or self.only_second:
+            return torch.zeros(0), torch.zeros(0)
+        one, other = (record.norm[[record.steps.index(step)]].nan_to_num(nan=-1.0) for record in self.records)
+        return one, other
+
+    def differences(self, step: int, bound: float) -> tuple[list[Difference], str]:
+        """The layers that differ in the first step, or in the span, from ``step`` on for which both have layers."""
+        later = min((s for s in self._with_layers if s >= step), default=None)
+        norms, where = None, "" if later == step else f", by the layers of step {later}"
+        blocks = [[block for block in record.blocks if block.last >= step] for record in self.records]
+        shared = [(a, b) for a in blocks[0] for b in blocks[1] if (a.first, a.last) == (b.first, b.last)]
+        if shared and (later is None or later > shared[0][0].last):
+            block, (one, other) = shared[0][0], shared[0]
+            norms = one.median[self._places[0]], other.median[self._places[1]]
+            where = f", by the medians of steps {block.first} to {block.last}"
+        elif later is not None:
+            norms = self.norms(later)
+        if norms is None:
+            return [], ""
+        apart = _apart(*norms)
+        order = [i for i in apart.argsort(descending=True, stable=True).tolist() if float(apart[i]) > bound]
+        return [Difference(self.names[i], float(norms[0][i]), float(norms[1][i])) for i in order], where
+
+    def otherwise(self, step: int, bound: float) -> list[str]:
+        """What else differs in a step with equal gradients: that it was skipped, or a number of a transform."""
+        at = [record.steps.index(step) for record in self.records]
+        one, other = (record.reasons[i] for record, i in zip(self.records, at, strict=True))
+        if bool(one) != bool(other):
+            return [
+                f"Step {step}: the gradients are equal, but only the {'first' if one else 'second'} run skipped the "
+                f"step ({one or other})."
+            ]
+        texts: list[str] = []
+        for name in self.records[0].metrics:
+            if name.endswith(("/limit", "/factor")) and name in self.records[1].metrics:
+                values = [float(record.metrics[name][i]) for record, i in zip(self.records, at, strict=True)]
+                if bool((_apart(*torch.tensor(values, dtype=torch.float64).split(1)) > bound).any()):
+                    texts.append(f"{name} is {values[0]:.4g} and {values[1]:.4g}")
+        return [f"Step {step}: the gradients are equal, but {', '.join(texts)}."] if texts else []
+
+    def weights(self, step: int, bound: float) -> Iterator[str]:
+        """Says that the weights differ before any update."""
+        pairs = zip(self.records, self._places, strict=True)
+        both = [{ratios.step: ratios.params[places] for ratios in record.ratios} for record, places in pairs]
+        if step == self.steps[0] and step in both[0].keys() & both[1].keys():
+            count = int((_apart(both[0][step], both[1][step]) > bound).sum())
+            if count:
+                yield f"The weights of {counted(count, 'layer')} differ already before this step."
+
+    def dead(self) -> list[str]:
+        """Says that a comparison tells nothing, because all norms are 0 or constant."""
+        norms = [record.norm[[record.steps.index(step) for step in self.steps]] for record in self.records]
+        if all(bool((x == 0).all()) for x in norms):
+            return ["All gradients are 0 in both runs, so that nothing was compared."]
+        if len(self.steps) > 2 and all(bool((x == x[0]).all()) for x in norms):
+            return ["The norms of both runs never change: nothing trains, so that little was compared."]
+        return []
+
+
+def _apart(one: Tensor, other: Tensor) -> Tensor:
+    """How far norms of layers are apart, relative to the larger, or to a share of the joint norm; inf if one is inf."""
+    present = [torch.where(x < 0, 0.0, x).double() for x in (one, other)]
+    finite = [torch.where(x.isfinite(), x, 0.0) for x in present]
+    joint = torch.maximum(*(joined_norms(x) for x in finite)) if len(one) else torch.zeros((), dtype=torch.float64)
+    scale = torch.maximum(torch.maximum(*finite), joint / SMALL)
+    apart = torch.where(scale > 0, (finite[0] - finite[1]).abs() / scale, 0.0)
+    return torch.where(present[0].isfinite() == present[1].isfinite(), apart, math.inf)
+
+
+def _parted(step: int, where: str, layers: Sequence[Difference], pair: _Pair) -> str:
+    if not layers:
+        one, other = pair.joint(step)
+        sizes = f": {float(one):.4g} and {float(other):.4g}" if len(one) else ""
+        return f"Step {step}: the joint norms differ{sizes}, and the records do not tell in which layers."
+    count, total = len(layers), len(pair.names)
+    name = LayerSets(pair.names).name_of([layer.name for layer in layers])
+    some = f"{count:,} of {total:,} layers{f', {name},' if name else ''}"
+    who = layers[0].name if count == 1 else f"all {total:,} layers" if count == total else some
+    return f"Step {step}{where}: {who} {'differs' if count == 1 else 'differ'}, {_look(layers, 4 * pair.precision)}"
+
+
+def _look(layers: Sequence[Difference], tolerance: float) -> str:
+    """What the differences of layers look like."""
+    ratios = torch.tensor([layer.ratio for layer in layers], dtype=torch.float64)
+    pairs = {name: [getattr(layer, name) for layer in layers] for name in ("first", "second")}
+    for run, norms in pairs.items():
+        if not all(map(math.isfinite, norms)):
+            return f"inf or NaN in the {run} run only."
+    for run, norms in pairs.items():
+        if min(norms) <= 0:
+            return f"no gradient, or zeros, in the {run} run: left out of the backward, or of the exchange?"
+    larger, size = ("second", ratios) if bool((ratios > 1).all()) else ("first", 1 / ratios)
+    if bool((size < 1).any()):
+        return "each by another factor: other data, another seed, other dropout and other weights look alike."
+    if float(size.max() / size.min()) > 1 + tolerance:
+        return f"larger in the {larger} run, unequally: has the other norms of shards, or a clip before the exchange?"
+    size = float(size.log().mean().exp())
+    return f"{size:.4g} times as large in the {larger} run{_cause(size, tolerance)}"
+
+
+def _cause(size: float, tolerance: float) -> str:
+    """What multiplies all norms by a factor above 1."""
+    for k in range(2, MOST_COPIES + 1):
+        if abs(size / k - 1) <= tolerance:
+            return f": a sum where the other has a mean over {k}?"
+        if abs(size / k**0.5 - 1) <= tolerance:
+            return f", the root of {k}: are the squares of {k} copies added up?"
+    exponent = round(math.log2(size))
+    if size > MOST_COPIES and abs(size / 2.0**exponent - 1) <= tolerance:
+        return f": a loss scale of 2**{exponent} that was not undone?"
+    return "."
+
+
+def _unwrapped(names: Sequence[str]) -> dict[str, int]:
+    """The places of names, without what wrappers add to them; with it if two names would become one."""
+    short = [".".join(part for part in name.split(".") if part not in WRAPPERS) for name in names]
+    chosen = short if len(set(short)) == len(names) else names
+    return {name: i for i, name in enumerate(chosen)}
+
+
+class LayerSets:
+    """Sets of layers that have a name, such as ``*.bias`` or ``blocks.*.mlp``, the shortest name first."""
+
+    def __init__(self, layers: Sequence[str]) -> None:
+        sets: dict[str, set[int]] = {}
+        parts_of: dict[str, set[int]] = {}  # a part of the model with a number, such as ``blocks.1``
+        for i, name in enumerate(layers):
+            numbered = name.split(".")
+            parts = [numbered[0], *("*" if part.isdigit() else part for part in numbered[1:-1]), numbered[-1]]
+            texts = {".".join(parts[:end]) for end in range(1, len(parts) + 1)}
+            texts |= {f"*.{'.'.join(parts[start:])}" for start in range(1, len(parts))}
+            texts |= {f"*.{part}.*" for part in parts[1:-1]} | {f"*{parts[-1].rpartition('_')[2]}"}
+            for text in texts:
+                sets.setdefault(text, set()).add(i)
+            for end in range(2, len(parts)):
+                parts_of.setdefault(".".join(numbered[:end]), set()).add(i)
+        ones, others = _distinct(sets), _distinct(parts_of)
+        twos = {f"{a} and {b}": one | other for (a, one), (b, other) in combinations(ones.items(), 2)}
+        named = {**ones, **others, **twos}
+        everything = frozenset(range(len(layers)))
+        named |= {f"all layers but {text}": everything - members for text, members in named.items()}
+        self.named = {text: members for text, members in named.items() if members}
+        """The places of the layers in sets of one or two patterns, and in all others, by text."""
+        self._places = {name: i for i, name in enumerate(layers)}
+
+    def name_of(self, layers: Iterable[str]) -> str | None:
+        """The name of a set of layers; None if it has none."""
+        wanted = frozenset(self._places[name] for name in layers)
+        return next((text for text, members in self.named.items() if members == wanted), None)
+
+
+def _distinct(sets: Mapping[str, set[int]]) -> dict[str, frozenset[int]]:
+    """Each set once, by the shortest of its names; ``*bias`` only if there is no ``*.bias``."""
+    ordered = sorted(sets, key=lambda text: (text[0] == "*" and text[1:2] != ".", text.count("."), len(text)))
+    names = {frozenset(sets[text]): text for text in reversed(ordered)}
+    return {f"`{text}`": members for members, text in reversed(names.items())}
+
+
+def _reported(which: str, record: Data) -> list[str]:
+    """What explains that the norms which the trainer computed are not the recorded ones."""
+    text = reported_otherwise(record)
+    return [] if text is None else [f"The norm that the {which} run reports {text}"]
+
+
+def reported_otherwise(record: Data) -> str | None:
+    """Says how the norms that the trainer reported differ from the joint ones; None if they do not."""
+    reported = record.metrics.get(REPORTED, torch.full_like(record.norm, torch.nan))
+    usable = (reported.isfinite() & record.norm.isfinite() & (record.norm > 0)).nonzero().flatten()
+    sizes, squares = reported[usable], (reported[usable] / record.norm[usable]).square()
+    tolerance = ROUNDED[bool((sizes.bfloat16().double() == sizes).all())]
+    apart = ((squares - 1).abs() > tolerance).nonzero().flatten().tolist()
+    if not apart:
+        return None
+    usable, squares = usable[apart[0] :], squares[apart[0] :]  # it may begin in the middle of a run
+    since = f", from step {record.steps[int(usable[0])]} on" if apart[0] else ""
+    size = float(squares.median().sqrt())
+    if size > 1 and bool(((squares / size**2 - 1).abs() <= 4 * tolerance).all()):
+        return f"is {size:.4g} times the recorded one{since}{_cause(size, 4 * tolerance)}"
+    found = _counted_otherwise(record, dict(zip(usable.tolist(), squares.tolist(), strict=True)), tolerance)
+    return f"{found or f'is {size:.4g} times the recorded one, and no set of layers explains it'}{since}."
+
+
+def _counted_otherwise(record: Data, squares: Mapping[int, float], tolerance: float) -> str | None:
+    """The layers that were counted several times, or not at all.
+
+    If layers count k times, the square of the reported norm is larger than that of the joint norm by k - 1 times the
+    squares of their norms, in each step.
+    """
+    steps = [i for i in squares if record.steps[i] in set(record.layer_steps)]
+    if not steps or not record.layers:
+        return None
+    norms = torch.stack([record.layer_norms_of(record.steps[i]) for i in steps]).clamp(min=0)
+    shares = (norms / joined_norms(norms)[:, None]).square()
+    missing = torch.tensor([squares[i] - 1 for i in steps], dtype=torch.float64)
+    named = LayerSets(record.layers).named
+    members = torch.zeros(len(record.layers), len(named), dtype=torch.float64)
+    for k, places in enumerate(named.values()):
+        members[list(places), k] = 1
+    of_sets = shares @ members
+    copies = (missing @ of_sets / of_sets.square().sum(dim=0)).round()  # beside the first one
+    fits = ((missing[:, None] - copies * of_sets).abs() <= 4 * tolerance).all(dim=0)
+    fits &= (of_sets.amax(dim=0) > 4 * tolerance) & (copies != 0) & (copies >= -1) & (copies < MOST_COPIES)
+    if not bool(fits.any()):
+        return None
+    found = int(fits.nonzero()[0])
+    name, times = list(named)[found], 1 + int(copies[found])
+    return f"leaves out {name}" if not times else f"counts {name} {'twice' if times == 2 else f'{times} times'}"
