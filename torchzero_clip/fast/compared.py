@@ -15,7 +15,7 @@ from torchzero_clip.fast.vectors import Vectors
 from torchzero_clip.fast.workspace import StepLayout
 from torchzero_clip.types import Group, Setting, State
 
-Columns: TypeAlias = Mapping[str, list[Tensor]]
+ByKey: TypeAlias = Mapping[str, list[Tensor]]
 """Parameters, gradients and state by key."""
 
 _IMMUTABLE = {float, int, bool, str, type(None)}
@@ -39,7 +39,7 @@ class SameTensors:
     """
 
     def __init__(
-        self, table: Table, columns: Columns, shaped: Sequence[str], counters: Sequence[str], fits: SameLayout
+        self, table: Table, columns: ByKey, shaped: Sequence[str], counters: Sequence[str], fits: SameLayout
     ) -> None:
         self.group_of = table.group_of
         self._sizes = [len(group["params"]) for group in table.groups]
@@ -51,7 +51,7 @@ class SameTensors:
         self._fits = fits
 
     @classmethod
-    def of(cls, table: Table, columns: Columns, layout: StepLayout, counters: Sequence[str]) -> "SameTensors | None":
+    def of(cls, table: Table, columns: ByKey, layout: StepLayout, counters: Sequence[str]) -> "SameTensors | None":
         """What later steps are compared with; None where there is no guard."""
         shaped = [key for key in columns if key not in ("params", "grads") and layout.has([key])]
         like = chain.from_iterable(columns[key] for key in ("params", "grads", *shaped))

@@ -53,7 +53,7 @@ class _Used:
             used.lr = self._value(node, "lr", used.lr)
         return used
 
-    def settings(self) -> Setting:
+    def settings(self) -> dict[str, Any]:
         """The settings as `copy` shows them, by the keys of param groups."""
         places = [(node, key, stored) for node in self._nodes for key, stored in node.storage_keys.items()]
         return {stored: self._value(node, stored, node.transform.defaults[key]) for node, key, stored in places}

@@ -2,7 +2,7 @@
 
 import operator
 from collections.abc import Mapping, Sequence
-from typing import NoReturn, NotRequired, SupportsIndex, TypedDict
+from typing import Any, NoReturn, NotRequired, SupportsIndex, TypedDict
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ def checked_state(state: object) -> SavedRecorder:
     """The state. A ValueError names the key if it was not returned by `Recorder.state_dict`."""
     if not isinstance(state, Mapping) or not {"step", "tape"} <= set(state):  # pyright: ignore[reportUnknownArgumentType]
         raise ValueError("state_dict must come from Recorder.state_dict(), with the keys 'step' and 'tape'")
-    saved: Mapping[str, object] = state  # pyright: ignore[reportUnknownVariableType]
+    saved: Mapping[str, Any] = state  # pyright: ignore[reportUnknownVariableType]
     step, joint, tape = saved["step"], saved.get("joint", []), saved["tape"]
     _check_int("['step']", step)
     _check_strings("['joint']", joint)
@@ -51,7 +51,7 @@ def checked_state(state: object) -> SavedRecorder:
     return {"step": step, "joint": joint, "tape": tape, "run": saved["run"]}
 
 
-def _check_tape(tape: Mapping[str, object]) -> None:
+def _check_tape(tape: Mapping[str, Any]) -> None:
     if missing := [key for key in SavedTape.__annotations__ if key not in tape]:
         _raise(f"['tape'] lacks the key {missing[0]!r}")
     for key in ("names", "refused_by", "keys"):
