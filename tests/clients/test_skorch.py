@@ -34,7 +34,7 @@ class Net(skorch.NeuralNetClassifier):
 
     def initialize_optimizer(self, triggered_directly=None):
         super().initialize_optimizer(triggered_directly)
-        before_step(self.optimizer_, *self.transforms, module=self.module_)
+        before_step(self.optimizer_, *self.transforms, model=self.module_)
         return self
 
 

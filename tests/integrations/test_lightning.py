@@ -298,7 +298,7 @@ def test_transforms_that_the_module_puts_before_its_optimizer_are_logged_and_res
     class Own(Plain):
         def configure_optimizers(self):
             optimizer = super().configure_optimizers()
-            before_step(optimizer, SkipStep(max_norm=0.9), ZClip(warmup_steps=6), module=self)
+            before_step(optimizer, SkipStep(max_norm=0.9), ZClip(warmup_steps=6), model=self)
             return optimizer
 
     whole, trainer = fitted(tmp_path, 3, Own)

@@ -990,7 +990,7 @@ def test_scopes_need_names_of_the_module_or_the_optimizer():
     optimizer = sgd(model.parameters())
     with pytest.raises(ValueError, match="chooses parameters by name"):
         before_step(optimizer, ClipNorm(1).only("0"))
-    before_step(optimizer, ClipNorm(1).only("0"), module=model)
+    before_step(optimizer, ClipNorm(1).only("0"), model=model)
     for param in model.parameters():
         param.data.zero_()
         param.grad = torch.full_like(param, 5.0)
@@ -1004,7 +1004,7 @@ def test_a_group_may_be_empty(order):
     """As the group without weight decay of the Trainer of Hugging Face, if only matrices are trained."""
     model = nn.Linear(2, 1, bias=False)
     optimizer = sgd([{"params": list(model.parameters())}, {"params": []}][::order])
-    handle = before_step(optimizer, ClipNorm(1).only("weight"), module=model)
+    handle = before_step(optimizer, ClipNorm(1).only("weight"), model=model)
     model.weight.data.zero_()
     stepped(optimizer, model.weight, [3.0, 4.0])
     assert model.weight.tolist() == [pytest.approx([-0.6, -0.8])]

@@ -42,7 +42,7 @@ def made(kind, model, groups, chain):
     cls, options = OPTIMIZERS[kind]
     params = [{"params": [getattr(model, name) for name in names]} for names in groups]
     optimizer = cls(params, **copy.deepcopy(options))
-    return optimizer, before_step(optimizer, *CHAINS[chain](), module=model)
+    return optimizer, before_step(optimizer, *CHAINS[chain](), model=model)
 
 
 def train(optimizer, model, rows):
@@ -230,7 +230,7 @@ def test_a_load_before_the_call_rounds_nothing(kind, dtype):
     cls, options = OPTIMIZERS[kind]
     second = cls(other.parameters(), **copy.deepcopy(options))
     second.load_state_dict(saved)
-    before_step(second, *CHAINS["joint too"](), module=other)
+    before_step(second, *CHAINS["joint too"](), model=other)
     for name, of_param in own_state(second, other).items():
         assert_same_checkpoint(of_param, expected[name])
 
@@ -490,7 +490,7 @@ def test_names_of_the_checkpoint_are_no_settings(saved_by_name, loads_by_name):
 
     def made(model, by_name):
         optimizer = torch.optim.AdamW(model.parameters())
-        return optimizer, before_step(optimizer, ClipNormByEMA(), module=model if by_name else None)
+        return optimizer, before_step(optimizer, ClipNormByEMA(), model=model if by_name else None)
 
     rows, model, other = rows_of(3), model_of(start()), model_of(start())
     optimizer, _ = made(model, saved_by_name)

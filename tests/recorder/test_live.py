@@ -41,13 +41,21 @@ class Logger:
 
 
 class Accelerator:
-    init_trackers = None
-
     def __init__(self):
         self.points = {}
 
     def log(self, values, step):
         self.points[step] = values
+
+
+class Trackio:
+    """A run of Trackio."""
+
+    def __init__(self):
+        self.points = {}
+
+    def log(self, metrics, step=None):
+        self.points[step] = metrics
 
 
 def recorded(log, count=30, sizes=None, **given):
@@ -139,7 +147,7 @@ def test_a_step_without_gradients_is_not_infinite():
     assert recorder.step == 10
 
 
-@pytest.mark.parametrize("kind", [Writer, Logger, Accelerator])
+@pytest.mark.parametrize("kind", [Writer, Logger, Accelerator, Trackio])
 def test_loggers(kind):
     log = kind()
     recorded(log)

@@ -115,7 +115,7 @@ def test_only_such_gradients():
 @pytest.mark.filterwarnings("ignore:the record has no norms")
 def test_transforms_before_an_optimizer_with_such_weights():
     model, optimizer, step = made(lambda grad: grad)
-    before_step(optimizer, SkipStep(max_norm=20.0), ClipNorm(1, dim="global"), module=model)
+    before_step(optimizer, SkipStep(max_norm=20.0), ClipNorm(1, dim="global"), model=model)
     recorder = Recorder(optimizer, ratios_every=1)
     for size in (1.0, 2.0, 100.0):
         step(size)

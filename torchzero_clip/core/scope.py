@@ -106,7 +106,7 @@ class Scope:
         if self._patterns() and any(named.name is None for named in params):
             raise ValueError(
                 f"{owner!r} chooses parameters by name, and these have none: give Modular the module, or "
-                "before_step module=model; or choose by a function, such as lambda param: param.ndim > 1"
+                "before_step model=model; or choose by a function, such as lambda param: param.ndim > 1"
             )
 
     def idle_names(self, owner: object, params: Sequence[NamedParam]) -> dict[str, bool]:

@@ -29,7 +29,7 @@ def attached(
     chain = chain_of(optimizer)
     if isinstance(chain, BeforeStep) and chain in handles:
         return chain
-    handle = transforms(optimizer) if callable(transforms) else before_step(optimizer, transforms, module=model)
+    handle = transforms(optimizer) if callable(transforms) else before_step(optimizer, transforms, model=model)
     if not isinstance(handle, BeforeStep):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(
             f"the function in transforms= must return a handle, got {type(handle).__name__}: write "

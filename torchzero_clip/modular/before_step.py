@@ -350,7 +350,7 @@ class BeforeStep:
 def before_step(
     optimizer: Optimizer,
     *transforms: Transforms,
-    module: nn.Module | None = None,
+    model: nn.Module | None = None,
     nonfinite: Nonfinite = "propagate",
     max_consecutive_skips: int | None = None,
     process_group: ProcessGroup | None = None,
@@ -378,7 +378,7 @@ def before_step(
             Lightning. Its parameters are those of its groups at each step.
         *transforms: What to do with the gradients, in this order; nested lists are accepted. Update rules such as
             `AdamW`, `LR`, and transforms whose target is parameters are refused, because the optimizer takes the step.
-        module: The module that has the names of the parameters, for ``only``, ``without`` and messages. Not needed if
+        model: The module that has the names of the parameters, for ``only``, ``without`` and messages. Not needed if
             the optimizer was made of named parameters.
         nonfinite: As in `Modular`.
         max_consecutive_skips: As in `Modular`.
@@ -416,8 +416,8 @@ def before_step(
         raise RuntimeError(
             "this optimizer already has transforms before its steps: first call remove() of their handle"
         )
-    if module is not None:
-        instance("module", module, nn.Module)
+    if model is not None:
+        instance("model", model, nn.Module)
     delivery = Deliver()
     runner = runner_before(
         delivery,
@@ -427,7 +427,7 @@ def before_step(
         process_group=process_group,
         fast=fast,
     )
-    followed = Followed(runner, host.param_groups, module)
+    followed = Followed(runner, host.param_groups, model)
     handle = BeforeStep(host, delivery, followed, Entries(followed, new=new, dropped=dropped))
     _warn_of_copies()
     _HANDLES.add(handle)

@@ -1,5 +1,6 @@
 """Sends numbers of a run to a logger."""
 
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
@@ -100,11 +101,12 @@ def sender(target: Any) -> tuple[Send, bool]:
         return lambda step, values: target.log({**values, STEP: step}), True
     if hasattr(target, "log_metrics"):
         return lambda step, values: target.log_metrics(values, step=step), False
-    if hasattr(target, "log") and hasattr(target, "init_trackers"):
+    log = getattr(target, "log", None)
+    if callable(log) and "step" in inspect.signature(log).parameters:  # of Accelerate and Trackio
         return lambda step, values: target.log(values, step=step), False
     if callable(target):
         return target, False
     raise TypeError(
-        "log must be a run of Weights & Biases, a SummaryWriter, a logger of Lightning, an Accelerator or a function "
-        f"log(step, values), got {type(target).__name__}"
+        "log must be a run of Weights & Biases or Trackio, a SummaryWriter, a logger of Lightning, an Accelerator or a "
+        f"function log(step, values), got {type(target).__name__}"
     )

@@ -50,8 +50,9 @@ class Recorder(Readable):
         model: Gives names to parameters that have none in the optimizer, such as those of ``model.parameters()``.
         flush_every: How many steps are recorded between two writes. Steps are also written at the tenth step, after 30
             seconds, at each checkpoint of a trainer, and when the process ends.
-        log: Where the first process sends numbers when steps are written: a run of Weights & Biases, a `SummaryWriter`
-            of TensorBoard, a logger of Lightning, an ``Accelerator``, or a function ``log(step, values)``.
+        log: Where the first process sends numbers when steps are written: a run of Weights & Biases or Trackio, a
+            `SummaryWriter` of TensorBoard, a logger of Lightning, an ``Accelerator``, or a function
+            ``log(step, values)``.
         log_every: How many steps one point sums up. For Weights & Biases it is all steps since the last point.
 
     Raises:
