@@ -98,7 +98,7 @@ class Forward:
 
     @functools.cached_property
     def memory_of_values(self) -> set[int]:
-        """That of arguments which are no indices."""
+        """The memory of the arguments that are not indices."""
         return memory_of([x for x in self._alive if x.dtype != torch.int64])
 
     @property
@@ -107,7 +107,7 @@ class Forward:
 
     @functools.cached_property
     def has_batch_of_numbers(self) -> bool:
-        """True if all arguments are 0, 1, 2, ..., or there is only one: one of them must be the batch."""
+        """True if all arguments are 0, 1, 2, ..., or there is only one, because one of them must be the batch."""
         return len(self._alive) == 1 or all(map(counts_up, self._alive))
 
     def is_batch(self, tensor: Tensor) -> bool:
