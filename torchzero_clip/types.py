@@ -11,6 +11,9 @@ Setting: TypeAlias = Mapping[str, Any]
 State: TypeAlias = MutableMapping[str, Any]
 """State of transforms, of one parameter or of the whole chain: tensors and numbers by key."""
 
+StateByParam: TypeAlias = MutableMapping[Tensor, State]
+"""The state of each parameter, as an optimizer holds it."""
+
 NewState: TypeAlias = dict[str, Any]
 """State that a transform returns before its first step."""
 

@@ -399,7 +399,15 @@ def test_kinds_declare_whether_they_treat_each_tensor_alone():
 
 
 class OfSomebody(torch.optim.SGD):
-    pass
+    """Clips the joint norm of all gradients in its step."""
+
+    def step(self, closure=None):
+        torch.nn.utils.clip_grad_norm_([param for group in self.param_groups for param in group["params"]], 100.0)
+        return super().step(closure)
+
+
+class LikeSGD(torch.optim.SGD):
+    """Treats each tensor alone, which its trial shows."""
 
 
 @pytest.mark.parametrize(
@@ -413,6 +421,17 @@ class OfSomebody(torch.optim.SGD):
 def test_optimizers_that_are_refused(options, chain, message):
     with pytest.raises(ValueError, match=message):
         step_in_backward(Modular(parameters(), chain(), **options))
+
+
+def test_an_optimizer_of_another_package_that_steps_each_tensor_alone():
+    params = parameters()
+    before = [param.detach().clone() for param in params]
+    optimizer = Modular(params, Wrap(LikeSGD, lr=0.1))
+    step_in_backward(optimizer)
+    sum(param.sum() for param in params).backward()
+    optimizer.step()
+    for param, old in zip(params, before, strict=True):
+        assert torch.equal(param, old - 0.1)
 
 
 def test_other_refusals():

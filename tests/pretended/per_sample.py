@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 
+import pytest
 import torch
 from pretended.device import CPU, CUDA, DEVICE, numbers, on_cuda, without_float64
 from pretended.worked import Agree
@@ -19,6 +20,7 @@ from torchzero_clip import (
     Modular,
     PerSampleGradientClipper,
     PrivateGradientClipper,
+    check_per_sample,
     step_in_backward,
 )
 
@@ -193,7 +195,17 @@ def steps_in_the_backward(agree: Agree) -> None:
             agree(ends[1], ends[0], name, torch.float32)
 
 
+def a_check_is_refused_without_float64(_: Agree) -> None:
+    """`check_per_sample` compares in float64."""
+    model, x = cases()["vectors"]
+    with without_float64():
+        model = there(model)
+        with pytest.raises(ValueError, match="check it on the CPU before you move it"):
+            check_per_sample(model, on_cuda(x), lambda m, x: losses(m, x, 1.0))
+
+
 CHECKS: dict[str, Callable[[Agree], None]] = {
     "per-sample clipping": clipping_is_that_of_the_cpu,
     "steps in the backward": steps_in_the_backward,
+    "check_per_sample": a_check_is_refused_without_float64,
 }

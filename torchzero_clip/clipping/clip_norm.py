@@ -7,7 +7,7 @@ from torchzero_clip.checks import non_negative
 from torchzero_clip.compat import warn_user
 from torchzero_clip.core.kinds import Scaling
 from torchzero_clip.core.step import Step
-from torchzero_clip.functional.clip import clip_factor, clip_factors
+from torchzero_clip.functional.clip import clip_factors
 from torchzero_clip.functional.measure import Measured
 from torchzero_clip.types import Dim, Ord, Schedule, Setting, Target
 
@@ -93,4 +93,4 @@ class ClipNorm(Scaling):
 
     @override
     def factor(self, norm: float, setting: Setting) -> float:
-        return clip_factor(norm, setting["max_norm"], 0.0)
+        return min(1.0, setting["max_norm"] / norm)

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Self, TypeAlias
+from typing import Self, TypeAlias
 
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -13,7 +13,7 @@ from torchzero_clip.core.nodes import Node, Nodes
 from torchzero_clip.core.schedules import at
 from torchzero_clip.core.transform import T, Transform, altered, override_groups
 from torchzero_clip.hints import did_you_mean
-from torchzero_clip.types import Setting, Target
+from torchzero_clip.types import Group, Setting, Target
 
 Transforms: TypeAlias = "Transform | Sequence[Transforms]"
 """A transform, or lists of them nested in any way."""
@@ -98,7 +98,7 @@ class Chain(NeverApplied, Composite):
         super().__init__({}, named, target=target, name=name)
 
     @override
-    def set_param_groups(self, param_groups: Iterable[Mapping[str, Any]]) -> Self:
+    def set_param_groups(self, param_groups: Iterable[Setting]) -> Self:
         """Return a copy of this chain that gives some parameters settings of their own.
 
         Each key goes to the first transform that has it. A call on the copy adds to its settings. This chain and its
@@ -109,7 +109,7 @@ class Chain(NeverApplied, Composite):
         for node in nodes:
             for key, stored in node.storage_keys.items():
                 owners[f"{node.path}/{key}"] = owners[stored] = (node, key)
-        added: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
+        added: defaultdict[str, list[Group]] = defaultdict(list)
         for params, settings in override_groups(param_groups):
             for key, value in settings.items():
                 if key not in owners:
@@ -120,9 +120,11 @@ class Chain(NeverApplied, Composite):
                 added[f"/{node.path}"].append({"params": params, setting: value})
         return rebuilt(self, lambda transform, path: {"overrides": [*transform.overrides, *added.get(path, ())]})
 
-    def __repr__(self) -> str:
-        target = [] if self.target == "update" else [f"target={self.target!r}"]
-        return f"Chain({', '.join([*map(repr, self.written), *target])}){self.scope}"
+    @override
+    def _arguments(self) -> Iterator[str]:
+        yield from map(repr, self.written)
+        if self.target != "update":
+            yield f"target={self.target!r}"
 
 
 def flatten(transforms: Iterable[Transforms]) -> Iterator[Transform]:
@@ -156,7 +158,7 @@ def as_written(transforms: Iterable[Transforms]) -> Iterator[Transform]:
             raise TypeError(f"a chain takes transforms and lists of them, got {type(item).__name__}")
 
 
-def rebuilt(transform: T, change: Callable[[Transform, str], dict[str, Any]], path: str = "") -> T:
+def rebuilt(transform: T, change: Callable[[Transform, str], dict[str, object]], path: str = "") -> T:
     """A copy with other attributes, for the transform and for those inside it, by their paths."""
     changed = change(transform, path)
     if isinstance(transform, Composite):

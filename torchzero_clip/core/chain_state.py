@@ -1,14 +1,13 @@
 """State of the whole chain: joint averages, counters, the step of schedules."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchzero_clip.checks import count
 from torchzero_clip.functional.dtypes import moved
-from torchzero_clip.types import Group, State
+from torchzero_clip.types import Group, NewState, State
 
 SCHEDULE_STEP = "schedule_step"  # how many steps were taken, in optimizers with schedules
 
@@ -66,9 +65,9 @@ class ChainState:
                 self.values[key] = moved(value, param.device)
 
 
-def saved_chain_state(saved_groups: Sequence[Group], keys: Iterable[str]) -> dict[str, Any]:
+def saved_chain_state(saved_groups: Sequence[Group], keys: Iterable[str]) -> NewState:
     """The values of keys in the param groups of a checkpoint; raises ValueError if groups disagree."""
-    state: dict[str, Any] = {}
+    state: NewState = {}
     for key in keys:
         values = [group[key] for group in saved_groups if key in group]
         if any(not same(values[0], value) for value in values[1:]):

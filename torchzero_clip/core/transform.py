@@ -5,7 +5,7 @@ import inspect
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Self, TypeVar, get_args
+from typing import ClassVar, Self, TypeVar, get_args
 
 from torch import Tensor
 from typing_extensions import override
@@ -209,7 +209,7 @@ class Transform(Explained, ABC):
         param groups are added.
         """
 
-    def set_param_groups(self, param_groups: Iterable[Mapping[str, Any]]) -> Self:
+    def set_param_groups(self, param_groups: Iterable[Setting]) -> Self:
         """Return a copy of this transform that gives some parameters settings of their own.
 
         `Modular` splits a param group if its parameters get different settings. The new groups take the place of the
@@ -403,7 +403,7 @@ def is_pure(transform: Transform) -> bool:
     return transform.pure and CALLED.isdisjoint(vars(transform))
 
 
-def override_groups(param_groups: Iterable[Mapping[str, Any]]) -> Iterator[tuple[list[Tensor], Group]]:
+def override_groups(param_groups: Iterable[Setting]) -> Iterator[tuple[list[Tensor], Group]]:
     """The parameters and the settings of each group given to `set_param_groups`."""
     if isinstance(param_groups, Mapping):
         raise TypeError("param_groups must be a list of dicts, got one dict: write [{...}]")

@@ -1,16 +1,17 @@
 """Takes a step that no gate has refused, from the gradients to the new parameters."""
 
-from typing import Any
-
 from torchzero_clip.core.chain import Chain
 from torchzero_clip.engine.listener import Listener
 from torchzero_clip.engine.others import Others
 from torchzero_clip.engine.parts import Parts
 from torchzero_clip.engine.walk import Walk
 from torchzero_clip.functional.ways import may_look
+from torchzero_clip.types import StateByParam
 
 
-def run_chain(walk: Walk, chain: Chain, *, states: Any, listener: Listener | None, parts: Parts | None) -> bool:
+def run_chain(
+    walk: Walk, chain: Chain, *, states: StateByParam, listener: Listener | None, parts: Parts | None
+) -> bool:
     """Send the gradients down the chain, and change parameters and states. Return False if no process has gradients."""
     table, company = walk.table, walk.company
     if listener is not None:

@@ -1,7 +1,7 @@
 """The parameters that take part in a step, and what belongs to each."""
 
 import operator
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +29,7 @@ class Table:
     _scopes: dict[str, set[int]] = field(default_factory=dict, init=False)
 
     @classmethod
-    def of(cls, groups: list[Group], kept: Any) -> "Table":
+    def of(cls, groups: list[Group], kept: Mapping[Tensor, State]) -> "Table":
         """Gather the parameters that have a gradient and are not frozen, with their state in an optimizer."""
         # a parameter that is listed twice has one state
         params, grads, group_of = taking_part(groups)
@@ -52,10 +52,10 @@ class Table:
 
     def picked(self, rows: list[int]) -> tuple[list[Tensor], list[Tensor], list[State], list[int]]:
         """Parameters, gradients, states and groups of some rows, in order, as new lists."""
-        columns: Any = (self.params, self.grads, self.states, self.group_of)
-        has_all = len(rows) == len(self.params)
-        params, grads, states, group_of = (list(c) if has_all else [c[i] for i in rows] for c in columns)
-        return params, grads, states, group_of
+        if len(rows) == len(self.params):
+            return list(self.params), list(self.grads), list(self.states), list(self.group_of)
+        params, grads = [self.params[i] for i in rows], [self.grads[i] for i in rows]
+        return params, grads, [self.states[i] for i in rows], [self.group_of[i] for i in rows]
 
     def in_scope(self, node: Node, rows: list[int]) -> list[int]:
         """The rows that a transform acts on; the same list if these are all."""

@@ -3,7 +3,7 @@
 import operator
 from collections.abc import Hashable, Mapping, Sequence, Set
 from itertools import chain
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from torch import Tensor
 
@@ -15,18 +15,18 @@ from torchzero_clip.fast.vectors import Vectors
 from torchzero_clip.fast.workspace import StepLayout
 from torchzero_clip.types import Group, Setting, State
 
-Columns: TypeAlias = Mapping[str, list[Tensor]]
+ByKey: TypeAlias = Mapping[str, list[Tensor]]
 """Parameters, gradients and state by key."""
 
 _IMMUTABLE = {float, int, bool, str, type(None)}
 
 
-class Gathered(NamedTuple):
-    """The tensors of a step that are laid out as a plan needs them."""
+Gathered: TypeAlias = tuple[dict[str, list[Tensor]], list[State], list[Tensor]]
+"""The tensors of a step that are laid out as a plan needs them.
 
-    columns: dict[str, list[Tensor]]  # parameters, gradients and state by key
-    states: list[State]
-    counters: list[Tensor]  # the step counts that a kernel reads: a vector for each key
+They are parameters, gradients and state by key; the states; and a vector for each key of the step counts that a kernel
+reads.
+"""
 
 
 class SameTensors:
@@ -39,7 +39,7 @@ class SameTensors:
     """
 
     def __init__(
-        self, table: Table, columns: Columns, shaped: Sequence[str], counters: Sequence[str], fits: SameLayout
+        self, table: Table, columns: ByKey, shaped: Sequence[str], counters: Sequence[str], fits: SameLayout
     ) -> None:
         self.group_of = table.group_of
         self._sizes = [len(group["params"]) for group in table.groups]
@@ -51,7 +51,7 @@ class SameTensors:
         self._fits = fits
 
     @classmethod
-    def of(cls, table: Table, columns: Columns, layout: StepLayout, counters: Sequence[str]) -> "SameTensors | None":
+    def of(cls, table: Table, columns: ByKey, layout: StepLayout, counters: Sequence[str]) -> "SameTensors | None":
         """What later steps are compared with; None where there is no guard."""
         shaped = [key for key in columns if key not in ("params", "grads") and layout.has([key])]
         like = chain.from_iterable(columns[key] for key in ("params", "grads", *shaped))
@@ -86,7 +86,7 @@ class SameTensors:
             return None
         vectors_of = [vectors.last(key, columns[key]) for key in self._counters]
         counters = [vector for vector in vectors_of if vector is not None]
-        return Gathered(columns, states, counters) if len(counters) == len(self._counters) else None
+        return (columns, states, counters) if len(counters) == len(self._counters) else None
 
 
 class Reader(Protocol):
@@ -147,7 +147,7 @@ class SameSettings:
         self._settle(settings, groups, paths)
         return True
 
-    def _current_arguments(self) -> list[Any]:
+    def _current_arguments(self) -> list[object]:
         """The values of all attributes of the transforms and their classes."""
         values = [value for attributes in self._attributes for value in attributes.values()]
         return values + list(map(type, self._transforms))

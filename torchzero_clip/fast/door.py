@@ -55,7 +55,7 @@ class FastWay:
             return None
         self.plan, self._workspace.layout = plan, plan.course.layout
         self._uses += 1
-        return Planned(plan.course, plan.settings.of_groups, groups, gathered, self._workspace, *rest)
+        return Planned(plan.course, plan.settings.of_groups, groups, *gathered, self._workspace, *rest)
 
     def learn(self, walk: Walk, options: Options) -> None:
         """Make a plan of a step, if a kernel took it for all parameters and the steps before looked the same."""

@@ -22,7 +22,6 @@ from torchzero_clip.engine.scaling import find_factors
 from torchzero_clip.engine.table import Table
 from torchzero_clip.engine.updates import Updates
 from torchzero_clip.engine.walk import Walk, settings_of
-from torchzero_clip.fast.compared import Gathered
 from torchzero_clip.fast.fast import Averaging, Fast
 from torchzero_clip.fast.kernels import Delivered, Ended, run_kernel
 from torchzero_clip.fast.ops import Scale
@@ -30,8 +29,9 @@ from torchzero_clip.fast.pieces import run_pieces
 from torchzero_clip.fast.vectors import VectorStates
 from torchzero_clip.fast.workspace import StepLayout, Workspace
 from torchzero_clip.functional import foreach
+from torchzero_clip.functional.blocks import joint_norm
 from torchzero_clip.functional.measure import L2, Measured, Slicing, by_setting, effect, scale_
-from torchzero_clip.functional.norms import joint_norm, norms_of_each
+from torchzero_clip.functional.norms import norms_of_each
 from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.types import Group, Setting, State
 
@@ -64,30 +64,34 @@ class Planned:
     course: Course
     settings: Mapping[str, list[Setting]]  # of each transform by path, one dict per group
     groups: list[Group]
-    gathered: Gathered
+    columns: dict[str, list[Tensor]]  # parameters, gradients and state by key
+    states: list[State]
+    counters: list[Tensor]  # the step counts that a kernel reads: a vector for each key
     workspace: Workspace
     chain_state: State
     loss: Callable[[], Loss]
     listener: Listener | None
     undo: Undo | None = None  # as in a `Walk`
     is_watched: bool = False  # somebody has asked for ``walk``
+    is_measured: bool = False  # `measure` was called, by a step whose factor follows from the joint norm alone
+    total: Tensor | None = None  # the joint norm of the gradients, if it was measured, is finite and not extreme
     metrics: Metrics | None = None  # computes the metrics, once the step was taken
 
     @cached_property
     def table(self) -> Table:
-        columns = self.gathered.columns
-        return Table(self.groups, columns["params"], columns["grads"], self.gathered.states, self.course.group_of)
+        columns = self.columns
+        return Table(self.groups, columns["params"], columns["grads"], self.states, self.course.group_of)
 
     @cached_property
     def executor(self) -> Fast:
         updates = Updates(self.table, self.chain_state, maximize=self.course.maximize)
-        return Fast(self.workspace, updates, self.gathered.columns)
+        return Fast(self.workspace, updates, self.columns)
 
     @cached_property
     def judged(self) -> Judged:
-        grads = self.gathered.columns["grads"]
+        grads = self.columns["grads"]
         in_place = self.course.in_place and not self.is_watched
-        measurer = _Measurer(grads, self.scratch) if in_place else self.executor
+        measurer = _Measurer(grads, self.scratch()) if in_place else self.executor
         return Judged(self.course.judging, grads, measurer, listens=self.listener is not None)
 
     @cached_property
@@ -97,26 +101,21 @@ class Planned:
         course, table, executor, loss = self.course, self.table, self.executor, self.loss()
         return Walk(course.nodes, self.settings, table, self.chain_state, executor, self.judged, course.end, loss)
 
-    @property
     def scratch(self) -> Scratch:
         """Memory for intermediate results of the gradients."""
-        return self.workspace.scratch.knowing(self.gathered.columns["grads"], self.course.layout)
+        return self.workspace.scratch.knowing(self.columns["grads"], self.course.layout)
 
-    @property
-    def needs_total(self) -> bool:
-        """True if the factor follows from the joint norm alone."""
-        return self.course.scaling is not None and self.course.scaling.needs_total
-
-    @cached_property
-    def total(self) -> Tensor | None:
-        """The joint norm of the gradients, which is finite; None if a step by this plan does not need it alone."""
-        scaling, grads = self.course.scaling, self.gathered.columns["grads"]
-        if scaling is None or not scaling.needs_total:
-            return None
-        if self.is_watched:
-            return self.judged.total()
-        joint = joint_norm(grads, self.workspace.scratch.knowing(grads, self.course.layout), plain=True)
-        return None if joint is None else joint[0]
+    def measure(self) -> Tensor | None:
+        """Measure the ``total`` once, and return it. None if a step by this plan does not need it alone."""
+        scaling = self.course.scaling
+        if scaling is not None and scaling.factor_of is not None and not self.is_measured:
+            self.is_measured = True
+            if self.is_watched:
+                self.total = self.judged.total()
+            # the gradients are plain, float32 and on CPU, so blocks measure them
+            elif (joint := joint_norm(self.columns["grads"], self.scratch())) is not None:
+                self.total = joint[0]
+        return self.total
 
     def run(self) -> Metrics:
         """Change parameters and state, and return what computes the metrics."""
@@ -151,9 +150,10 @@ class RepeatedScaling:
 
     def __init__(self, node: Node, group_of: list[int], *, may_read: bool) -> None:
         self.node, self.paths, self._group_of = node, {node.path}, group_of
-        self._factor_of = _factor_of(node.transform) if may_read else None
+        self._joint_factor_of = _factor_of(node.transform) if may_read else None
         self._is_tried = False  # `Scaling.factor` was compared with the factors
-        self.needs_total = False
+        self.factor_of: Callable[[float, Setting], float] | None = None
+        """`Scaling.factor`, if the factor follows from the joint norm alone."""
 
     def variants(self, settings: Mapping[str, list[Setting]]) -> Set[Hashable]:
         return frozenset()
@@ -161,46 +161,45 @@ class RepeatedScaling:
     def settle(self, settings: Mapping[str, list[Setting]]) -> None:
         of_groups = settings[self.node.path]
         self._settings = [of_groups[g] for g in self._group_of]
-        self.needs_total = self._factor_of is not None and len(by_setting(self._settings)) == 1
+        self.factor_of = self._joint_factor_of if len(by_setting(self._settings)) == 1 else None
 
     def find(self, step: Planned) -> tuple[Tensor | float | None, Metrics]:
         """The factors that the end has to apply, and the metrics. No factors if all are 1, or wait in the executor."""
-        total = step.total
-        if total is not None and self._factor_of is not None:
-            factor = self._factor_of(total.item(), self._settings[0])
-            measured = Measured(L2, [0], total.view(1), total, [total])
+        if self.factor_of is not None and (total := step.measure()) is not None:
+            factor = self.factor_of(total.item(), self._settings[0])
             if not self._is_tried:
-                self._try_out(factor, measured, step)
+                self._try_out(factor, total, step)
             # the kernel divides by the inverse in float32, so a factor beyond its range needs the other way
             if foreach.TINY32 <= factor <= foreach.MAX32:
-                return None if factor == 1 else factor, partial(self._metrics_of, measured, factor)
+                return None if factor == 1 else factor, partial(self._metrics_of, total, factor)
         return self._by_tensors(step)
 
-    def _metrics_of(self, measured: Measured, factor: float) -> dict[str, Tensor]:
+    def _metrics_of(self, total: Tensor, factor: float) -> dict[str, Tensor]:
+        measured = _measured_jointly(total)
         # not torch.tensor(factor), which would be on the default device of the user
         return self.node.qualified(effect(measured, torch.full_like(measured.vector, factor)))
 
-    def _try_out(self, factor: float, measured: Measured, step: Planned) -> None:
+    def _try_out(self, factor: float, total: Tensor, step: Planned) -> None:
         """Raise if the factor as a number is not the one that the ordinary step computes."""
-        transform = cast(Scaling, self.node.transform)
-        expected = transform.factors(measured, step.gathered.columns["grads"], self._seen(step)).flatten()[0].item()
+        transform, measured = cast(Scaling, self.node.transform), _measured_jointly(total)
+        expected = transform.factors(measured, step.columns["grads"], self._seen(step)).flatten()[0].item()
         if factor != expected:
             raise RuntimeError(
-                f"{transform!r}.factor returned {factor} for a norm of {measured.total.item():.9g}, and its factors "
+                f"{transform!r}.factor returned {factor} for a norm of {total.item():.9g}, and its factors "
                 f"{expected}. Correct one of the two methods, or delete factor"
             )
         self._is_tried = True
 
     def _seen(self, step: Planned) -> Step:
         """What the transform sees. `Walk.step_for` would take five times as long."""
-        columns, node, settings = step.gathered.columns, self.node, self._settings
+        columns, node, settings = step.columns, self.node, self._settings
         params, grads = columns["params"], columns["grads"]
 
         def begin(i: int) -> State:
             return node.transform.init_state(params[i], settings[i])
 
         vectors = step.workspace.vectors
-        states = VectorStates(step.gathered.states, node.path, node.state, begin, vectors, columns)
+        states = VectorStates(step.states, node.path, node.state, begin, vectors, columns)
         states.undo = step.undo
         state = node.global_state(step.chain_state)
         return Step(params, grads, step.loss().value, states, settings, state, tools=step.judged.measurer)
@@ -246,11 +245,10 @@ class ByRule:
 
     def finish(self, step: Planned, factor: Tensor | float | None) -> None:
         """Multiply the gradients by their factor, None for 1, and do the rest of the step."""
-        counters = step.gathered.counters
-        for counter in counters:  # before the kernel, which reads the counts
+        for counter in step.counters:  # before the kernel, which reads the counts
             counter.add_(1)
         try:
-            columns = step.gathered.columns
+            columns = step.columns
             params, grads = columns["params"], columns["grads"]
             state = [columns[key] for key in self._state]
             if step.course.in_place:
@@ -260,9 +258,9 @@ class ByRule:
                 step.executor.run(self._kernel, step.table.rows, params, state, self._settings, self._runs)
             else:
                 scale = Scale.by_number(float(factor))
-                run_pieces([scale], grads, self._settings, step.scratch, self._kernel, [params, *state])
+                run_pieces([scale], grads, self._settings, step.scratch(), self._kernel, [params, *state])
         except BaseException:
-            for counter in counters:
+            for counter in step.counters:
                 counter.add_(-1)
             raise
 
@@ -287,7 +285,7 @@ class ByDelivery:
 
     def finish(self, step: Planned, factor: Tensor | float | None) -> None:
         if factor is not None:
-            self._scale(step.gathered.columns["grads"], factor)
+            self._scale(step.columns["grads"], factor)
 
 
 class _Measurer(Averaging):
@@ -312,6 +310,10 @@ class _Measurer(Averaging):
 def acting(nodes: Nodes) -> list[Node]:
     """The transforms that act on updates. Gates decide before."""
     return [node for node in nodes if not isinstance(node.transform, Gate)]
+
+
+def _measured_jointly(total: Tensor) -> Measured:
+    return Measured(L2, [0], total.view(1), total, [total])
 
 
 def _factor_of(transform: Transform) -> Callable[[float, Setting], float] | None:

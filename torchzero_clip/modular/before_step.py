@@ -41,6 +41,7 @@ from torchzero_clip.modular.host import (
 )
 from torchzero_clip.modular.modular import Modular
 from torchzero_clip.private_losses import refuse_loss
+from torchzero_clip.types import Group
 
 T = TypeVar("T")
 
@@ -63,10 +64,9 @@ class BeforeStep:
         delivery.scale = self._scale
         entries.begin(optimizer)
         self._infs = 0  # steps in a row that a gradient scaler has refused
-        self._depth = 0  # 2 while `step` of a subclass calls that of its base class
+        self._depth = 0  # 1 during a step, and 2 while `step` of a subclass calls that of its base class
         self._is_wrapped = False  # False in a step that is called by a method from before the wrapper
         self._hidden: list[tuple[Tensor, Tensor]] = []  # parameters and their gradients, in a refused step of this kind
-        self._is_open = False  # a step has begun and has not ended
         self._has_scaled = False  # this step has set ``grad_scale`` of the optimizer
         self._scale_before: Any = None  # its value before the step
         entry_hooks = entries.register(optimizer)
@@ -80,16 +80,12 @@ class BeforeStep:
         }
 
     @property
-    def _optimizer(self) -> Optimizer:
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The settings of the transforms, which may be changed at any time: a dict for each group of the optimizer."""
         optimizer = self._reference()
         if optimizer is None:
             raise ReferenceError("the optimizer of this handle was deleted")
-        return optimizer
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The settings of the transforms, which may be changed at any time: a dict for each group of the optimizer."""
-        self._followed.sync(self._optimizer.param_groups)
+        self._followed.sync(optimizer.param_groups)
         return self._followed.param_groups
 
     @property
@@ -121,7 +117,7 @@ class BeforeStep:
         """How many steps the transforms have let pass, as `Modular.steps_taken`."""
         return self.runner.steps_taken
 
-    def has(self, group: dict[str, Any]) -> bool:
+    def has(self, group: Group) -> bool:
         """True if a param group is one of the optimizer's."""
         optimizer = self._reference()
         return optimizer is not None and any(held is group for held in optimizer.param_groups)
@@ -172,7 +168,7 @@ class BeforeStep:
             if self._is_wrapped or may_call_base(optimizer):
                 self._depth += 1
                 return None
-            self._end(is_taken=False)  # the step before raised an error and was called without the wrapper
+            self._end(optimizer, is_taken=False)  # the step before raised an error and was called without the wrapper
         is_of_torch = type(optimizer).__module__.startswith("torch.optim")
         if not self._is_wrapped and self.runner.policy.may_skip and not is_of_torch:
             raise RuntimeError(
@@ -184,7 +180,7 @@ class BeforeStep:
                 f"this step of {type(optimizer).__name__}, which may call that of its base class, was stored before "
                 "before_step was called, so transforms cannot know where it ends: call before_step first"
             )
-        self._depth, self._is_open = 1, True
+        self._depth = 1
         self.runner.skipped_by = ()
         self._entries.look(optimizer)
         self._entries.placed.withdraw(optimizer)
@@ -222,6 +218,7 @@ class BeforeStep:
         self._change(optimizer, results[0])
         return results[0]
 
+    @torch.no_grad()
     def _change(self, optimizer: Optimizer, result: Any) -> None:
         """Apply the transforms. A refused step ends here. Without the wrapper, it goes on without gradients."""
         followed, runner, groups = self._followed, self.runner, optimizer.param_groups
@@ -283,8 +280,7 @@ class BeforeStep:
         scale = getattr(optimizer, "grad_scale", None)
         if scale is not None:
             grads = [param.grad for param in _params(optimizer)]
-            with torch.no_grad():
-                foreach.multiply_([grad for grad in grads if grad is not None], widened(scale).reciprocal())
+            foreach.multiply_([grad for grad in grads if grad is not None], widened(scale).reciprocal())
             self._set_scale(optimizer, None)
         return True
 
@@ -304,7 +300,7 @@ class BeforeStep:
 
     def _scale(self, grads: list[Tensor], factor: Tensor | float) -> None:
         """Multiply gradients by one factor. The fused optimizers of torch do it in the step, which saves a pass."""
-        optimizer: Any = self._optimizer
+        optimizer = self._reference()
         if grads[0].dtype != torch.float64 and takes_factor(optimizer, self._hooks[0].id, len(grads)):
             self._set_scale(optimizer, inverse(factor))
         else:
@@ -314,26 +310,25 @@ class BeforeStep:
 
     def after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """End the step, unless it is that of a base class."""
-        self._depth -= 1
-        if self._depth <= 0:
-            self._end(is_taken=True)
+        if self._depth > 1:
+            self._depth -= 1
+        else:
+            self._end(optimizer, is_taken=True)
 
-    def begin(self) -> None:
+    def begin(self, optimizer: Optimizer) -> None:
         """The wrapper has been called, and catches a `RefusedStep`."""
-        self._end(is_taken=False)  # the step before, if it raised an error and was called without the wrapper
+        self._end(optimizer, is_taken=False)  # the step before, if it raised an error and was called without it
         self._is_wrapped = True
 
-    def finish(self) -> None:
+    def finish(self, optimizer: Optimizer) -> None:
         """The wrapper ends."""
         self._is_wrapped = False
-        self._end(is_taken=False)
+        self._end(optimizer, is_taken=False)
 
-    def _end(self, *, is_taken: bool) -> None:
+    def _end(self, optimizer: Optimizer, *, is_taken: bool) -> None:
         """End the step, unless it has ended. If the optimizer has raised, undo what the transforms did to state."""
-        if not self._is_open:
+        if not self._depth:
             return
-        optimizer = self._optimizer
-        self._depth = 0
         if self._has_scaled:
             self._restore_scale(optimizer)
         self._restore(is_taken=is_taken)
@@ -341,13 +336,14 @@ class BeforeStep:
             self.runner.reported.clear()
         if self in _HANDLES:  # else a closure or a hook has called `remove`
             self._entries.placed.place(optimizer)
-        self._is_open = False
+        self._depth = 0
         for param, grad in self._hidden:
             if param.grad is None:  # else there is a new one, if the step raised
                 param.grad = grad
         self._hidden = []
         if self.runner.ended is not None:
-            self.runner.tell()
+            with torch.no_grad():
+                self.runner.tell()
 
 
 @explained
@@ -462,7 +458,7 @@ _WARNED: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 def _warn_of_copy(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Warn before the first step of an optimizer that has lost its transforms, as copies and pickles lose hooks."""
     groups = optimizer.param_groups
-    if not groups or KEY not in groups[0] or torch.compiler.is_compiling() or handle_of(optimizer) is not None:
+    if not groups or KEY not in groups[0] or torch.compiler.is_compiling() or hook_owner(optimizer, BeforeStep):
         return
     # the groups of SAM are those of its base optimizer
     if optimizer not in _WARNED and not any(handle.has(groups[0]) for handle in _HANDLES):

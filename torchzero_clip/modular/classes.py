@@ -18,6 +18,7 @@ from torchzero_clip.core.schedules import at
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.hints import check_call, did_you_mean
 from torchzero_clip.modular.validation import listed_transforms
+from torchzero_clip.types import Setting
 
 _CLASSES: dict[Any, type] = {}  # by what `Modular.of` was called with
 
@@ -39,7 +40,7 @@ class Ready(type):
 class ClassMaker:
     """A base of `Modular`, whose constructor takes parameters and transforms."""
 
-    replaced_settings: Mapping[str, Any] = {}
+    replaced_settings: Setting = {}
     """The settings that replace those of the transforms while an object is made."""
 
     @classmethod
@@ -148,7 +149,7 @@ def _way_out(name: str, base: type, transforms: Sequence[Transform], nodes: Node
     return f"{did_you_mean(name, nodes.storage_keys.values())}{HINTS.get(name, '')}"
 
 
-def configured(chain: Chain, settings: Mapping[str, Any]) -> Chain:
+def configured(chain: Chain, settings: Setting) -> Chain:
     """The chain with other settings."""
     if not settings:
         return chain
@@ -164,7 +165,7 @@ def configured(chain: Chain, settings: Mapping[str, Any]) -> Chain:
             "their own: leave lr out, write it into the param groups, or name one rate at most among the transforms"
         )
 
-    def change(transform: Transform, path: str) -> dict[str, Any]:
+    def change(transform: Transform, path: str) -> dict[str, object]:
         replaced = changed.get(path, {})
         schedules = {key: value for key, value in (transform.schedules | replaced).items() if callable(value)}
         first = {key: as_builtin(at(value, 0, key)) for key, value in replaced.items()}
@@ -173,7 +174,7 @@ def configured(chain: Chain, settings: Mapping[str, Any]) -> Chain:
     return rebuilt(chain, change)
 
 
-def _key(value: Any) -> Hashable:
+def _key(value: object) -> Hashable:
     """A key that only equal values of the same type share: True and 1 have different keys."""
     if isinstance(value, Transform):
         return type(value), _key(value.__getstate__())

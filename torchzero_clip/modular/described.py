@@ -1,7 +1,7 @@
 """The repr of an optimizer: the transforms as the user wrote them, with the settings of its param groups."""
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torchzero_clip.core.chain import Chain, Composite, flatten
@@ -10,9 +10,10 @@ from torchzero_clip.core.learning_rate import LR
 from torchzero_clip.core.nodes import Node, Nodes
 from torchzero_clip.core.scope import named_params
 from torchzero_clip.core.transform import Transform
+from torchzero_clip.types import Group, Setting
 
 
-def described(written: Sequence[Transform], nodes: Nodes, groups: Sequence[dict[str, Any]]) -> list[str]:
+def described(written: Sequence[Transform], nodes: Nodes, groups: Sequence[Group]) -> list[str]:
     """A line about the parameters, and one for each transform or chain that was written."""
     used = _Used(nodes, groups)
     names = iter([node.path for node in nodes if not node.outer])
@@ -26,7 +27,7 @@ def described(written: Sequence[Transform], nodes: Nodes, groups: Sequence[dict[
 class _Used:
     """Copies of transforms, with the settings that param groups use."""
 
-    def __init__(self, nodes: Nodes, groups: Sequence[dict[str, Any]]) -> None:
+    def __init__(self, nodes: Nodes, groups: Sequence[Group]) -> None:
         self._nodes, self._groups = nodes, groups
 
     def copy(self, transform: Transform, names: Iterator[str], prefix: str = "", *, is_unit: bool = False) -> Transform:
@@ -71,7 +72,7 @@ def _like(argument: Any, child: Transform) -> Any:
     return child.written if isinstance(argument, list | tuple) else child.written[0]
 
 
-def _groups_line(groups: Iterable[Mapping[str, Any]], shown: Mapping[str, Any]) -> str:
+def _groups_line(groups: Iterable[Group], shown: Setting) -> str:
     """The number of parameters in each group, with the settings that the transforms do not show."""
     texts: list[str] = []
     for group in groups:

@@ -13,6 +13,7 @@ from torchzero_clip.core.chain import Transforms, flatten
 from torchzero_clip.engine.listener import HasListener
 from torchzero_clip.modular.modular import Modular
 from torchzero_clip.modular.validation import NOT_ZERO_REDUNDANCY
+from torchzero_clip.types import Group
 
 
 class RefusedStep(BaseException):
@@ -66,7 +67,7 @@ def check_host(host: Any, transforms: Sequence[Transforms]) -> None:
         )
 
 
-def are_zero(groups: Sequence[dict[str, Any]]) -> bool:
+def are_zero(groups: Sequence[Group]) -> bool:
     """True if there are gradients, and all of them are 0."""
     grads = [param.grad for group in groups for param in group["params"] if param.grad is not None]
     return bool(grads) and not any(bool(grad.any()) for grad in grads)
@@ -94,23 +95,23 @@ def takes_factor(optimizer: Any, hook: int, count: int) -> bool:
     return True
 
 
-def end_surely(optimizer: Optimizer, begin: Callable[[], object], finish: Callable[[], object]) -> Any:
+def end_surely(optimizer: Optimizer, begin: Callable[[Any], object], finish: Callable[[Any], object]) -> Any:
     """Wrap ``step`` of one optimizer, so that a step ends even if it raises, for which torch calls no hook.
 
-    ``begin`` and ``finish`` are called before and after it. A `RefusedStep` returns what the closure has returned.
+    ``begin`` and ``finish`` are called with it before and after. A `RefusedStep` returns what the closure has returned.
     """
     replaced: Any = vars(optimizer).get("step")
     call: Any = type(optimizer).step if replaced is None else replaced
     reference = weakref.ref(optimizer)
 
     def step(alive: Any, *args: Any, **kwargs: Any) -> Any:
-        begin()
+        begin(alive)
         try:
             return call(alive, *args, **kwargs) if replaced is None else call(*args, **kwargs)
         except RefusedStep as refused:
             return refused.args[0]
         finally:
-            finish()
+            finish(alive)
 
     @functools.wraps(call)
     def wrapper(*args: Any, **kwargs: Any) -> Any:

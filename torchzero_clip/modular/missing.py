@@ -9,7 +9,7 @@ from torchzero_clip.core.nodes import Nodes
 from torchzero_clip.core.scope import named_params
 from torchzero_clip.engine.listener import Seen
 from torchzero_clip.functional.shards import without_gradient
-from torchzero_clip.types import Group, State
+from torchzero_clip.types import Group, State, StateByParam
 
 
 class Missing:
@@ -17,7 +17,7 @@ class Missing:
 
     # the zeros count in norms, and the numbers of statistics change as they do on the other processes
 
-    def __init__(self, nodes: Nodes, groups: Sequence[Group], states: dict[Tensor, State]) -> None:
+    def __init__(self, nodes: Nodes, groups: Sequence[Group], states: StateByParam) -> None:
         self._nodes, self._groups, self._states = nodes, groups, states
         self._kept: list[tuple[Tensor, Tensor, State | None]] = []  # each parameter, with copies of it and of its state
         params = [param for group in groups for param in group["params"]]

@@ -214,6 +214,7 @@ class Modular(Explained, ClassMaker, Optimizer):
     @overload
     def step(self, closure: Callable[[], T]) -> T: ...
 
+    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step.
 

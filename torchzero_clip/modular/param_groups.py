@@ -14,6 +14,7 @@ from torchzero_clip.core.learning_rate import rates_of
 from torchzero_clip.core.nodes import Node, Nodes
 from torchzero_clip.core.schedules import Schedules
 from torchzero_clip.core.scope import NamedParam
+from torchzero_clip.types import Group
 
 
 def as_groups(params: ParamsT | nn.Module, *, may_be_empty: bool) -> Any:
@@ -32,12 +33,12 @@ def as_groups(params: ParamsT | nn.Module, *, may_be_empty: bool) -> Any:
 def accepted(
     group: Mapping[str, Any],
     nodes: Nodes,
-    groups: Sequence[dict[str, Any]],
+    groups: Sequence[Group],
     *,
     module: nn.Module | None,
     ignored: Container[str],
     is_complete: bool,
-) -> dict[str, Any]:
+) -> Group:
     """A group that is added, with every setting under the key that stores it, and names if the others have them."""
     others = groups if is_complete else []  # while an optimizer is made, torch compares its groups
     kept = {key: value for key, value in group.items() if key != BEFORE_STEP and key not in ignored}
@@ -48,11 +49,11 @@ def accepted(
     return added
 
 
-def _normalized(group: Mapping[str, Any], nodes: Nodes) -> dict[str, Any]:
+def _normalized(group: Mapping[str, Any], nodes: Nodes) -> Group:
     """The group with every setting under the key that stores it."""
     if message := why_refused(group, nodes, nodes.storage_keys):
         raise ValueError(message)
-    result: dict[str, Any] = {}
+    result: Group = {}
     stored = set(nodes.storage_keys.values())
     # in a group of torch's optimizer, "eps" is not that of a clip which comes first in the chain
     keys = {**nodes.storage_keys, **keys_of_rules(group, nodes)}
@@ -76,7 +77,7 @@ def _normalized(group: Mapping[str, Any], nodes: Nodes) -> dict[str, Any]:
     return result
 
 
-def _let_names_decide(groups: Sequence[dict[str, Any]], added: Mapping[str, Any]) -> None:
+def _let_names_decide(groups: Sequence[Group], added: Group) -> None:
     """If no group has a parameter yet, give them names if the added group has names: torch allows no mix."""
     params = added.get("params")
     if not params or isinstance(params, set) or any(group["params"] for group in groups):
@@ -87,7 +88,7 @@ def _let_names_decide(groups: Sequence[dict[str, Any]], added: Mapping[str, Any]
             group["param_names"] = []
 
 
-def _with_names(group: dict[str, Any], others: Sequence[dict[str, Any]], module: nn.Module | None) -> dict[str, Any]:
+def _with_names(group: Group, others: Sequence[Group], module: nn.Module | None) -> Group:
     """The group with the names of its parameters, if the other groups have names: torch allows no mix."""
     params: Any = group.get("params")
     params = [params] if isinstance(params, Tensor) else params
@@ -105,7 +106,7 @@ def _with_names(group: dict[str, Any], others: Sequence[dict[str, Any]], module:
     return {**group, "params": [(names[id(param)], param) for param in params]}
 
 
-def _check_new(group: Mapping[str, Any], others: Sequence[dict[str, Any]]) -> None:
+def _check_new(group: Mapping[str, Any], others: Sequence[Group]) -> None:
     """Raise if a parameter of an added group is in another group."""
     listed: Any = group.get("params")
     params = [item[1] if isinstance(item, tuple) else item for item in listed] if isinstance(listed, list) else []
@@ -117,7 +118,7 @@ def _check_new(group: Mapping[str, Any], others: Sequence[dict[str, Any]]) -> No
         )
 
 
-def split(group: Mapping[str, Any], nodes: Nodes) -> Iterator[dict[str, Any]]:
+def split(group: Mapping[str, Any], nodes: Nodes) -> Iterator[Group]:
     """Groups in which all parameters have the same overrides and learning rate, in the order of first parameters."""
     pairs = [(override, node.storage_keys) for node in nodes for override in node.transform.overrides]
     overrides = [(o["params"], {keys[k]: v for k, v in o.items() if k != "params"}) for o, keys in pairs]
@@ -146,14 +147,14 @@ def split(group: Mapping[str, Any], nodes: Nodes) -> Iterator[dict[str, Any]]:
         yield {"params": items, **of_part, **replaced}
 
 
-def check_disjoint(groups: Sequence[dict[str, Any]]) -> None:
+def check_disjoint(groups: Sequence[Group]) -> None:
     """Raise, as torch does, if a parameter is in two groups."""
     if len(set().union(*(group["params"] for group in groups))) < sum(len(set(group["params"])) for group in groups):
         raise ValueError("some parameters appear in more than one parameter group")
 
 
 @contextmanager
-def all_or_none(groups: list[dict[str, Any]], schedules: Schedules) -> Generator[None]:
+def all_or_none(groups: list[Group], schedules: Schedules) -> Generator[None]:
     """Remove the groups that were added if there is an error."""
     before, schedules_before = len(groups), len(schedules.of_groups)
     try:

@@ -37,9 +37,7 @@ from torchzero_clip.hints import Named
 from torchzero_clip.modular import validation
 from torchzero_clip.modular.missing import Missing
 from torchzero_clip.modular.param_groups import accepted, all_or_none, check_disjoint, split
-from torchzero_clip.types import Group, Setting, State
-
-States = dict[Tensor, State]
+from torchzero_clip.types import Group, Setting, StateByParam
 
 
 class Runner:
@@ -182,9 +180,8 @@ class Runner:
         """Have no metrics until the next step."""
         self._metrics, self._unread = {}, None
 
-    @torch.no_grad()
-    def step(self, groups: list[Group], states: States, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step, as `Modular.step`. Afterwards call `tell` if a step has ended."""
+    def step(self, groups: list[Group], states: StateByParam, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one step, as `Modular.step`. Call it in `torch.no_grad`, and afterwards `tell` if a step has ended."""
         try:
             self.skipped_by = ()
             if self.shared.is_lost:
@@ -220,33 +217,33 @@ class Runner:
                 self.reported.clear()
 
     def _take_or_skip(
-        self, groups: list[Group], states: States, walk: Walk | None, go: Callable[[], object] | None = None
+        self, groups: list[Group], states: StateByParam, walk: Walk, go: Callable[[], object] | None = None
     ) -> None:
-        """Take a step, or skip it. A planned step passes ``go``, and a walk only if a policy or a listener sees it."""
+        """Take a step, or skip it. A planned step passes ``go``, which takes it."""
         values, parts = self.chain_state.values, self.parts
-        is_taken = walk is None
+        is_taken = False
         try:
-            if walk is not None:
-                has_updated = parts is not None and len(parts.updated) > 0
-                takes_part = len(walk.table.params) > 0 or self.shared.group is not None or has_updated
-                is_taken = takes_part and (not self.policy.decides or self.policy.allows(walk, values))
+            has_updated = parts is not None and len(parts.updated) > 0
+            takes_part = len(walk.table.params) > 0 or self.shared.group is not None or has_updated
+            is_taken = takes_part and (not self.policy.decides or self.policy.allows(walk, values))
             if is_taken and go is not None:
                 go()
-            elif is_taken and walk is not None:
+            elif is_taken:
                 is_taken = run_chain(walk, self.chain, states=states, listener=self.listener, parts=parts)
             if is_taken:
+                if go is None and not isinstance(walk.executor, ReadableExecutor):
+                    # before the schedules write the next settings, because a plan stores those of this step
+                    self.fast_way.learn(walk, (self.maximize, self.keep_grads, parts, self.shared.group))
                 if not torch.compiler.is_compiling():  # which would compile the step anew for each number
                     self.steps_taken += 1
-                if walk is not None and walk.are_zero:
-                    self.policy.idle.zeros(self.steps_taken)
-                if go is None and walk is not None and not isinstance(walk.executor, ReadableExecutor):
-                    self.fast_way.learn(walk, (self.maximize, self.keep_grads, parts, self.shared.group))
                 if SCHEDULE_STEP in values:
                     self.schedules.advance(groups)
-            elif walk is not None:
+                if walk.are_zero:
+                    self.policy.idle.zeros(self.steps_taken)
+            else:
                 self.policy.idle.not_taken(walk, self.steps_taken)
         finally:
-            if walk is not None and "error" not in walk.refused_by:
+            if "error" not in walk.refused_by:
                 self.skipped_by = tuple(walk.refused_by)
                 # a skipped step has the numbers of gates, and none of an earlier step
                 if (go is None or not is_taken) and self.policy.raising.isdisjoint(walk.refused_by):
@@ -260,7 +257,7 @@ class Runner:
             if self.listener is not None:
                 self.ended = walk
 
-    def _repeat(self, groups: list[Group], states: States, loss: Callable[[], Loss]) -> bool:
+    def _repeat(self, groups: list[Group], states: StateByParam, loss: Callable[[], Loss]) -> bool:
         """Take a step by the plan. Return False if it does not fit; then nothing has changed."""
         if not self.fast or not self._may_be_fast():
             return False
@@ -271,15 +268,23 @@ class Runner:
         step = self.fast_way.begin(groups, states, options, values, loss, self.listener, self.undo)
         if step is None:
             return False
-        if self.listener is not None or policy.has_gates or (policy.decides and step.total is None):
+        total = step.measure() if policy.decides and not policy.has_gates and self.listener is None else None
+        if self.listener is not None or (policy.decides and total is None):
             self._take_or_skip(groups, states, step.walk, step.run_watched)
         else:
-            if policy.decides and step.total is not None:
-                policy.passes(step.total, values)
-            self._take_or_skip(groups, states, None, step.run)
+            if total is not None:
+                policy.passes(total, values)
+            try:
+                step.run()
+                self.steps_taken += 1
+                if SCHEDULE_STEP in values:
+                    self.schedules.advance(groups)
+            finally:
+                if values:
+                    self.chain_state.show(groups)
         self._unread = step.metrics or self._unread
         key, idle = self._judging.norm_metric, policy.idle  # if ``step.total`` is set, it is not 0
-        if step.total is None and key and (step.needs_total or idle.looks(self.steps_taken)):
+        if step.total is None and key and (step.is_measured or idle.looks(self.steps_taken)):
             idle.look(self._known_metrics().get(key), self.steps_taken)
         return True
 
@@ -287,8 +292,7 @@ class Runner:
         """Tell the listener that the step has ended, also if it was refused or raised an error."""
         ended, self.ended = self.ended, None
         if ended is not None and self.listener is not None:
-            with torch.no_grad():
-                self.listener.end(ended)
+            self.listener.end(ended)
 
     def begin(self, groups: list[Group]) -> dict[str, list[Setting]]:
         """Take over what was written to the param groups since the last step, and return the settings by transform."""
@@ -303,7 +307,7 @@ class Runner:
     def _walk(
         self,
         groups: list[Group],
-        states: States,
+        states: StateByParam,
         fast_way: FastWay,
         settings: dict[str, list[Setting]],
         loss: Loss,
@@ -337,7 +341,9 @@ class Runner:
         return usable and "grad" not in self.nodes.targets
 
     @torch.no_grad()
-    def step_part(self, groups: list[Group], states: States, settings: dict[str, list[Setting]], first: int) -> None:
+    def step_part(
+        self, groups: list[Group], states: StateByParam, settings: dict[str, list[Setting]], first: int
+    ) -> None:
         """Take the step of the parameters in these groups, for `step_in_backward`; `step` ends it."""
         # parameters that come together are the same in most steps, so the id of the first one names them
         walk = self._walk(groups, states, self.fast_way.beside(first), settings, self.reported.loss())

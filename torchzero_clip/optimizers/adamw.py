@@ -1,6 +1,7 @@
 """AdamW."""
 
 import inspect
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -61,10 +62,9 @@ class AdamW(Chain):
         super().__init__(adam, WeightDecay(weight_decay, name=None if name is None else f"{name}_weight_decay"))
 
     @override
-    def __repr__(self) -> str:
+    def _arguments(self) -> Iterator[str]:
         adam, decay = self.written
-        arguments = list(adam._arguments())
+        yield from adam._arguments()
         value = decay.schedules.get("weight_decay", decay.defaults["weight_decay"])
         if value != inspect.signature(AdamW).parameters["weight_decay"].default:
-            arguments.append(f"weight_decay={value!r}")
-        return f"AdamW({', '.join(arguments)}){self.scope}"
+            yield f"weight_decay={value!r}"

@@ -55,8 +55,6 @@ class Wrap(FinalRule):
         tensor([-0.1000, -0.1000])
     """
 
-    each_alone = True
-
     def __init__(self, optimizer_class: type[Optimizer], *, name: str | None = None, **kwargs: Any) -> None:
         if isinstance(optimizer_class, Optimizer):
             raise TypeError(f"optimizer_class must be the class, not an optimizer. {INSTEAD}")
@@ -67,14 +65,13 @@ class Wrap(FinalRule):
         usual = {key: argument.default for key, argument in inspect.signature(optimizer_class).parameters.items()}
         schedules = {key: value for key, value in kwargs.items() if _is_schedule(value, usual.get(key))}
         self.optimizer_class = optimizer_class
-        if not optimizer_class.__module__.startswith("torch.optim."):
-            self.each_alone = False  # an optimizer of another package may compute a step from several tensors
         self.kwargs = {
             key: as_builtin(at(value, 0, key) if key in schedules else value) for key, value in kwargs.items()
         }
         if problem := _problem(optimizer_class, self.kwargs):
             instead = "Call clip_grad_norm_ in its closure" if needs_closure(optimizer_class) else INSTEAD
             raise ValueError(f"Wrap takes no {optimizer_class.__name__}, whose step {problem}. {instead}")
+        self.each_alone = _steps_each_alone(optimizer_class, self.kwargs)
         defaults = dict(self.template.defaults)
         self.default_lr = defaults.pop("lr", None)
         self._settings = {key: as_builtin(value) for key, value in defaults.items() if is_numeric(value)}
@@ -201,6 +198,26 @@ def _problem(optimizer_class: type[Optimizer], kwargs: Mapping[str, Any], device
     before = contents[0]
     changed = sorted({k for after in contents for k in before | after if before.get(k) != after.get(k)})
     return f"changes {', '.join(changed)}, which checkpoints of a chain do not have" if changed else ""
+
+
+def _steps_each_alone(optimizer_class: type[Optimizer], kwargs: Mapping[str, Any]) -> bool:
+    """True if two small parameters move together as each does alone, for small and for large gradients."""
+
+    def moved(*factors: float) -> list[nn.Parameter]:
+        params = [nn.Parameter(torch.full((4, 4), factor, dtype=torch.float32, device="cpu")) for factor in factors]
+        with cpu_by_default():
+            optimizer = optimizer_class(params, **kwargs)
+        for size in (1e-3, 1.0, 1e6):  # the last one exceeds the usual limits of a joint norm
+            for param, factor in zip(params, factors, strict=True):
+                param.grad = torch.full_like(param, size * factor)
+            _step(optimizer)
+        return params
+
+    try:
+        together, alone = moved(1.0, 3.0), moved(1.0) + moved(3.0)
+    except Exception:  # such as that of an optimizer for accelerators only
+        return False
+    return all(map(torch.equal, together, alone))
 
 
 def _content(optimizer: Optimizer, param: Tensor) -> dict[str, object]:

@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from torchzero_clip.checks import instance, non_negative
 from torchzero_clip.compat import any_distributed
+from torchzero_clip.functional.dtypes import is_narrow
 from torchzero_clip.per_sample.captured_layer import trainable
 from torchzero_clip.per_sample.clipper import LossReduction, PerSampleGradientClipper
 from torchzero_clip.per_sample.modes import Mode
@@ -79,6 +80,8 @@ def check_per_sample(
         raise ValueError("model must be the model itself: check it before you wrap it in DistributedDataParallel")
     if any_distributed(list(model.parameters())):
         raise ValueError("model must hold plain tensors: check it before you shard it")
+    if any(map(is_narrow, model.parameters())):
+        raise ValueError("model must be on a device with float64: check it on the CPU before you move it")
     non_negative("tolerance", tolerance)
     if not trainable(model):
         raise ValueError("model has no parameters that train: there is nothing to compare")

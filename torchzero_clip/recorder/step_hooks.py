@@ -27,10 +27,10 @@ class Depth:
         self.count = 0
         self._is_wrapped = False  # True from `begin` to `finish`, which a wrapper of ``optimizer.step`` calls
 
-    def begin(self) -> None:
+    def begin(self, optimizer: Optimizer) -> None:
         self.count, self._is_wrapped = 0, True
 
-    def finish(self) -> None:
+    def finish(self, optimizer: Optimizer) -> None:
         self.count, self._is_wrapped = 0, False
 
     def enter(self, optimizer: Optimizer) -> bool:
