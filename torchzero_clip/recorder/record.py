@@ -127,6 +127,7 @@ class Readable(ABC):
             >>> import torch
             >>> from torchzero_clip import SGD, Modular, Recorder
             >>> def run(copies):
+            ...     torch.manual_seed(0)
             ...     model = torch.nn.Linear(2, 1)
             ...     recorder = Recorder(Modular(model, SGD(0.0)))
             ...     (copies * model(torch.ones(1, 2)).sum()).backward()
