@@ -171,15 +171,14 @@ class PerSampleGradientClipper(Explained):
         """Clip the gradients of the last ``loss.backward()``, and add them to the sums for `pre_step`.
 
         Args:
-            batch_size: The number of samples. It is needed if no argument of the forward is a tensor, or if a forward
-                of the module got an output of another. With several processes, a process without samples may pass 0
+            batch_size: The number of samples. It is needed if no argument of the forward is a tensor, or if one call of
+                the module used an output of another. With several processes, a process without samples may pass 0
                 instead of calling ``loss.backward()``.
 
         Raises:
             RuntimeError: If there was no backward, or for a non-finite sample with ``nonfinite="raise"``.
             ValueError: If a layer saw another number of samples than the others, or than ``batch_size``, or if
-                ``batch_size`` is needed. Also if gradients of several forwards of the module have arrived, and no graph
-                joins them.
+                ``batch_size`` is needed. Also for several calls of the module, unless one used an output of another.
         """
         engine, mean = self._engine, self.loss_reduction == "mean"
         with engine.processes.start("clip_and_accumulate", engine.attachment.params, mean):

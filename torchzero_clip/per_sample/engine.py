@@ -323,7 +323,7 @@ class Engine:
         self.captured.joins.append((forward, earlier))
 
     def check_joined(self) -> None:
-        """Raise, and drop all gradients, if they are of several forwards of the model that no graph joins."""
+        """Raise, and drop all gradients, if they are of several calls of the model that are not connected."""
         try:
             self.captured.check_joined()
         except ValueError:
