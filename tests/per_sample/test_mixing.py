@@ -416,7 +416,7 @@ def test_a_batch_object_needs_its_size_in_the_classic_form():
         assert clipper.clip_and_accumulate(batch_size=10).norms.shape == (10,)
 
 
-PARTS = r"gradients of 2 forwards of the model .* no graph joins.* a backward for each part.* use backward\(losses\)"
+PARTS = r"gradients of 2 calls of the model .* connected by outputs.* a backward for each part.* use backward\(losses\)"
 
 
 @pytest.mark.parametrize("size", [3, 1])

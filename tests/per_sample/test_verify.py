@@ -141,7 +141,9 @@ def test_a_loss_that_mixes_samples_is_found():
         check_per_sample(nn.Linear(3, 2), pairs, contrastive)
     with pytest.raises(RuntimeError, match=r"the model or the loss mixes .* gradient of one row of Linear"):
         check_per_sample(nn.Linear(3, 2), torch.randn(4, 3), lambda m, x: centered(m, m(x)).square().sum(1).squeeze())
-    with pytest.raises(ValueError, match="gradients of 2 forwards of the model have arrived, which no graph joins"):
+    with pytest.raises(
+        ValueError, match="gradients of 2 calls of the model have arrived, and not all of them are connected"
+    ):
         check_per_sample(nn.Linear(3, 2), pairs, lambda model, batch: contrastive(model, batch).mean())
 
 

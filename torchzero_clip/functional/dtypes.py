@@ -17,13 +17,13 @@ _has_float64: dict[str, bool] = {}
 def set_norm_dtype(device_type: str, dtype: torch.dtype) -> None:
     """Choose the dtype of norms and statistics on devices of one kind. Call it before the first step.
 
-    They are float64 where the device has it. On GPUs that have few units for float64, such as those of consumers,
-    float32 may be faster. Its digits are kept by other means, and gradients are read twice: norms are right to 2e-6,
-    finite for finite gradients, and 0 only for zeros.
+    They are float64 where the device has it. Float32 may be faster on GPUs that compute float64 slowly, such as
+    consumer GPUs. Gradients are then read twice, and divided by their largest magnitude. So norms are still right to
+    2e-6, finite for finite gradients, and 0 only for zeros.
 
     Args:
-        device_type: The kind, such as ``"cuda"``. On a CPU norms are always float64.
-        dtype: `torch.float32`; or `torch.float64`, the default, for float64 where the device has it.
+        device_type: The kind, such as ``"cuda"``. On a CPU, norms are always float64.
+        dtype: `torch.float32`, or `torch.float64`, which restores the default.
 
     Raises:
         ValueError: For another dtype, or for a CPU.

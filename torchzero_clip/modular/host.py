@@ -98,7 +98,8 @@ def takes_factor(optimizer: Any, hook: int, count: int) -> bool:
 def end_surely(optimizer: Optimizer, begin: Callable[[Any], object], finish: Callable[[Any], object]) -> Any:
     """Wrap ``step`` of one optimizer, so that a step ends even if it raises, for which torch calls no hook.
 
-    ``begin`` and ``finish`` are called with it before and after. A `RefusedStep` returns what the closure has returned.
+    ``begin(optimizer)`` runs before the step, and ``finish(optimizer)`` after it. A `RefusedStep` returns what the
+    closure has returned.
     """
     replaced: Any = vars(optimizer).get("step")
     call: Any = type(optimizer).step if replaced is None else replaced

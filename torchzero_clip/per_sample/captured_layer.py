@@ -84,7 +84,7 @@ class Host(Protocol):
     forward: Forward
     given: GivenRows | None
     inside: bool  # while a layer runs its submodules by itself
-    numbers: Counter[Hashable]  # how many calls of each kind this forward has had
+    numbers: Counter[Hashable]  # how many calls of each kind this forward has made
     outputs: list[weakref.ref[Tensor]]
     pauses: int
     prover: Prover
@@ -239,7 +239,7 @@ class CapturedLayer:
         return Samples(input, leading, dim=dim, is_argument=is_argument)
 
     def _is_still_shared(self, input: Tensor, leading: int) -> bool:
-        """True for an input that all samples share, as one of an earlier step, which had the same values."""
+        """True for an input with the values of an earlier step's input that all samples share."""
         earlier = self._shared.get((input.ndim, leading))
         if earlier is None or (leading and not self._may_be_shared(input, self.engine.forward)):
             return False
@@ -249,7 +249,7 @@ class CapturedLayer:
         return True
 
     def is_table(self, input: Tensor, *, learned: bool = False) -> bool:
-        """True for a tensor that was found to be shared by all samples, or has not their number of rows."""
+        """True for a tensor that all samples were found to share, or whose number of rows is another than theirs."""
         if learned:
             return bool(self._shared) and self._is_still_shared(input, 0)
         return self._may_be_shared(input, self.engine.forward)

@@ -55,9 +55,10 @@ class PerSampleGradientClipper(Explained):
         whole: Modules that run sample by sample together with their submodules: classes, or patterns for names, such as
             ``"encoder.layers.*"``. Use it for modules that cannot be captured layer by layer; error messages contain
             the line to write. It takes memory for B gradients of the parameters of these modules.
-        verify: How often it is proved again which sample each row belongs to, and that samples do not mix. A new graph
-            is always proved. With "first", also the steps 1, 2, 4, 8, ... and each 128th; with a number n, each n-th
-            instead; with "always", all steps; with "never", none.
+        verify: When a known graph is proved again. A proof finds the sample of each row, and shows that samples do not
+            mix. With "first", in the steps 1, 2, 4, 8, ... and every 128th; with a number n, every n-th instead; with
+            "always", in all steps; with "never", in none. New graphs, and those in which values move rows, are always
+            proved.
 
     Raises:
         ValueError: If a layer mixes samples or cannot be captured, or the value of an argument is invalid.
@@ -170,15 +171,14 @@ class PerSampleGradientClipper(Explained):
         """Clip the gradients of the last ``loss.backward()``, and add them to the sums for `pre_step`.
 
         Args:
-            batch_size: The number of samples. It is needed if no argument of the forward is a tensor, or if a forward
-                of the module got an output of another. With several processes, a process without samples may pass 0
+            batch_size: The number of samples. It is needed if no argument of the forward is a tensor, or if one call of
+                the module used an output of another. With several processes, a process without samples may pass 0
                 instead of calling ``loss.backward()``.
 
         Raises:
             RuntimeError: If there was no backward, or for a non-finite sample with ``nonfinite="raise"``.
             ValueError: If a layer saw another number of samples than the others, or than ``batch_size``, or if
-                ``batch_size`` is needed. Also if gradients of several forwards of the module have arrived, and no graph
-                joins them.
+                ``batch_size`` is needed. Also for several calls of the module, unless one used an output of another.
         """
         engine, mean = self._engine, self.loss_reduction == "mean"
         with engine.processes.start("clip_and_accumulate", engine.attachment.params, mean):
@@ -247,12 +247,12 @@ class PerSampleGradientClipper(Explained):
     def rows(self, *samples: Tensor, batch_size: int) -> AbstractContextManager[None]:
         """Return a context in which forwards of the module get rows of several samples, such as the nodes of graphs.
 
-        Rows of samples in order, such as those of ``x.flatten(0, 1)`` in the module, are followed without it. Blocks
-        may not be nested. The backward may run after the block.
+        `backward` finds the sample of each row itself, and only needs ``batch_size`` if no argument of the module has
+        that size. Before `clip_and_accumulate`, the samples of the rows of outputs are believed. Blocks may not be
+        nested. The backward may run after the block.
 
         Args:
-            *samples: The sample that each row belongs to: a vector of integers for each number of rows. It counts for
-                arguments of the forward, and for tensors without a graph whose samples are not known otherwise.
+            *samples: The sample that each row belongs to: a vector of integers for each number of rows.
             batch_size: The number of samples.
 
         Raises:

@@ -35,7 +35,7 @@ from torchzero_clip.per_sample.samples.prover import Prover, Schedule, Verify
 from torchzero_clip.per_sample.samples.refusals import not_repeatable, runs_in_backward
 from torchzero_clip.per_sample.unclipped import refuse_unclipped, watch_steps
 
-PRIVATE = 16  # steps after which what is proved is proved again in private training
+PRIVATE = 16  # in private training, every 16th step is proved again
 _ALL = 'run the model sample by sample: whole=("",)'
 IS_PACKED = partial(type.__instancecheck__, PackedSequence)  # not in Python, because it sees all that forwards get
 
@@ -163,7 +163,7 @@ class Engine:
         self.phase = Phase.IDLE
         self.captured = CapturedGradients(self._memory)
         self.numbers: Counter[Hashable] = Counter()
-        """How many calls of each kind this forward has had."""
+        """How many calls of each kind this forward has made."""
         self._calls: Counter[int] = Counter()  # how often each layer was called, by its id
         self._tasks: set[int] = set()
 
@@ -306,12 +306,12 @@ class Engine:
 
     @contextmanager
     def nested(self) -> Generator[None]:
-        """A block for backwards in a backward of the user."""
+        """A block for further backwards inside a backward of the user."""
         with self._retaining(), shown_as_before(self.attachment.model):
             yield
 
     def backward_began(self) -> None:
-        """A backward of the user runs."""
+        """Note that a backward of the user runs."""
         self.phase = Phase.BACKWARD
         task = current_graph_task_id()
         if task not in self._tasks:  # several, if a reentrant checkpoint runs a backward in a backward
@@ -323,7 +323,7 @@ class Engine:
         self.captured.joins.append((forward, earlier))
 
     def check_joined(self) -> None:
-        """Raise, and drop all gradients, if they are of several forwards of the model that no graph joins."""
+        """Raise, and drop all gradients, if they are of several calls of the model that are not connected."""
         try:
             self.captured.check_joined()
         except ValueError:

@@ -37,12 +37,12 @@ def check_per_sample(
 
     In float64, on a copy of the model, it compares the norms of every parameter and the clipped sums with those of
     samples alone, in every memory mode. The clipper proves that samples do not mix, and names the layer where they do.
-    All of this is done with noise on the parameters too, because a factor of zero can hide a difference. It takes 2 B
-    backwards of single samples. So check once, with a few samples that differ.
+    It does all of this twice, once with noise on the parameters, because a factor of zero can hide a difference. This
+    takes 2 B backwards of single samples. So check once, with a few samples that differ.
 
-    It finds wrong rules, samples that mix, also by values without a gradient, a batch dimension in another place than
-    declared, and a loss that is not the declared mean or sum over samples. It does not find errors that occur only in
-    another mode, or with other values, lengths or numbers of samples.
+    It finds wrong rules, samples that mix even without a gradient, a batch dimension in another place than declared,
+    and a loss that is not the declared mean or sum over samples. It does not find errors that occur only in another
+    mode, or with other values, lengths or numbers of samples.
 
     Args:
         model: The model. If it draws random numbers, as dropout does, call ``eval()`` first.
@@ -60,7 +60,8 @@ def check_per_sample(
 
     Raises:
         ValueError: If gradients differ from those of samples alone. The message names the first layer, in the order of
-            the model, or the declared reduction. Also if the model draws random numbers or cannot be clipped.
+            the model, or the declared reduction. Also if the model draws random numbers, cannot be clipped, or is
+            on a device without float64.
         RuntimeError: If samples mix, with the name of the layer. Also if a parameter is used outside the call of its
             layer, or ``loss_fn`` fails for a single sample.
         TypeError: If an argument has the wrong type.

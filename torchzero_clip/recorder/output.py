@@ -21,7 +21,7 @@ from torchzero_clip.recorder.series import spikes_among
 
 REMEMBERED = 1000  # how many earlier joint norms are used to find spikes among the next ones
 BLOCK = 100
-WITH_LAYERS = 100  # the layers of so many first steps are written, with which another run can be compared
+WITH_LAYERS = 100  # for comparisons with other runs, the layers of this many first steps are written
 IN_A_ROW = 10  # in a series of spikes or refused steps, the layers of so many steps are written
 FIRST = 10
 SECONDS = 30.0

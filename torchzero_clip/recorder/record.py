@@ -105,19 +105,19 @@ class Readable(ABC):
     def compare(self, other: "Readable") -> Comparison:
         """Find the first step, and the layers, whose norms differ from those of another run by more than rounding.
 
-        It answers why the norms under FSDP, tensor or expert parallelism, offload or another precision are not those of
-        one process. Train both from the same weights with the same data. Layers are joined by their names, without
-        what wrappers add to them, such as ``module.``.
+        It shows why the norms under FSDP, tensor or expert parallelism, offload or another precision are not those of
+        one process. Train both from the same weights with the same data. Layers are matched by name, without what
+        wrappers add, such as ``module.``. So use the same ``by=`` in both.
 
-        A layer differs if ``|a - b| > max(4 P, 8 D) max(a, b, joint / 64)``. P is the precision in which gradients were
-        computed, as the record knows it, and D the largest difference of the steps before, because runs drift apart by
-        rounding. If the trainer told its own norm to `Recorder.report_norm`, that is compared with the recorded norm.
+        A layer differs if ``|a - b| > max(4 P, 8 D) max(a, b, joint / 64)``. P is the ``precision`` of the records. D
+        is the largest relative difference in the steps before, because runs drift apart by rounding. Norms that were
+        passed to `Recorder.report_norm` are compared with the recorded ones of the same run.
 
         Args:
             other: The record of the other run, or its recorder.
 
         Returns:
-            What differs, and what explains it, as far as it shows. Print it.
+            What differs, and guesses why. Print it.
 
         Raises:
             ValueError: If the records have no step in common.
@@ -127,6 +127,7 @@ class Readable(ABC):
             >>> import torch
             >>> from torchzero_clip import SGD, Modular, Recorder
             >>> def run(copies):
+            ...     torch.manual_seed(0)
             ...     model = torch.nn.Linear(2, 1)
             ...     recorder = Recorder(Modular(model, SGD(0.0)))
             ...     (copies * model(torch.ones(1, 2)).sum()).backward()

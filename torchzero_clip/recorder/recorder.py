@@ -163,14 +163,14 @@ class Recorder(Readable):
             self._hooks.reported.add(loss)
 
     def report_norm(self, norm: Tensor | float) -> None:
-        """Report the norm that the trainer itself computed for the next step, before ``optimizer.step()``.
+        """Report the norm that the trainer computed. Call it before ``optimizer.step()``.
 
-        It is recorded as the metric ``"reported_norm"``. Where it differs from the recorded joint norm, `compare` and
-        `worst` say which layers it counts several times or leaves out. Both have to be norms of the same gradients: if
-        the trainer clips them before the step, set its limit to inf.
+        It is recorded as the metric ``"reported_norm"``. If it differs from the recorded joint norm, `compare` and
+        `worst` look for layers that it counts several times or leaves out. Both must be norms of the same gradients:
+        if the trainer clips them before the step, set its limit to inf.
 
         Args:
-            norm: A number, or a tensor of one number, which may wait on the device.
+            norm: A number, or a tensor of one number. This does not synchronize with the GPU.
 
         Raises:
             TypeError: If ``norm`` is not a number.

@@ -1,4 +1,4 @@
-"""Where two runs part: the first step whose norms differ by more than rounding, its layers, and what explains them."""
+"""Where two runs part: the first step whose norms differ by more than rounding, its layers, and a guess why."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,7 +28,7 @@ SMALL = 64.0  # a layer counts as if its norm were at least the joint norm divid
 ROUNDED = {
     True: 2.0**-7,
     False: 1e-5,
-}  # how precise the square of a reported norm is, if all fit into bfloat16, and else
+}  # the precision of the squares of reported norms: if all norms fit into bfloat16, and otherwise
 
 
 class Difference(NamedTuple):
@@ -51,10 +51,10 @@ class Comparison:
     Args:
         step: The first step in which the runs differ by more than rounding; None if there is none.
         layers: The layers that differ there, the largest difference first.
-        findings: What was found, in sentences, the most telling one first.
+        findings: What differs, in sentences.
         only_first: The layers that only the first record has.
-        only_second: Those that only the second one has.
-        ratios: For each step in which both have the norms of layers, the ratio second / first of each common layer.
+        only_second: The layers that only the second record has.
+        ratios: The ratio second / first of each common layer, for each step that was compared by layers.
     """
 
     step: int | None
@@ -148,7 +148,7 @@ class _Pair:
         return one, other
 
     def joint(self, step: int) -> tuple[Tensor, Tensor]:
-        """The joint norms of a step, as vectors of one number; of no number if the layers are others."""
+        """The joint norms of a step, as vectors of one number; empty if the records have other layers."""
         if self.only_first or self.only_second:
             return torch.zeros(0), torch.zeros(0)
         one, other = (record.norm[[record.steps.index(step)]].nan_to_num(nan=-1.0) for record in self.records)
@@ -173,7 +173,7 @@ class _Pair:
         return [Difference(self.names[i], float(norms[0][i]), float(norms[1][i])) for i in order], where
 
     def otherwise(self, step: int, bound: float) -> list[str]:
-        """What else differs in a step with equal gradients: that it was skipped, or a number of a transform."""
+        """What else differs in a step with equal gradients: only one run skipped it, or a limit or factor differs."""
         at = [record.steps.index(step) for record in self.records]
         one, other = (record.reasons[i] for record, i in zip(self.records, at, strict=True))
         if bool(one) != bool(other):
@@ -263,7 +263,7 @@ def _cause(size: float, tolerance: float) -> str:
 
 
 def _unwrapped(names: Sequence[str]) -> dict[str, int]:
-    """The places of names, without what wrappers add to them; with it if two names would become one."""
+    """The places of names without the parts that wrappers add; of full names if two would become equal."""
     short = [".".join(part for part in name.split(".") if part not in WRAPPERS) for name in names]
     chosen = short if len(set(short)) == len(names) else names
     return {name: i for i, name in enumerate(chosen)}
@@ -291,7 +291,7 @@ class LayerSets:
         everything = frozenset(range(len(layers)))
         named |= {f"all layers but {text}": everything - members for text, members in named.items()}
         self.named = {text: members for text, members in named.items() if members}
-        """The places of the layers in sets of one or two patterns, and in all others, by text."""
+        """The places of the layers that match one or two patterns, or all but these, by text."""
         self._places = {name: i for i, name in enumerate(layers)}
 
     def name_of(self, layers: Iterable[str]) -> str | None:
@@ -322,7 +322,7 @@ def reported_otherwise(record: Data) -> str | None:
     apart = ((squares - 1).abs() > tolerance).nonzero().flatten().tolist()
     if not apart:
         return None
-    usable, squares = usable[apart[0] :], squares[apart[0] :]  # it may begin in the middle of a run
+    usable, squares = usable[apart[0] :], squares[apart[0] :]  # the difference may begin in the middle of a run
     since = f", from step {record.steps[int(usable[0])]} on" if apart[0] else ""
     size = float(squares.median().sqrt())
     if size > 1 and bool(((squares / size**2 - 1).abs() <= 4 * tolerance).all()):
@@ -332,10 +332,10 @@ def reported_otherwise(record: Data) -> str | None:
 
 
 def _counted_otherwise(record: Data, squares: Mapping[int, float], tolerance: float) -> str | None:
-    """The layers that were counted several times, or not at all.
+    """Says which layers were counted several times, or not at all.
 
-    If layers count k times, the square of the reported norm is larger than that of the joint norm by k - 1 times the
-    squares of their norms, in each step.
+    If layers count k times, the square of the reported norm exceeds that of the joint norm by k - 1 times the sum of
+    the squares of their norms, in each step.
     """
     steps = [i for i in squares if record.steps[i] in set(record.layer_steps)]
     if not steps or not record.layers:

@@ -98,7 +98,7 @@ class Forward:
 
     @functools.cached_property
     def memory_of_values(self) -> set[int]:
-        """That of arguments which are no indices."""
+        """The memory of the arguments that are not indices."""
         return memory_of([x for x in self._alive if x.dtype != torch.int64])
 
     @property
@@ -107,7 +107,7 @@ class Forward:
 
     @functools.cached_property
     def has_batch_of_numbers(self) -> bool:
-        """True if all arguments are 0, 1, 2, ..., or there is only one: one of them must be the batch."""
+        """True if all arguments are 0, 1, 2, ..., or there is only one, because one of them must be the batch."""
         return len(self._alive) == 1 or all(map(counts_up, self._alive))
 
     def is_batch(self, tensor: Tensor) -> bool:
@@ -212,7 +212,7 @@ class CapturedGradients:
                 )
 
     def check_joined(self) -> None:
-        """Raise a ValueError if gradients are of several forwards of the model that no graph joins."""
+        """Raise a ValueError if gradients are of several calls of the model, of which none uses another's output."""
         rest = {forward for forward in self.forwards if not forward.direct}
         group = [rest.pop()] if rest else []
         for one in group:  # grows
@@ -221,9 +221,9 @@ class CapturedGradients:
             rest -= near
         if rest:
             raise ValueError(
-                f"gradients of {len(group) + len(rest)} forwards of the model have arrived, which no graph joins, so "
-                "that their samples cannot be compared. If each forward got a part of the batch, run a backward for "
-                "each part. If all of them got the same samples, use backward(losses)"
+                f"gradients of {len(group) + len(rest)} calls of the model have arrived, and not all of them are "
+                "connected by outputs that another call uses, so their samples cannot be compared. If each call got a "
+                "part of the batch, run a backward for each part. If all got the same samples, use backward(losses)"
             )
 
     def check_one_batch(self) -> None:

@@ -212,9 +212,9 @@ class GradSampleModuleFastGradientClipping(nn.Module):
     ) -> None:
         """Pass the gradient of an output yourself, for a call that was not captured. The module runs again under vmap.
 
-        A gradient without a graph is not proved: entry i of the gradient must be of sample i of the inputs, and of no
-        other. All calls in a forward of this wrapper are captured. Do not pass their gradients, because they would
-        count twice.
+        A gradient without a graph is not proved: entry i of the gradient must belong to sample i of the inputs only.
+        All calls in a forward of this wrapper are captured. Do not pass their gradients, because they would count
+        twice.
 
         Args:
             module: A module of the model.

@@ -58,9 +58,9 @@ class PrivateGradientClipper(PerSampleGradientClipper):
         nonfinite: "zero": samples whose gradient has an inf or a NaN add zeros. "raise" is refused, because an error
             would tell that there is such a sample.
         whole: As in `PerSampleGradientClipper`.
-        verify: How often it is proved again that samples do not mix, as in `PerSampleGradientClipper`, but at least in
-            each 16th step. "never" is refused. A proof also raises for gates and masks between samples, and for rows
-            whose gradients are too large or too small to be proved.
+        verify: As in `PerSampleGradientClipper`, but at least every 16th step is proved, and "never" is refused. A
+            proof also raises for gates and masks between samples, and for rows whose gradients are too large or too
+            small.
 
     Raises:
         ValueError: If a layer mixes samples or cannot be captured, or the value of an argument is invalid.

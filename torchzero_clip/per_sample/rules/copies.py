@@ -25,7 +25,7 @@ def copy_of(layer: CapturedLayer, param: nn.Parameter, value: Tensor, count: int
 
 
 def _never() -> bool:
-    """Whether samples may share copies of a parameter: each is of one row, which is of one sample."""
+    """Whether samples may share copies of a parameter, because each copy is of one row, which is of one sample."""
     return False
 
 

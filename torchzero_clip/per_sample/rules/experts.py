@@ -83,7 +83,7 @@ class Taken(torch.autograd.Function):
 class ByExperts(torch.autograd.Function):
     """Multiplies rows, sorted by expert, by the weight (d, p) of their expert.
 
-    Autograd would save the numbers of rows, which are others in each step, so that each step had to be proved.
+    Autograd would save the numbers of rows. They change in each step, so each step would have to be proved.
     """
 
     @staticmethod

@@ -87,7 +87,7 @@ class Layer(Protocol):
         ...
 
     def is_table(self, input: Tensor, *, learned: bool = False) -> bool:
-        """True for a tensor that was found to be shared by all samples, or has not their number of rows."""
+        """True for a tensor that all samples were found to share, or whose number of rows is another than theirs."""
         ...
 
     def share_table(self, input: Tensor, forward: Forward) -> bool:
@@ -303,7 +303,7 @@ def _by_position(func: Any, kind: str, leaves: list[Any], rebuilt: Rebuild, othe
 
 
 def _written(call: "_Call", target: Tensor, first: BroadcastRow, write: Callable[[], Any]) -> Any:
-    """Write rows into a tensor of no sample. The module that holds the parameters goes on with a row in its place."""
+    """Write rows into a tensor that is of no sample. The module of the parameters then uses a row in its place."""
     written: dict[int, Any] | None = first._layer.written
     if written is None:
         return NotImplemented
@@ -322,7 +322,7 @@ def _changed(call: "_Call", target: Any, first: BroadcastRow, change: Callable[[
 
 
 def _places(layer: Layer, tensors: dict[int, Tensor], count: int, *, squares: bool, changes: bool) -> dict[int, Place]:
-    """The places of samples in tensors, by their sizes. All samples share other tensors, as square tables."""
+    """The places of samples in tensors, by their sizes. All samples share other tensors, such as square tables."""
     model, dim, places = layer.engine.attachment.model, layer.engine.batch_dim, dict[int, Place]()
     own = memory_of((*model.parameters(), *model.buffers()))
     for i, x in tensors.items():

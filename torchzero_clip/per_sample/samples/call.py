@@ -24,7 +24,7 @@ Reduce = Callable[[Tensor], Tensor]
 class Samples(NamedTuple):
     """The input of a layer, with ``leading`` dimensions before those of a single position.
 
-    If the layer got one row for all samples, ``had_dim`` says whether that had the batch dimension, which is ``dim``.
+    If the layer got one row for all samples, ``had_dim`` says whether the row had the batch dimension, ``dim``.
     """
 
     tensor: Tensor
@@ -38,7 +38,7 @@ class Layer(Protocol):
     """What a call asks of the layer that it is of. A layer is printed in errors."""
 
     name: str
-    """That in the model: empty for the model itself."""
+    """The name in the model: empty for the model itself."""
 
     @property
     def way_out(self) -> str:
@@ -53,11 +53,14 @@ class Layer(Protocol):
 class Call:
     """One call of a layer.
 
-    ``kind`` is what it has in common with calls in other forwards. ``shape`` is that of the rows, and ``leading``
-    says how many dimensions of the gradient they have. ``reduce`` makes the samples of items, such as sequences, of
-    those of rows; the shape is then that of the items. Rows of ``copies`` were made for the samples, in their order.
-    ``declared`` is the dimension of the samples in an argument of the model. ``on_shared`` notes that all
-    samples share the rows, as those of positions, and returns True if that is possible.
+    Args:
+        kind: What it has in common with calls in other forwards.
+        shape: The shape of the rows, or of the items if there is a ``reduce``.
+        leading: How many dimensions of the gradient the rows have.
+        reduce: Turns the samples of rows into the samples of items, such as sequences.
+        copies: True if the rows are copies that were made for the samples, in their order.
+        declared: The dimension of the samples, if the input is an argument of the model.
+        on_shared: Notes that all samples share the rows, such as positions. Returns True if that is possible.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """The classic form: proofs from the outputs of the model, inside of an ordinary backward.
 
-Nobody has the losses there. So when the gradient of an output arrives, and before the rest of the graph runs, a nested
-backward of this gradient times powers proves the samples of all layers behind. The outputs must have the samples in the
-declared dimension. What arrives at a layer must then be what has come through the outputs.
+The losses are not known there. When the gradient of an output arrives, a nested backward runs before the rest of the
+graph. It multiplies this gradient by powers, and so proves the samples of all layers before the output. The outputs
+must have the samples in the declared dimension. The gradient of a layer must then be what came through the outputs.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from torchzero_clip.per_sample.samples.proof import Backward, Proof
 from torchzero_clip.per_sample.samples.prover import Prover
 from torchzero_clip.per_sample.samples.refusals import not_repeatable, runs_in_backward
 
-ELSEWHERE = "they get gradients from elsewhere than outputs of the model"
+ELSEWHERE = "a part of their gradient did not come through the outputs of the model"
 
 
 class Host(Protocol):
@@ -58,7 +58,7 @@ class Host(Protocol):
 
 
 class Classic:
-    """Finds the samples of all calls in backwards that the user runs."""
+    """Finds the samples of all calls in backwards that the user starts."""
 
     def __init__(self, host: Host, prover: Prover) -> None:
         self._host, self._prover = host, prover
@@ -196,7 +196,7 @@ class Classic:
                     rows = place.rows(grad.shape, count).to(grad.device)
                     self._prove(forward, (before[0], before[1]), grad, rows, count)
                 return place, count
-        raise call.layer.unknown_rows("no gradient of an output of the model has told them")
+        raise call.layer.unknown_rows("no gradient of an output of the model shows them")
 
 
 def _differ(one: Tensor, other: Tensor) -> bool:

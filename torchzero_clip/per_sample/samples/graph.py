@@ -20,7 +20,8 @@ CHECKPOINT = "CheckpointFunctionBackward"
 def shorten(outputs: Sequence[Tensor], inputs: Sequence[Tensor], name: Hashable) -> None:
     """Let the walk go from outputs, which are made by `torch.cat`, to inputs, past functions that ``name`` stands for.
 
-    These leave rows with their samples, and are as many as a sequence is long: the number does not matter.
+    These functions keep each row with its sample. There are as many as a sequence is long, so that the graph would
+    otherwise be new for each length.
     """
     edges = [(x.grad_fn, x.output_nr) for x in inputs if x.grad_fn is not None]
     for x in outputs:
@@ -32,9 +33,9 @@ def shorten(outputs: Sequence[Tensor], inputs: Sequence[Tensor], name: Hashable)
 class Graph:
     """The functions of a backward from some roots: one walk finds them all.
 
-    Graphs with one `outline` have the same functions, connected in the same way. Those with one `key` also save the
-    same numbers. They give rows to the same samples, if `moves` is False, and if the samples in the output of each of
-    the `sites` are in none of its dimensions.
+    Graphs with equal `outline` have the same functions, connected in the same way. With equal `key`, they also save the
+    same numbers. Their rows then belong to the same samples, if `moves` is False, and if no function of `sites` moves
+    rows along the dimension of the samples.
     """
 
     def __init__(self, roots: Iterable[Node | None], count: int, *, to_outputs: bool = False) -> None:

@@ -1,8 +1,9 @@
 """Which functions of a graph may give rows to other samples by the values of tensors that they save.
 
-A function that saves numbers alone, such as a transposition, does what these numbers say, and they are in the hash of
-the graph. So does a function of tensors of floats, such as a product: where these could let a gradient go, a backward
-with NaN finds out. Every other function *moves* rows, unless it is listed here. What is not known moves.
+A function that saves only numbers, such as a transposition, does what these numbers say, and they are in the hash of
+the graph. A function that saves tensors of floats, such as a product, does not move rows either: a backward with NaN
+shows where it could let a gradient pass. Every other function *moves* rows, unless it is listed here, and so does every
+unknown one.
 """
 
 import itertools
@@ -49,7 +50,7 @@ FIXED = frozenset(
         *("ScaledDotProductEfficientAttention", "ScaledDotProductFusedAttentionOverrideable", "MultilabelMarginLoss"),
     )
 )
-"""Functions that save other tensors, but leave each row at its place: masks, statistics, and workspaces."""
+"""Functions that save other tensors, but leave each row in its place: masks, statistics, and workspaces."""
 
 CHOICES = frozenset(
     f"{name}Backward{number}"
@@ -69,7 +70,7 @@ POOLING = {
 """Functions that move entries along their last dimensions only."""
 
 BY_EQUALITY = frozenset({"MaxBackward1", "MinBackward1", "MedianBackward0", "NanmedianBackward0", "RenormBackward0"})
-"""Functions of floats that move rows by them, where no NaN would pass."""
+"""Functions of floats that move rows by the values of floats. NaN would not show it."""
 
 IDENTITIES: set[Any] = {BackwardHookFunction, DDPSink}
 """Functions of torch and of this package that leave rows where they are, or whose rows the package knows."""
@@ -200,7 +201,7 @@ def _last(count: int, node: Node) -> Axes:
 
 
 def _along(node: Any) -> Axes:
-    """The saved dimension of the output. A reduction has it no more, so that its output has other dimensions only."""
+    """The saved dimension of the output. After a reduction, the output has only the other dimensions."""
     dim, ndim = node._saved_dim, len(_shape(node))
     reduced = getattr(node, "_saved_keepdim", True) is False and hasattr(node, "_saved_self_sym_sizes")
     ndim += reduced

@@ -1,4 +1,4 @@
-"""Where the samples of a batch are among the rows of a layer, and what of it is kept for batches of other sizes."""
+"""Where the samples of a batch are among the rows of a layer, and what is kept of it for batches of other sizes."""
 
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# in place of a sample: the gradient of a row is 0, so that it may be of any sample; its ratio cannot be told; it is of
-# several samples
+# in place of a sample: for a row whose gradient is 0, which may be of any sample; for a row whose ratio is not known;
+# and for a row of several samples
 ZERO, UNTOLD, MIXED = -1, -2, -3
 GRAPHS = 1024  # the most outlines of graphs of which something is kept
 PATTERNS = 4096  # the most patterns of one outline
@@ -91,7 +91,7 @@ class Known:
     patterns: dict[Hashable, Pattern | None] = field(default_factory=dict)
     """Where the samples are in each call, by the key of the graph and its kind. None if they have no pattern."""
     silent: set[Hashable] = field(default_factory=set)
-    """The calls, by the same, that got zeros alone in all proofs."""
+    """The calls, by the same keys, that got only zeros in all proofs."""
     moves: bool = False
     """True if values decide which sample a row belongs to, in one of the graphs, so that each step is proved."""
 
@@ -102,7 +102,7 @@ class Known:
         self.patterns[key] = pattern
 
     def note_silence(self, key: Hashable, *, is_silent: bool) -> None:
-        """Note whether a call of one kind got zeros alone in a proof."""
+        """Note whether a call of one kind got only zeros in a proof."""
         if not is_silent:
             self.silent.discard(key)
         elif len(self.silent) < PATTERNS:

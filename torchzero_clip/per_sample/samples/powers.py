@@ -1,8 +1,8 @@
 """Proves the sample of each row, by further backwards of the losses times powers of two.
 
 A backward is linear, so the gradient of a row of one sample is multiplied by exactly the power of this sample. Another
-ratio belongs to a row of several samples, or to a backward that is not linear. There are 16 factors: each sample gets a
-number, in a random order, and each further backward tells one digit of it in base 16.
+ratio belongs to a row of several samples, or to a backward that is not linear. There are 16 factors: each sample gets
+another random number, and each further backward shows one digit of it in base 16.
 """
 
 from collections.abc import Sequence
@@ -16,17 +16,17 @@ from torchzero_clip.per_sample.samples.pattern import MIXED, UNTOLD, ZERO
 
 PIECE = 1 << 22  # bytes of gradients that are compared at a time
 WIDE = tuple(range(1, 65, 9))
-"""The exponents of two. Float32 has room for gradients of up to 2**63. Means of up to 256 rows, squares and signs turn
-none of these powers into another."""
+"""The exponents of two. In float32, gradients of up to 2**63 do not overflow. Means of up to 256 rows, squares and
+signs turn none of these powers into another."""
 NARROW = (-1, 1)
-"""Those in float16, which has room for no others."""
+"""The exponents in float16, where larger ones overflow."""
 SMALL = 2.0**26  # in smallest normal numbers: larger gradients are rounded as their multiples are
 SMALL_NARROW = 2.0**4
 UNDERFLOW = 4.0  # in smallest normal numbers: what underflow may change in an entry of a row
 
 
 class Powers:
-    """The factors of so many samples in each of some further backwards."""
+    """The factor of each of ``count`` samples in each further backward."""
 
     def __init__(self, count: int, random: Random, *, narrow: bool = False) -> None:
         self.exponents: Sequence[int] = NARROW if narrow else WIDE

@@ -46,19 +46,19 @@ class Stage(Enum):
     POWERS = auto()
     NAN = auto()
     AGAIN = auto()
-    """Whether the graph gives the same gradients twice, for an error."""
+    """Whether the graph gives the same gradients twice; only for an error."""
     ALONE = auto()
-    """One sample alone, for an error."""
+    """One sample alone; only for an error."""
     EACH = auto()
     """One sample alone, for rows that all samples share."""
     EXTRA = auto()
-    """Another process needs it."""
+    """None here, but another process needs one more backward."""
 
 
 class Proof:
     """The proof of one graph. ``half`` says which samples get NaN, and ``like`` has the dtype of factors.
 
-    A ``strict`` one raises if values could let a gradient go from one sample to another, or if a row is not proved.
+    A ``strict`` proof raises if values could let a gradient pass from one sample to another, or if a row is not proved.
     ``late`` are calls that the ordinary backward has reached already, if only these are proved.
     """
 
@@ -110,7 +110,7 @@ class Proof:
         for weights in self._powers.weights(like):
             self._run(Stage.POWERS, backward, weights)
         if self._has_nan:
-            # NaN times 0 is NaN, so it goes wherever other values could let a gradient go
+            # NaN times 0 is NaN, so it passes wherever other values could let a gradient pass
             with torch.autograd.set_detect_anomaly(False):  # which raises at a NaN
                 self._run(Stage.NAN, backward, torch.where(self._half, torch.nan, 0.0).to(like))
         for _ in range(at_least - self.backwards):
@@ -167,7 +167,7 @@ class Proof:
             self._share(shared, backward, like)
 
     def close(self) -> None:
-        """Drop what backwards have brought."""
+        """Remove the hooks, and drop the gradients."""
         for handle in self._handles:
             handle.remove()
         for call in self.graph.calls:
@@ -193,7 +193,7 @@ class Proof:
         return watch
 
     def _sites_move(self) -> bool:
-        """True unless the samples at each site are in a dimension along which it moves nothing."""
+        """True unless, at each site, the samples are in a dimension along which rows do not move."""
         for i, (_, axes) in enumerate(self.graph.sites):
             if i not in self._sites:
                 return True
@@ -220,7 +220,7 @@ class Proof:
         return self._has_nan and trace.reached is not None and self._reaches_others(trace.reached, rows)
 
     def _leaks(self, trace: Trace, rows: Tensor, backward: Backward, like: Tensor) -> bool:
-        """True if half of the samples alone give gradients to rows of others, which ratios show only up to rounding."""
+        """True if half of the samples alone give gradients to rows of others. Ratios show this only up to rounding."""
         self._run(Stage.ALONE, backward, self._half.to(like))
         return trace.reached is not None and self._reaches_others(trace.reached, rows)
 

@@ -148,7 +148,7 @@ class Prover:
                 call.clear()
 
     def contributions(self, call: Call, grad: Tensor, inputs: Sequence[Tensor]) -> list[Contribution]:
-        """The contributions of a call whose samples were known before the backward of losses. None yet of late ones."""
+        """The contributions of a call whose samples were known before the backward; none yet of a late call."""
         count = self.count or 0
         where = call.where
         if call.is_silent:

@@ -17,8 +17,8 @@ def mixed(layer: Layer, givers: Sequence[int]) -> RuntimeError:
         )
     return RuntimeError(
         f"the model or the loss {what} in this layer or later. A loss over all tokens, such as that of a router of "
-        "experts, has to be computed for each sample. If all samples share the "
-        "rows, as positions, give them a first dimension of size 1: x[None]. If the samples are in another dimension, "
+        "experts, has to be computed for each sample. If all samples share the rows, such as positions, give them a "
+        "first dimension of size 1: x[None]. If the samples are in another dimension, "
         f"declare batch_first. Nothing was changed{layer.way_out}"
     )
 
@@ -46,7 +46,7 @@ def reentrant() -> RuntimeError:
 def runs_in_backward(layer: Layer) -> RuntimeError:
     """The error for a layer that first runs in a backward."""
     return RuntimeError(
-        f"{layer} runs in the backward of a function, where samples cannot be told apart: use "
+        f"{layer} first runs in the backward of a function, where samples cannot be told apart: use "
         f"torch.utils.checkpoint with use_reentrant=False{layer.way_out}"
     )
 
@@ -71,7 +71,7 @@ def too_small(layer: Layer, why: str = "") -> RuntimeError:
     """The error for rows without a pattern whose gradients have no ratio."""
     return RuntimeError(
         f"{layer} got rows whose samples are not known, because some of their gradients are not finite, too large or "
-        f"too small{why and f'. {why}'}: scale the losses, or leave samples out whose loss is not finite, and run "
+        f"too small{why and f'. {why}'}: scale the losses, or leave out samples whose loss is not finite, and run "
         f"forward and backward again{layer.way_out}. Nothing was changed"
     )
 
