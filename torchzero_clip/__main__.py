@@ -18,13 +18,13 @@ Recorder(optimizer, path="run.jsonl") writes the file.
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command, and return its exit status: 1 after an error, or if two records differ."""
+    """Run one command, and return its exit status: 1 after an error. `compare` has 1 for a difference, 2 for an error."""
     options = _parser().parse_args(arguments)
     try:
         return options.run(options)
     except (OSError, ValueError, OverflowError, ModuleNotFoundError) as error:
         sys.stderr.write(f"error: {_in_one_line(error)}\n")
-        return 1
+        return options.error
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -37,17 +37,18 @@ def _parser() -> argparse.ArgumentParser:
     share = "the share of usual steps that the limit clips, above 0 and below 1 (default: %(default)s)"
     suggest.add_argument("--share-clipped", type=float, default=0.01, metavar="SHARE", help=share)
     suggest.add_argument("--plot", metavar="FILE", help="save a picture of the norms and the limit, such as limit.png")
-    suggest.set_defaults(run=_suggest)
+    suggest.set_defaults(run=_suggest, error=1)
     report = commands.add_parser("report", help="write an HTML page with pictures, the worst steps and layers")
     report.add_argument("file", help="the file that a Recorder wrote, such as run.jsonl")
     place = "where to write the page (default: %(default)s)"
     report.add_argument("-o", "--output", default="report.html", metavar="FILE", help=place)
-    report.set_defaults(run=_report)
+    report.set_defaults(run=_report, error=1)
     compare = commands.add_parser("compare", help="print where the norms of two runs part; exit with 1 if they do")
     for place in ("first", "second"):
         compare.add_argument(place, help=f"the file of the {place} run")
     compare.add_argument("--plot", metavar="FILE", help="save a picture of the ratios of layers by steps")
-    compare.set_defaults(run=_compare)
+    compare.add_argument("--runs", nargs=2, metavar=("FIRST", "SECOND"), help="the ids of runs, if files have several")
+    compare.set_defaults(run=_compare, error=2)
     return parser
 
 
@@ -66,7 +67,8 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _compare(options: argparse.Namespace) -> int:
-    comparison = read_record(options.first).compare(read_record(options.second))
+    runs = options.runs or (None, None)
+    comparison = read_record(options.first, runs[0]).compare(read_record(options.second, runs[1]))
     if options.plot is not None:
         comparison.plot(options.plot)
     sys.stdout.write(f"{comparison}\n")

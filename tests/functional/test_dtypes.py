@@ -96,6 +96,8 @@ def test_the_dtype_of_norms_is_chosen_for_a_kind_of_device(monkeypatch):
     [
         ("cpu", torch.float32, ValueError, "device_type must not be 'cpu'"),
         ("cuda", torch.float16, ValueError, "dtype"),
+        ("gpu", torch.float32, ValueError, "device_type must be a kind of device"),
+        ("cuda:0", torch.float32, ValueError, "without a number"),
         (META, torch.float32, TypeError, "device_type"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 
 from torchzero_clip import SGD, ClipNorm, Modular, Record, Recorder, read_record
 from torchzero_clip.__main__ import main
+from torchzero_clip.recorder.data import Ratios
 from torchzero_clip.recorder.two_runs import LayerSets
 
 NAMES = [f"blocks.{i}.{part}" for i in range(3) for part in ("norm.weight", "norm.bias", "mlp.weight", "mlp.bias")]
@@ -44,12 +46,49 @@ def test_equal_runs_differ_in_nothing():
     comparison = record().compare(record())
     assert not comparison.differs
     assert comparison.step is None
-    assert str(comparison) == "The runs are equal up to rounding in all 30 steps."
+    assert str(comparison) == "The norms of 14 layers in 30 steps are equal up to rounding."
 
 
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod."])
 def test_names_are_joined_without_those_of_wrappers(prefix):
     assert not record().compare(record([prefix + name for name in NAMES])).differs
+
+
+def test_a_common_prefix_of_all_names_is_left_out():
+    names = [f"net.model.{name}" for name in NAMES]
+    assert not record(names).compare(record()).differs
+    assert record(names).compare(changed({0: 2.0})).step == 10
+
+
+def test_without_common_names_the_joint_norms_are_compared():
+    names = [f"layer_{i}" for i in range(14)]
+    same, other = (record().compare(replace(made, layers=names)) for made in (record(), changed({0: 2.0})))
+    assert same.differs
+    assert str(same).startswith(
+        "The joint norms of 30 steps are equal up to rounding.\nOnly the first run has 14 layers"
+    )
+    assert other.step == 10
+    assert "the joint norms differ" in other.findings[0]
+
+
+def test_steps_without_layers_are_counted():
+    made = record()
+    made = replace(made, layer_steps=[0, 1], layer_norms=made.layer_norms[:2])
+    text = "The norms of 14 layers in 2 steps and the joint norms of 28 steps are equal up to rounding."
+    assert str(made.compare(made)) == text
+
+
+def test_other_weights_are_said_first():
+    weights = torch.arange(1, 15, dtype=torch.float64)
+    pair = [
+        replace(made, ratios=[Ratios(0, weights * factor, weights)])
+        for made, factor in ((record(), 1.0), (changed({0: 2.0, 1: 2.0}, begin=0), 1.1))
+    ]
+    found = pair[0].compare(pair[1]).findings
+    assert found == [
+        "The weights of 14 layers differ already before step 0.",
+        "Step 0: 2 of 14 layers, `blocks.0.norm`, differ.",
+    ]
 
 
 def test_a_wrapped_part_has_the_name_of_the_part():
@@ -127,6 +166,7 @@ def test_a_small_layer_is_judged_against_the_joint_norm():
 def test_layers_of_one_run_only_are_listed():
     comparison = record().compare(record([*NAMES[:-1], "extra"]))
     assert (comparison.only_first, comparison.only_second) == (["head.bias"], ["extra"])
+    assert comparison.differs
     assert "Only the second run has 1 layer: extra." in str(comparison)
 
 
@@ -145,7 +185,7 @@ def test_later_layers_tell_where_the_joint_norm_differs():
     comparison = pair[0].compare(pair[1])
     assert comparison.step == 10
     assert [layer.name for layer in comparison.layers] == [NAMES[0]]
-    assert comparison.findings[0].startswith("Step 10, by the layers of step 20: blocks.0.norm.weight differs, 3 times")
+    assert comparison.findings == ["Step 10, by the layers of step 20: blocks.0.norm.weight differs."]
 
 
 def test_a_step_that_one_run_skipped_is_said():
@@ -263,8 +303,16 @@ def test_a_reported_norm_is_a_metric():
     assert recorder.record().metrics["reported_norm"].tolist()[-2:] == [3.0, 4.0]
     with pytest.raises(TypeError, match="norm"):
         recorder.report_norm("large")
-    with pytest.raises(ValueError, match="one number"):
-        recorder.report_norm(torch.ones(2))
+    for wrong, error in ((torch.ones(2), ValueError), (-1.0, ValueError), (torch.tensor(True), TypeError)):
+        with pytest.raises(error, match="norm must"):
+            recorder.report_norm(wrong)
+
+
+def test_a_norm_before_a_clip_is_not_that_of_some_layers():
+    made = record()
+    reported = made.norm * (1 + torch.rand(STEPS, dtype=torch.float64))
+    found = record().compare(replace(made, metrics={"reported_norm": reported})).findings
+    assert found[0].endswith("no set of layers explains it. Were the gradients clipped in between?")
 
 
 def test_files_are_compared_by_the_command(tmp_path, capsys):
@@ -272,10 +320,24 @@ def test_files_are_compared_by_the_command(tmp_path, capsys):
     for path, factor in zip(paths, (1.0, 1.0, 4.0), strict=True):
         trained(factor, [ClipNorm(1.0)], path=path).close()
     assert main(["compare", *paths[:2]]) == 0
-    assert capsys.readouterr().out == "The runs are equal up to rounding in all 12 steps.\n"
+    assert capsys.readouterr().out == "The norms of 4 layers in 12 steps are equal up to rounding.\n"
     assert main(["compare", paths[0], paths[2], "--plot", str(tmp_path / "ratios.png")]) == 1
     assert capsys.readouterr().out.startswith("Step 5: all 4 layers differ, 4 times as large in the second run")
     assert (tmp_path / "ratios.png").stat().st_size > 1000
+    assert main(["compare", paths[0], str(tmp_path / "missing.jsonl")]) == 2
+
+
+def test_two_runs_of_one_file_are_compared(tmp_path):
+    path = tmp_path / "runs.jsonl"
+    runs = []
+    for factor in (1.0, 4.0):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the second run is appended
+            recorder = trained(factor, path=path)
+            recorder.close()
+        runs.append(recorder.state_dict()["run"])
+    assert main(["compare", str(path), str(path), "--runs", *runs]) == 1
+    assert main(["compare", str(path), str(path), "--runs", runs[0], runs[0]]) == 0
 
 
 def test_a_file_has_the_layers_of_the_first_hundred_steps(tmp_path):

@@ -37,12 +37,17 @@ def set_norm_dtype(device_type: str, dtype: torch.dtype) -> None:
     """
     instance("device_type", device_type, str, 'write "cuda"')
     one_of("dtype", dtype, (torch.float32, torch.float64))
-    kind = torch.device(device_type).type
-    if kind == "cpu":
+    try:
+        kind = torch.device(device_type)
+    except RuntimeError as error:
+        raise ValueError(f"device_type must be a kind of device, such as 'cuda', got {device_type!r}") from error
+    if kind.index is not None:
+        raise ValueError(f"device_type must be a kind of device without a number, got {device_type!r}")
+    if kind.type == "cpu":
         raise ValueError("device_type must not be 'cpu', where norms are float64")
-    _has_float64.pop(kind, None)
+    _has_float64.pop(kind.type, None)
     if dtype == torch.float32:
-        _has_float64[kind] = False
+        _has_float64[kind.type] = False
 
 
 def widest(device: torch.device) -> torch.dtype:

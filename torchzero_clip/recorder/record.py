@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from torchzero_clip.checks import instance
 from torchzero_clip.recorder.data import Data, Layers, Ratios, places_of, widened
 from torchzero_clip.recorder.figures import draw_record
 from torchzero_clip.recorder.files import FilePath
@@ -139,7 +138,8 @@ class Readable(ABC):
             weight  1.414   11.31      8
             bias        1       8      8
         """
-        instance("other", other, Readable, "pass a Record, as read_record() returns")
+        if not isinstance(other, Readable):
+            raise TypeError(f"other must be a Record or a Recorder, got {type(other).__name__}: call read_record(path)")
         return compared(self._with_older(), other._with_older())
 
     def suggest_max_norm(self, share_clipped: float = 0.01, scope: Scope = "joint") -> Suggestion:

@@ -156,9 +156,13 @@ class Recording(Listener):
         if isinstance(norm, Tensor):
             if norm.numel() != 1:
                 raise ValueError(f"norm must be one number, got a tensor of shape {tuple(norm.shape)}")
+            if norm.is_complex() or norm.dtype == torch.bool:
+                raise TypeError(f"norm must be a real number, got a tensor of {norm.dtype}")
             self._reported = {REPORTED: local(summed(norm.detach())).reshape(())}
         else:
             number("norm", norm)
+            if norm < 0:
+                raise ValueError(f"norm must not be negative, got {norm}")
             self._reported = {REPORTED: float(norm)}
 
     def report_late(self, loss: Tensor | float, step: int) -> None:

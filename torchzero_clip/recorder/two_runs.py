@@ -1,7 +1,7 @@
 """Where two runs part: the first step whose norms differ by more than rounding, its layers, and a guess why."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from typing import TYPE_CHECKING, NamedTuple
@@ -64,15 +64,23 @@ class Comparison:
     only_second: list[str] = field(default_factory=list, repr=False)
     ratios: dict[int, Tensor] = field(default_factory=dict, repr=False)
     names: list[str] = field(default_factory=list, repr=False)
+    only_joint: int = field(default=0, repr=False)
+    """In how many other steps only the joint norms were compared."""
 
     @property
     def differs(self) -> bool:
         """True if anything differs: norms, layers, limits, skipped steps, or a reported norm from the recorded one."""
-        return bool(self.findings)
+        return bool(self.findings or self.only_first or self.only_second)
+
+    def _equal(self) -> str:
+        layers = f"the norms of {counted(len(self.names), 'layer')} in {counted(len(self.ratios), 'step')}"
+        joint = f"the joint norms of {counted(self.only_joint, 'step')}"
+        parts = [layers] * bool(self.ratios) + [joint] * bool(self.only_joint)
+        return f"{' and '.join(parts).capitalize()} are equal up to rounding." if parts else "No norm was compared."
 
     @override
     def __str__(self) -> str:
-        lines = list(self.findings) or [f"The runs are equal up to rounding in all {len(self.ratios):,} steps."]
+        lines = list(self.findings) or [self._equal()]
         for which, names in (("first", self.only_first), ("second", self.only_second)):
             if names:
                 shown = ", ".join(names[:MOST_ROWS]) + (", ..." if len(names) > MOST_ROWS else "")
@@ -107,10 +115,12 @@ def compared(first: Data, second: Data) -> Comparison:
             apart = _apart(*norms)
         else:
             apart = _apart(*pair.joint(step))
+            result.only_joint += len(apart)
         if bool((apart > bound).any()):
             result.step = step
             result.layers, where = pair.differences(step, bound)
-            result.findings = [_parted(step, where, result.layers, pair), *pair.weights(step, bound)]
+            weights = pair.weights(step, bound)
+            result.findings = [*weights, _parted(step, where, result.layers, pair, guess=not (weights or where))]
             break
         if found := pair.otherwise(step, bound):
             result.step, result.findings = step, found
@@ -133,6 +143,8 @@ class _Pair:
         named = [_unwrapped(first.layers), _unwrapped(second.layers)]
         if set(first.layers) == set(second.layers):
             named = [{name: i for i, name in enumerate(record.layers)} for record in self.records]
+        if named[0].keys().isdisjoint(named[1]):
+            named = list(map(_without_prefix, named))
         self.names = [name for name in named[0] if name in named[1]]
         self._places = [[places[name] for name in self.names] for places in named]
         self.only_first, self.only_second = ([n for n in named[i] if n not in named[1 - i]] for i in range(2))
@@ -142,16 +154,15 @@ class _Pair:
         if step not in self._with_layers or not self.names:
             return None
         one, other = (
-            record.layer_norms[record.layer_steps.index(step)][places]
-            for record, places in zip(self.records, self._places, strict=True)
+            record.layer_norms_of(step)[places] for record, places in zip(self.records, self._places, strict=True)
         )
         return one, other
 
     def joint(self, step: int) -> tuple[Tensor, Tensor]:
-        """The joint norms of a step, as vectors of one number; empty if the records have other layers."""
-        if self.only_first or self.only_second:
+        """The joint norms of a step, as vectors of one number; empty if only one record has some of the layers."""
+        if self.names and (self.only_first or self.only_second):
             return torch.zeros(0), torch.zeros(0)
-        one, other = (record.norm[[record.steps.index(step)]].nan_to_num(nan=-1.0) for record in self.records)
+        one, other = (record.norm[[record.index(step)]].nan_to_num(nan=-1.0) for record in self.records)
         return one, other
 
     def differences(self, step: int, bound: float) -> tuple[list[Difference], str]:
@@ -174,7 +185,7 @@ class _Pair:
 
     def otherwise(self, step: int, bound: float) -> list[str]:
         """What else differs in a step with equal gradients: only one run skipped it, or a limit or factor differs."""
-        at = [record.steps.index(step) for record in self.records]
+        at = [record.index(step) for record in self.records]
         one, other = (record.reasons[i] for record, i in zip(self.records, at, strict=True))
         if bool(one) != bool(other):
             return [
@@ -189,18 +200,19 @@ class _Pair:
                     texts.append(f"{name} is {values[0]:.4g} and {values[1]:.4g}")
         return [f"Step {step}: the gradients are equal, but {', '.join(texts)}."] if texts else []
 
-    def weights(self, step: int, bound: float) -> Iterator[str]:
+    def weights(self, step: int, bound: float) -> list[str]:
         """Says that the weights differ before any update."""
         pairs = zip(self.records, self._places, strict=True)
         both = [{ratios.step: ratios.params[places] for ratios in record.ratios} for record, places in pairs]
         if step == self.steps[0] and step in both[0].keys() & both[1].keys():
             count = int((_apart(both[0][step], both[1][step]) > bound).sum())
             if count:
-                yield f"The weights of {counted(count, 'layer')} differ already before this step."
+                return [f"The weights of {counted(count, 'layer')} differ already before step {step}."]
+        return []
 
     def dead(self) -> list[str]:
         """Says that a comparison tells nothing, because all norms are 0 or constant."""
-        norms = [record.norm[[record.steps.index(step) for step in self.steps]] for record in self.records]
+        norms = [record.norm[list(map(record.index, self.steps))] for record in self.records]
         if all(bool((x == 0).all()) for x in norms):
             return ["All gradients are 0 in both runs, so that nothing was compared."]
         if len(self.steps) > 2 and all(bool((x == x[0]).all()) for x in norms):
@@ -218,7 +230,8 @@ def _apart(one: Tensor, other: Tensor) -> Tensor:
     return torch.where(present[0].isfinite() == present[1].isfinite(), apart, math.inf)
 
 
-def _parted(step: int, where: str, layers: Sequence[Difference], pair: _Pair) -> str:
+def _parted(step: int, where: str, layers: Sequence[Difference], pair: _Pair, *, guess: bool) -> str:
+    """Which layers differ, and with ``guess`` what it looks like."""
     if not layers:
         one, other = pair.joint(step)
         sizes = f": {float(one):.4g} and {float(other):.4g}" if len(one) else ""
@@ -227,7 +240,8 @@ def _parted(step: int, where: str, layers: Sequence[Difference], pair: _Pair) ->
     name = LayerSets(pair.names).name_of([layer.name for layer in layers])
     some = f"{count:,} of {total:,} layers{f', {name},' if name else ''}"
     who = layers[0].name if count == 1 else f"all {total:,} layers" if count == total else some
-    return f"Step {step}{where}: {who} {'differs' if count == 1 else 'differ'}, {_look(layers, 4 * pair.precision)}"
+    look = f", {_look(layers, 4 * pair.precision)}" if guess else "."
+    return f"Step {step}{where}: {who} {'differs' if count == 1 else 'differ'}{look}"
 
 
 def _look(layers: Sequence[Difference], tolerance: float) -> str:
@@ -267,6 +281,15 @@ def _unwrapped(names: Sequence[str]) -> dict[str, int]:
     short = [".".join(part for part in name.split(".") if part not in WRAPPERS) for name in names]
     chosen = short if len(set(short)) == len(names) else names
     return {name: i for i, name in enumerate(chosen)}
+
+
+def _without_prefix(places: Mapping[str, int]) -> dict[str, int]:
+    """The places of names without the parts that all of them begin with."""
+    parts = [name.split(".") for name in places]
+    same = 0
+    while len({tuple(part[: same + 1]) for part in parts}) == 1 and all(len(part) > same + 1 for part in parts):
+        same += 1
+    return {".".join(part[same:]): i for part, i in zip(parts, places.values(), strict=True)}
 
 
 class LayerSets:
@@ -316,7 +339,7 @@ def _reported(which: str, record: Data) -> list[str]:
 def reported_otherwise(record: Data) -> str | None:
     """Says how the norms that the trainer reported differ from the joint ones; None if they do not."""
     reported = record.metrics.get(REPORTED, torch.full_like(record.norm, torch.nan))
-    usable = (reported.isfinite() & record.norm.isfinite() & (record.norm > 0)).nonzero().flatten()
+    usable = (reported.isfinite() & (reported >= 0) & record.norm.isfinite() & (record.norm > 0)).nonzero().flatten()
     sizes, squares = reported[usable], (reported[usable] / record.norm[usable]).square()
     tolerance = ROUNDED[bool((sizes.bfloat16().double() == sizes).all())]
     apart = ((squares - 1).abs() > tolerance).nonzero().flatten().tolist()
@@ -328,7 +351,9 @@ def reported_otherwise(record: Data) -> str | None:
     if size > 1 and bool(((squares / size**2 - 1).abs() <= 4 * tolerance).all()):
         return f"is {size:.4g} times the recorded one{since}{_cause(size, 4 * tolerance)}"
     found = _counted_otherwise(record, dict(zip(usable.tolist(), squares.tolist(), strict=True)), tolerance)
-    return f"{found or f'is {size:.4g} times the recorded one, and no set of layers explains it'}{since}."
+    clipped = ". Were the gradients clipped in between?" if bool((squares >= 1 - tolerance).all()) else "."
+    other = f"is {size:.4g} times the recorded one, and no set of layers explains it"
+    return f"{found}{since}." if found else f"{other}{since}{clipped}"
 
 
 def _counted_otherwise(record: Data, squares: Mapping[int, float], tolerance: float) -> str | None:
