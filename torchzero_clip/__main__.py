@@ -18,7 +18,7 @@ Recorder(optimizer, path="run.jsonl") writes the file.
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command, and return its exit status: 1 after an error. `compare` has 1 for a difference, 2 for an error."""
+    """Run one command, and return its exit status: 1 after an error; of `compare`, 1 for differences, 2 for errors."""
     options = _parser().parse_args(arguments)
     try:
         return options.run(options)

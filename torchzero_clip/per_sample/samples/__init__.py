@@ -4,7 +4,8 @@ The backward runs once more, with the loss of each sample times a power of two. 
 multiplied by the power of its sample: this is a *proof*. Another ratio means that the row belongs to several samples.
 
 1. `powers` has the factors, and reads samples from ratios.
-2. `proof` runs the further backwards for one graph, and finds where the samples of each `call` are.
+2. `proof` runs the further backwards for one graph, and finds where the samples of each `call` are. `choosing` lets NaN
+   through functions that choose by values.
 3. `graph` walks from the losses to the layers. A proof holds while the hash of the graph stays the same. `nodes` says
    which functions may move rows by values that are not in the hash, so that each step has to be proved.
 4. `pattern` is what is kept of a proof: the place of the samples in each call, for batches of any size.

@@ -97,11 +97,11 @@ class Call:
         self.trace: Trace | None = None
         """What the backwards of a proof have brought."""
         self.inputs: tuple[Tensor, ...] = ()
-        self._contribute, self._kind = contribute, kind
+        self._contribute, self.kind = contribute, kind
 
     def key(self, count: int) -> Hashable:
         """What calls of one kind have in common."""
-        return self._kind, kinds_of_sizes(self.shape, count)
+        return self.kind, kinds_of_sizes(self.shape, count)
 
     def keep(self, grad: Tensor, inputs: tuple[Tensor, ...] = ()) -> None:
         """Keep what the ordinary backward has brought, until the further ones have run."""

@@ -65,6 +65,7 @@ class Classic:
         self._root: tuple[Node, int] | None = None  # of a nested backward
         self._sent: Tensor | None = None  # its gradient
         self._task, self._proves = -1, False  # the backward that runs, and whether its first output was proved
+        self._is_due = True  # whether the schedule asks for a proof in this backward
         self._count: int | None = None
 
     def before_output(self, forward: Forward, number: int, grads: Sequence[Tensor | None]) -> Any:
@@ -127,7 +128,10 @@ class Classic:
         task = current_graph_task_id()
         is_first = task != self._task
         self._count = count
-        due = prover.schedule.is_due or (self._proves and not is_first)
+        if is_first:
+            self._is_due = prover.schedule.is_due
+            prover.schedule.passed()
+        due = self._is_due or (self._proves and not is_first)
         graph = Graph([root[0]], max(count, 1), to_outputs=True)
         for earlier in graph.ends:
             self._host.joins(forward, earlier)

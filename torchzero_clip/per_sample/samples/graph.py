@@ -1,6 +1,8 @@
 """The graph between losses and layers: a hash of what it does, and what in it may give rows to other samples."""
 
+import math
 from collections.abc import Hashable, Iterable, Sequence
+from hashlib import blake2b
 from typing import Any, cast
 
 import torch
@@ -60,6 +62,7 @@ class Graph:
             call: Call | None = getattr(node, "call", None) if kind.name == "_WatchedBackward" else None
             if call is not None:
                 self.calls.append(call)
+                said.append(call.kind)
             elif kind.name == CHECKPOINT:
                 self.has_checkpoint = True
             else:
@@ -69,7 +72,7 @@ class Graph:
                     value = getattr(node, attribute)
                     saved.append(tuple(value) if isinstance(value, list) else value)
                 if kind.views:
-                    saved.append(kinds_of_sizes(node._input_metadata[0].shape, count))
+                    saved.append(_sizes_of_view(node, count))
             edges, metadata = cast(Any, node.next_functions), cast(Any, node.metadata) if kind.name == CAT else {}
             if SHORTCUT in metadata:
                 name, edges = metadata[SHORTCUT]
@@ -88,8 +91,9 @@ class Graph:
         self.nodes = numbers.keys()
         self.moves = bool(moving) and self._judge(moving)
         # an index 0, 1, 2, ... moves nothing, but another one in its place may
-        self.outline = hash(tuple(said))
-        self.key = hash((*saved, *[tuple(axes) for _, axes in self.sites]))
+        saved += [tuple(axes) for _, axes in self.sites]
+        # no hashes of Python, for which -1 and -2 are equal
+        self.outline, self.key = (blake2b(repr(x).encode(), digest_size=16).digest() for x in (said, saved))
 
     @property
     def is_narrow(self) -> bool:
@@ -116,3 +120,24 @@ class Graph:
                     return True
                 self.sites.append((node, axes))
         return False
+
+
+def _sizes_of_view(node: Any, count: int) -> Hashable:
+    """What decides where a view puts rows: which dimensions are split or joined, and into what sizes.
+
+    Sizes may be others in longer sequences if the batch is the first or the last of the dimensions that are joined.
+    """
+    before, after = list(node._saved_self_sym_sizes), list(node._input_metadata[0].shape)
+    if math.prod(before) != math.prod(after):  # an expanded or a reduced tensor
+        return kinds_of_sizes(after, count)
+    said: list[Hashable] = []
+    while before or after:
+        parts = ([before.pop(0)] if before else [1]), ([after.pop(0)] if after else [1])
+        while (sizes := [*map(math.prod, parts)])[0] != sizes[1] and (before or after):
+            smaller = sizes[0] < sizes[1] if before and after else bool(before)
+            parts[not smaller].append((before if smaller else after).pop(0))
+        for part in parts:
+            kinds = kinds_of_sizes(part, count)
+            is_free = len(part) == 1 or (kinds.count(1) == 1 and 1 in (kinds[0], kinds[-1]))
+            said.append(kinds if is_free else tuple(part))
+    return tuple(said)

@@ -94,7 +94,11 @@ class NodeKind:
     moves: Callable[[Node], bool] | None = None
     """Whether a function of this kind moves rows to any place. None if it does not."""
     axes: Callable[[Node], Axes] | None = None
-    """The dimensions along which it moves rows. None if there are none."""
+    """The dimensions of the output along which it moves rows. None if there are none."""
+    inputs: Callable[[Node], Sequence[int]] | None = None
+    """Those of the input."""
+    saves: bool = False
+    """Whether it saves tensors, so that values may keep a gradient from passing."""
 
 
 KINDS: dict[type[Node], NodeKind] = {}
@@ -122,7 +126,7 @@ def _of_torch(node: Node) -> NodeKind:
     names = [attribute for attribute in dir(cls) if attribute.startswith("_saved_")]
     tensors = {attribute for attribute in names if hasattr(cls, f"_raw{attribute}")}
     numbers = tuple(attribute for attribute in names if attribute not in tensors and not _is_size(attribute))
-    kind = partial(NodeKind, name, numbers, "_saved_self_sym_sizes" in names)
+    kind = partial(NodeKind, name, numbers, "_saved_self_sym_sizes" in names, saves=bool(tensors))
     if name in PLAIN or name in FIXED:
         return kind()
     is_unknown = name != node.name() or name == "CopySlices"  # such as functions of extensions in C++
@@ -133,17 +137,17 @@ def _of_torch(node: Node) -> NodeKind:
     if name in MAY_BE_SPARSE:
         return kind(moves=partial(_is_sparse, MAY_BE_SPARSE[name]))
     if name in POOLING:
-        return kind(axes=partial(_last, POOLING[name]))
+        return kind(axes=partial(_last, POOLING[name]), inputs=lambda _: range(-POOLING[name], 0))
     if any(attribute.endswith("_layout") for attribute in numbers):
         return kind(moves=partial(_has_layout, [x for x in numbers if x.endswith("_layout")]))
     if SAFE_ARGUMENTS.issuperset(attribute.removeprefix("_saved_") for attribute in tensors):
         return kind()
     if name in ("IndexBackward0", "IndexPutBackward0", "UnsafeIndexBackward0"):
-        return kind(axes=partial(_indexed, puts="Put" in name))
+        return kind(axes=partial(_indexed, puts="Put" in name), inputs=_indexed_of_input)
     if name in ("EmbeddingBackward0", "EmbeddingBagBackward0"):
         return kind(moves=_is_no_parameter)
     if isinstance(getattr(node, "_saved_dim", None), int):
-        return kind(axes=_along)
+        return kind(axes=_along, inputs=_along_of_input)
     return kind(moves=_always)
 
 
@@ -207,6 +211,21 @@ def _along(node: Any) -> Axes:
     ndim += reduced
     dim = (dim - 2**64 if dim >= 2**63 else dim) % max(ndim, 1)
     return () if reduced else (dim,)
+
+
+def _along_of_input(node: Any) -> Sequence[int]:
+    """The saved dimension, from the end if it is saved so."""
+    return (node._saved_dim - 2**64 if node._saved_dim >= 2**63 else node._saved_dim,)
+
+
+def _indexed_of_input(node: Any) -> Sequence[int]:
+    """The dimensions that tensors index. Entry i of an index 0, 1, 2, ... stays in row i."""
+    dims: list[int] = []
+    for i, index in enumerate(node._saved_indices):
+        if index is not None and not (index.ndim == 1 and i == 0 and counts_up(index)):
+            is_mask = index.dtype in (torch.bool, torch.uint8)
+            dims += range(i, i + index.ndim) if is_mask else [i]
+    return dims
 
 
 def _indexed(node: Any, *, puts: bool) -> Axes:

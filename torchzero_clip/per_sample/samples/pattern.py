@@ -58,7 +58,7 @@ def patterns_of(samples: Tensor, count: int) -> list[Pattern]:
             place = pattern.place(samples.shape, count)
             if place is not None:
                 rows = place.rows(samples.shape, count).to(samples.device)
-                if bool(((rows == samples) | ~known).all()):
+                if bool(((rows == samples) | ~known).all()) and (not pattern.in_turn or _has_turns(known, dim, count)):
                     found.append(pattern)
     return found
 
@@ -70,6 +70,12 @@ def some_place(samples: Tensor, count: int) -> Place | Tensor:
             return place
     usual = torch.arange(samples.shape[0], device=samples.device).clamp(max=count - 1)
     return torch.where(samples == ZERO, usual.view(-1, *[1] * (samples.ndim - 1)), samples)
+
+
+def _has_turns(known: Tensor, dim: int, count: int) -> bool:
+    """True if two samples are known in each turn. Else another order of its samples would fit too."""
+    turns = known.movedim(dim, 0).flatten(1).any(1) if known.ndim > 1 else known
+    return bool((turns.view(-1, count).sum(1) >= 2).all())
 
 
 def samples_of_items(items: Tensor, count: int, samples: Tensor) -> Tensor:
@@ -92,6 +98,8 @@ class Known:
     """Where the samples are in each call, by the key of the graph and its kind. None if they have no pattern."""
     silent: set[Hashable] = field(default_factory=set)
     """The calls, by the same keys, that got only zeros in all proofs."""
+    is_trusted: bool = False
+    """True if a step without a proof has used a pattern."""
     moves: bool = False
     """True if values decide which sample a row belongs to, in one of the graphs, so that each step is proved."""
 

@@ -102,7 +102,9 @@ class Trace:
         """The gradient in the ordinary backward."""
         self.ratios: list[Tensor] = []
         self.reached: Tensor | None = None
-        """Which rows the last backward with NaN, or of one sample alone, has reached."""
+        """Which rows the last backward with NaN, or of some samples alone, has reached."""
+        self.reached_by_nan: list[Tensor] = []
+        """Those that the backwards with NaN have reached: of half of the samples, and of the others."""
         self.alone: list[Tensor] = []
         """The gradients from each sample alone."""
         self.is_repeated = True
@@ -114,9 +116,11 @@ class Trace:
         ratios = powers.ratios(self._rows(self.grad), self._rows(grad), exact=exact)
         self.ratios.append(ratios.view(grad.shape[: self._leading]))
 
-    def reach(self, grad: Tensor) -> None:
+    def reach(self, grad: Tensor, *, by_nan: bool) -> None:
         """Note which rows got a gradient that is not 0."""
         self.reached = (self._rows(grad) != 0).any(1).view(grad.shape[: self._leading])
+        if by_nan:
+            self.reached_by_nan.append(self.reached)
 
     def is_finite(self) -> Tensor:
         """Which rows have a finite gradient in the ordinary backward."""

@@ -10,6 +10,7 @@ from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from torchzero_clip.per_sample.samples.call import Call
+from torchzero_clip.per_sample.samples.choosing import let_through
 from torchzero_clip.per_sample.samples.graph import Graph
 from torchzero_clip.per_sample.samples.pattern import (
     MIXED,
@@ -91,7 +92,7 @@ class Proof:
     @property
     def backwards(self) -> int:
         """The number of further backwards."""
-        return self._powers.passes + self._has_nan
+        return self._powers.passes + 2 * self._has_nan
 
     def watch(self) -> None:
         """Watch the sites from the next backward on, unless rows are known to move."""
@@ -111,8 +112,14 @@ class Proof:
             self._run(Stage.POWERS, backward, weights)
         if self._has_nan:
             # NaN times 0 is NaN, so it passes wherever other values could let a gradient pass
-            with torch.autograd.set_detect_anomaly(False):  # which raises at a NaN
-                self._run(Stage.NAN, backward, torch.where(self._half, torch.nan, 0.0).to(like))
+            handles = let_through(self.graph, sites=not self._strict)
+            try:
+                with torch.autograd.set_detect_anomaly(False):  # which raises at a NaN
+                    for half in (self._half, ~self._half):
+                        self._run(Stage.NAN, backward, torch.where(half, torch.nan, 0.0).to(like))
+            finally:
+                for handle in handles:
+                    handle.remove()
         for _ in range(at_least - self.backwards):
             self._run(Stage.EXTRA, backward, like.new_ones(self.count))
 
@@ -134,7 +141,7 @@ class Proof:
         elif self._stage is Stage.EACH:
             trace.alone.append(grad.clone())
         elif self._stage is not Stage.EXTRA:
-            trace.reach(grad)
+            trace.reach(grad, by_nan=self._stage is Stage.NAN)
 
     def conclude(self, backward: Backward | None, like: Tensor, *, may_share: bool = True) -> None:
         """Find and keep the places of all calls, or raise.
@@ -217,19 +224,23 @@ class Proof:
 
     def _lets_through(self, trace: Trace, rows: Tensor) -> bool:
         """True if NaN has reached rows of other samples, so that values decide where gradients go."""
-        return self._has_nan and trace.reached is not None and self._reaches_others(trace.reached, rows)
+        halves = zip(trace.reached_by_nan, (self._half, ~self._half), strict=False)
+        return any(self._reaches_others(reached, rows, half) for reached, half in halves)
 
     def _leaks(self, trace: Trace, rows: Tensor, backward: Backward, like: Tensor) -> bool:
         """True if half of the samples alone give gradients to rows of others. Ratios show this only up to rounding."""
-        self._run(Stage.ALONE, backward, self._half.to(like))
-        return trace.reached is not None and self._reaches_others(trace.reached, rows)
+        for half in (self._half, ~self._half):
+            self._run(Stage.ALONE, backward, half.to(like))
+            if trace.reached is not None and self._reaches_others(trace.reached, rows, half):
+                return True
+        return False
 
-    def _reaches_others(self, reached: Tensor, rows: Tensor) -> bool:
-        """True if a row that was reached is not of the half. Rows of zeros are of the samples of their place."""
+    def _reaches_others(self, reached: Tensor, rows: Tensor, half: Tensor) -> bool:
+        """True if a row that was reached is not of a half. Rows of zeros are of the samples of their place."""
         found = patterns_of(rows, self.count)
         if len(found) == 1 and _tells(rows) and (place := found[0].place(rows.shape, self.count)) is not None:
             rows = torch.where(rows == ZERO, place.rows(rows.shape, self.count).to(rows.device), rows)
-        others = (rows >= 0) & ~self._half.to(rows.device)[rows.clamp(min=0)]
+        others = (rows >= 0) & ~half.to(rows.device)[rows.clamp(min=0)]
         return bool((reached & others).any())
 
     def _check_told(self, call: Call, trace: Trace, rows: Tensor) -> None:
@@ -253,7 +264,8 @@ class Proof:
             if any(pattern.place(call.shape, self.count) == call.where for pattern in found):
                 return
             self.known.learn(key, None)
-            if not self.known.moves:
+            has_moved, self.known.moves = self.known.moves, True
+            if self.known.is_trusted and not has_moved:  # an earlier step may have been wrong
                 raise moved(call.layer)
         elif not found or (len(found) == 1 and _tells(samples) and key not in patterns):
             self.known.learn(key, found[0] if found else None)

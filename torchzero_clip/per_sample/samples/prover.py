@@ -106,7 +106,7 @@ class Prover:
         if graph.has_checkpoint:
             raise reentrant()
         known = self._memory.of((graph.outline, self._host.modes))
-        known.moves = known.moves or graph.moves
+        known.moves = known.moves or graph.moves or (self._strict and bool(graph.sites))
         is_unknown = False
         for call in graph.calls:
             key = graph.key, call.key(count)
@@ -115,6 +115,7 @@ class Prover:
             call.is_silent = silent and call.where is None and key in known.silent
             is_unknown = is_unknown or (call.where is None and not call.is_silent)
         if not graph.calls or not (is_unknown or due or known.moves):
+            known.is_trusted = True
             return None
         return self._proof(graph, known, ())
 
