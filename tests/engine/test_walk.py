@@ -22,6 +22,7 @@ from torchzero_clip import (
     ClipValueByEMA,
     ClipValueGrowth,
     Modular,
+    Transform,
 )
 from torchzero_clip.checks import non_negative
 
@@ -154,3 +155,27 @@ def test_metrics_stay_those_of_the_step_before_if_a_step_fails():
     with pytest.raises(RuntimeError, match="has shape"):
         optimizer.step()
     assert Counter(optimizer.metrics()) == Counter(before)
+
+
+class Lacking(Transform):
+    """A transform whose operation the device lacks."""
+
+    def __init__(self):
+        super().__init__({})
+
+    def apply_tensors(self, updates, step):
+        raise NotImplementedError("The operator 'aten::lacking' is not currently implemented for the MPS device")
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_an_operation_that_a_device_lacks_is_named_with_the_way_out(fast):
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = Modular([weight], Lacking(), fast=fast)
+    weight.grad = torch.ones(2)
+    with pytest.raises(NotImplementedError, match="aten::lacking") as caught:
+        optimizer.step()
+    notes = " ".join(caught.value.__notes__)
+    assert "Lacking" in notes
+    assert "PYTORCH_ENABLE_MPS_FALLBACK=1" in notes
+    assert "fast=False" in notes
+    assert weight.tolist() == [1.0, 1.0]

@@ -8,6 +8,11 @@ from torchzero_clip.engine.walk import Walk
 from torchzero_clip.functional.ways import may_look
 from torchzero_clip.types import StateByParam
 
+LACKS = (
+    "If the device lacks this operation, let the CPU carry it out (PYTORCH_ENABLE_MPS_FALLBACK=1 for a GPU of Apple), "
+    "or try fast=False, which takes other operations"
+)
+
 
 def run_chain(
     walk: Walk, chain: Chain, *, states: StateByParam, listener: Listener | None, parts: Parts | None
@@ -29,7 +34,9 @@ def run_chain(
         norms = walk.metrics.get(judged.judging.norm_metric) if norms is None else norms
         if norms is not None and may_look(norms):
             walk.are_zero = not norms.any()
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, NotImplementedError):
+            error.add_note(LACKS)
         walk.refused_by.append("error")
         walk.executor.abandon()
         raise
