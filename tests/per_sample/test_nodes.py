@@ -99,13 +99,14 @@ def free_dims(graph, output):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_functions_of_torch_that_move_rows_by_values_have_another_hash_or_count_as_moving(database):
+@pytest.mark.parametrize("part", range(4))
+def test_functions_of_torch_that_move_rows_by_values_have_another_hash_or_count_as_moving(database, part):
     wrong, checked, generator = set(), 0, torch.Generator().manual_seed(0)
-    for operation in database:
+    for operation in database[part::4]:
         if not operation.supports_autograd:
             continue
         try:
-            samples = list(operation.sample_inputs("cpu", torch.float64, requires_grad=True))[:12]
+            samples = list(operation.sample_inputs("cpu", torch.float64, requires_grad=True))[:8]
         except Exception:  # it needs what is not installed
             continue
         for sample in samples:
@@ -129,7 +130,7 @@ def test_functions_of_torch_that_move_rows_by_values_have_another_hash_or_count_
                         continue
                     if any(clash(*pair) for others in zip(*each, strict=True) for pair in itertools.pairwise(others)):
                         wrong.add((operation.name, found[0][0][number].grad_fn.name()))
-    assert checked > 1000
+    assert checked > 150
     assert not sorted(wrong), sorted(wrong)
 
 

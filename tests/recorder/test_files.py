@@ -63,6 +63,7 @@ def test_full_rings_are_appended(path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("no_first_steps")
 @pytest.mark.filterwarnings("ignore:.*layers are inf or NaN")
 def test_what_is_read_is_what_was_written(path):
     optimizer, recorder = start(path, keep=300, ratios_every=50)
