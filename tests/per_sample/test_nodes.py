@@ -99,14 +99,13 @@ def free_dims(graph, output):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("part", range(4))
-def test_functions_of_torch_that_move_rows_by_values_have_another_hash_or_count_as_moving(database, part):
+def test_functions_of_torch_that_move_rows_by_values_have_another_hash_or_count_as_moving(database):
     wrong, checked, generator = set(), 0, torch.Generator().manual_seed(0)
-    for operation in database[part::4]:
+    for operation in database:
         if not operation.supports_autograd:
             continue
         try:
-            samples = list(operation.sample_inputs("cpu", torch.float64, requires_grad=True))[:8]
+            samples = list(operation.sample_inputs("cpu", torch.float64, requires_grad=True))[:12]
         except Exception:  # it needs what is not installed
             continue
         for sample in samples:
@@ -120,7 +119,7 @@ def test_functions_of_torch_that_move_rows_by_values_have_another_hash_or_count_
                 found.append((outputs, leaves))
             for number in range(min((len(outputs) for outputs, _ in found), default=0)):
                 graphs = [graph_of(outputs[number]) for outputs, _ in found]
-                if len(found) < 2 or len({graph.key for graph in graphs}) > 1 or not found[0][1]:
+                if len(found) < 2 or len({(graph.outline, graph.key) for graph in graphs}) > 1 or not found[0][1]:
                     continue
                 for dim in free_dims(graphs[0], found[0][0][number]):
                     checked += 1
@@ -130,7 +129,7 @@ def test_functions_of_torch_that_move_rows_by_values_have_another_hash_or_count_
                         continue
                     if any(clash(*pair) for others in zip(*each, strict=True) for pair in itertools.pairwise(others)):
                         wrong.add((operation.name, found[0][0][number].grad_fn.name()))
-    assert checked > 150
+    assert checked > 1000
     assert not sorted(wrong), sorted(wrong)
 
 

@@ -41,7 +41,7 @@ def set_norm_dtype(device_type: str, dtype: torch.dtype) -> None:
         kind = torch.device(device_type)
     except RuntimeError as error:
         raise ValueError(f"device_type must be a kind of device, such as 'cuda', got {device_type!r}") from error
-    if kind.index is not None:
+    if ":" in device_type:
         raise ValueError(f"device_type must be a kind of device without a number, got {device_type!r}")
     if kind.type == "cpu":
         raise ValueError("device_type must not be 'cpu', where norms are float64")

@@ -138,7 +138,7 @@ class Readable(ABC):
             weight  1.414   11.31      8
             bias        1       8      8
         """
-        if not isinstance(other, Readable):
+        if not isinstance(other, Readable):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"other must be a Record or a Recorder, got {type(other).__name__}: call read_record(path)")
         return compared(self._with_older(), other._with_older())
 
