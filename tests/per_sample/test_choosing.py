@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from per_sample.harness import Net, assert_close, losses_of, norms_in_batch
 from torch import nn
 
 from torchzero_clip import ConstantFlatClipper, PerSampleGradientClipper
@@ -25,46 +26,29 @@ POOLING = {
 }
 
 
-class Pools(nn.Module):
-    def __init__(self, pool):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
-        self.pool = pool
-
-    def forward(self, x, mask):
+def pooled(pool):
+    def forward(m, x, mask):
         sample = mask.nonzero()[:, 0]
-        return self.pool(self.layers(x[mask]), sample[None] == torch.arange(len(x))[:, None])
+        return pool(m.layers(x[mask]), sample[None] == torch.arange(len(x))[:, None])
+
+    return Net(forward, layers=nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)))
 
 
-def one_by_one(model, losses):
-    """The norm of the gradient of each loss."""
-    grads = [torch.autograd.grad(loss, list(model.parameters()), retain_graph=True) for loss in losses]
-    return torch.stack([torch.cat([g.flatten() for g in row]).norm() for row in grads])
+def assert_right(clipper, model, *inputs):
+    found = clipper.backward(losses_of(model(*inputs))).norms
+    with clipper.paused():
+        assert_close(found, norms_in_batch(model, *inputs), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("verify", ["first", "never"])
 @pytest.mark.parametrize("name", POOLING)
 def test_rows_that_are_chosen_by_values_are_proved_in_every_step(name, verify):
     torch.manual_seed(0)
-    model = Pools(POOLING[name])
+    model = pooled(POOLING[name])
     clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0), verify=verify)
     for sizes in ([4, 4, 4], [4, 4, 4], [3, 6, 3], [5, 4, 3]):  # equally many first
         x, mask = torch.randn(B, 6, WIDTH), torch.arange(6)[None] < torch.tensor(sizes)[:, None]
-        found = clipper.backward(model(x, mask).square().mean(1)).norms
-        with clipper.paused():
-            expected = one_by_one(model, model(x, mask).square().mean(1))
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-
-
-class Linear2(nn.Module):
-    """Two layers on the same rows in two orders."""
-
-    def __init__(self, act):
-        super().__init__()
-        self.a, self.b, self.act = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), act
-
-    def forward(self, x, k):
-        return self.act(self, x, k)
+        assert_right(clipper, model, x, mask)
 
 
 def swapped(model, x, k):
@@ -89,14 +73,10 @@ def hidden_half(model, x, k):
 @pytest.mark.parametrize("act", [swapped, rolled, hidden_half])
 def test_graphs_that_look_alike_are_told_apart(act):
     torch.manual_seed(0)
-    model = Linear2(act)
+    model = Net(act, a=nn.Linear(WIDTH, WIDTH), b=nn.Linear(WIDTH, WIDTH))
     clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
     for k in range(4):
-        x = torch.randn(B, 2, WIDTH)
-        found = clipper.backward(model(x, k).flatten(1).square().mean(1)).norms
-        with clipper.paused():
-            expected = one_by_one(model, model(x, k).flatten(1).square().mean(1))
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        assert_right(clipper, model, torch.randn(B, 2, WIDTH), k)
 
 
 def test_a_gate_between_two_samples_is_found_before_it_opens_or_at_the_next_proof():

@@ -15,10 +15,7 @@ from torchzero_clip.functional.foreach import wide_dtype
 from torchzero_clip.functional.shards import Part
 from torchzero_clip.functional.slices import norms_of_slices
 from torchzero_clip.functional.ways import beyond_float32
-
-Tree = TypeVar("Tree")
-"""A tensor, or a list, tuple or dict of trees."""
-
+from torchzero_clip.per_sample.gradients.row_norms import stacked
 
 Tree = TypeVar("Tree")
 """A tensor, or a list, tuple or dict of trees."""
@@ -69,8 +66,7 @@ def per_example_global_norm_clip(grads: Tree, l2_norm_clip: float) -> tuple[Tree
     if not leaves:
         return grads, torch.zeros((), dtype=torch.int64, device="cpu")
     of_leaves = _norms(leaves)
-    table = torch.stack([column.to(of_leaves[0].device) for column in of_leaves], dim=1)
-    norms = norms_of_slices([Part(table, (1,), len(leaves))], 2.0)[0].view(-1)
+    norms = norms_of_slices([Part(stacked(of_leaves), (0,), len(leaves))], 2.0)[0].view(-1)
     factors = within(norms, l2_norm_clip)
     sums = [_weighted_sum(factors, leaf) for leaf in leaves]
     return pytree.tree_unflatten(sums, structure), (factors < 1).sum()

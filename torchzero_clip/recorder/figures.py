@@ -57,7 +57,7 @@ def draw_series(series: Mapping[str, Series], limits: Mapping[str, float], path:
 
 
 def draw_ratios(names: list[str], ratios: Mapping[int, Tensor], path: FilePath | None) -> "Figure":
-    """Draw the logarithm of the ratio of two norms of layers by steps, those that differ most; save the figure."""
+    """Draw the ratios of the layers that differ most, by step; save the figure if there is a path."""
     if not ratios:
         raise ValueError("the records have no step in common for which both have the norms of layers")
     figure = _figure(2.5 + 0.17 * min(len(names), MOST_NAMES))
@@ -70,9 +70,6 @@ def draw_ratios(names: list[str], ratios: Mapping[int, Tensor], path: FilePath |
     axes.set_title(f"{len(shown)} of {len(names):,} layers: norm in the second run / norm in the first", loc="left")
     axes.set_xlabel("step")
     _draw_tiles(figure, axes, tiles)
-    axes.set_ylim(len(shown) - 0.5, -0.5)
-    labels = [panels.printable(name, 40) for name in tiles.names]
-    axes.set_yticks(range(len(labels)), labels, fontsize="x-small", parse_math=False)
     return _saved(figure, path)
 
 
@@ -111,14 +108,11 @@ def _draw_heat(figure: "Figure", axes: "Axes", tiles: Tiles, events: Events) -> 
         panels.say(axes, "the norms of layers were not recorded")
         return
     _draw_tiles(figure, axes, tiles)
-    axes.set_ylim(len(tiles.names) - 0.5, -0.5)
-    names = [panels.printable(name, 40) for name in tiles.names]
-    axes.set_yticks(range(len(names)), names, fontsize="x-small", parse_math=False)
     _explain(axes, tiles)
 
 
 def _draw_tiles(figure: "Figure", axes: "Axes", tiles: Tiles) -> None:
-    """The tiles and their colour bar, on a log scale with white at 1."""
+    """The tiles, with the names of their rows, and the colour bar, on a log scale with white at 1."""
     finite = tiles.ratios[tiles.ratios.isfinite()]
     most = float(finite.max()) if len(finite) else 1.0
     high = next((bound for bound in (3.0, 10.0, 100.0) if most <= bound), 1000.0)
@@ -128,6 +122,9 @@ def _draw_tiles(figure: "Figure", axes: "Axes", tiles: Tiles) -> None:
     scale = panels.matplotlib().colors.TwoSlopeNorm(0, math.log10(low), math.log10(high))
     edges = [k - 0.5 for k in range(len(tiles.names) + 1)]
     mesh = axes.pcolormesh(tiles.edges, edges, shades, cmap=colors, norm=scale, rasterized=True)
+    axes.set_ylim(len(tiles.names) - 0.5, -0.5)
+    names = [panels.printable(name, 40) for name in tiles.names]
+    axes.set_yticks(range(len(names)), names, fontsize="x-small", parse_math=False)
     bar = figure.colorbar(mesh, ax=axes, orientation="horizontal", shrink=0.6, aspect=40)
     ticks = [low, *(tick for tick in (1.0, 10.0, 100.0) if tick < high), high]
     labels = [f"{tick:.3g}x" for tick in ticks[:-1]] + [f"{high:,.0f}x{' or more' if most > high else ''}"]

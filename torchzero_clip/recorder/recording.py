@@ -124,8 +124,9 @@ class Recording(Listener):
             return
         tape = self._tape_for(groups, norms)
         places = _places(groups, params) if norms is not None and len(params) != len(tape.params.names) else None
-        numbers, self._reported = {**numbers, **self._reported}, {}
-        tape.write(note, norms, places, _as_tensors({**numbers, PRECISION: self._precision}, tape.device))
+        written = {**numbers, **self._reported, PRECISION: self._precision}
+        self._reported = {}
+        tape.write(note, norms, places, _as_tensors(written, tape.device))
         if before is not None and norms is not None and not note.refused_by:
             copied, copies = before
             places = _places(groups, copied) if len(copied) != len(tape.params.names) else None

@@ -25,10 +25,8 @@ MOST_ROWS = 10
 MOST_COPIES = 16  # the most copies, processes or accumulated batches that an explanation names
 DRIFT = 8.0  # in 36 pairs of runs that drift apart by rounding, no step was above 8 times the drift before it
 SMALL = 64.0  # a layer counts as if its norm were at least the joint norm divided by it
-ROUNDED = {
-    True: 2.0**-7,
-    False: 1e-5,
-}  # the precision of the squares of reported norms: if all norms fit into bfloat16, and otherwise
+# how precise the squares of reported norms are: if bfloat16 holds all norms, and otherwise
+BFLOAT16, FLOAT32 = 2.0**-7, 1e-5
 
 
 class Difference(NamedTuple):
@@ -166,15 +164,18 @@ class _Pair:
         return one, other
 
     def differences(self, step: int, bound: float) -> tuple[list[Difference], str]:
-        """The layers that differ in the first step, or in the span, from ``step`` on for which both have layers."""
+        """The layers that differ in the first step from ``step`` on for which both have layers, or in a block of steps.
+
+        Also what to say of that step or block, unless it is ``step`` itself.
+        """
         later = min((s for s in self._with_layers if s >= step), default=None)
         norms, where = None, "" if later == step else f", by the layers of step {later}"
-        blocks = [[block for block in record.blocks if block.last >= step] for record in self.records]
-        shared = [(a, b) for a in blocks[0] for b in blocks[1] if (a.first, a.last) == (b.first, b.last)]
-        if shared and (later is None or later > shared[0][0].last):
-            block, (one, other) = shared[0][0], shared[0]
+        blocks, others = ({(b.first, b.last): b for b in record.blocks if b.last >= step} for record in self.records)
+        one = next((block for span, block in blocks.items() if span in others), None)
+        if one is not None and (later is None or later > one.last):
+            other = others[one.first, one.last]
             norms = one.median[self._places[0]], other.median[self._places[1]]
-            where = f", by the medians of steps {block.first} to {block.last}"
+            where = f", by the medians of steps {one.first} to {one.last}"
         elif later is not None:
             norms = self.norms(later)
         if norms is None:
@@ -184,7 +185,7 @@ class _Pair:
         return [Difference(self.names[i], float(norms[0][i]), float(norms[1][i])) for i in order], where
 
     def otherwise(self, step: int, bound: float) -> list[str]:
-        """What else differs in a step with equal gradients: only one run skipped it, or a limit or factor differs."""
+        """What differs although the gradients are equal: whether the step was skipped, or a limit or factor."""
         at = [record.index(step) for record in self.records]
         one, other = (record.reasons[i] for record, i in zip(self.records, at, strict=True))
         if bool(one) != bool(other):
@@ -211,7 +212,7 @@ class _Pair:
         return []
 
     def dead(self) -> list[str]:
-        """Says that a comparison tells nothing, because all norms are 0 or constant."""
+        """Warns that equal norms prove little, because all of them are 0, or never change."""
         norms = [record.norm[list(map(record.index, self.steps))] for record in self.records]
         if all(bool((x == 0).all()) for x in norms):
             return ["All gradients are 0 in both runs, so that nothing was compared."]
@@ -341,7 +342,7 @@ def reported_otherwise(record: Data) -> str | None:
     reported = record.metrics.get(REPORTED, torch.full_like(record.norm, torch.nan))
     usable = (reported.isfinite() & (reported >= 0) & record.norm.isfinite() & (record.norm > 0)).nonzero().flatten()
     sizes, squares = reported[usable], (reported[usable] / record.norm[usable]).square()
-    tolerance = ROUNDED[bool((sizes.bfloat16().double() == sizes).all())]
+    tolerance = BFLOAT16 if bool((sizes.bfloat16().double() == sizes).all()) else FLOAT32
     apart = ((squares - 1).abs() > tolerance).nonzero().flatten().tolist()
     if not apart:
         return None
@@ -362,7 +363,8 @@ def _counted_otherwise(record: Data, squares: Mapping[int, float], tolerance: fl
     If layers count k times, the square of the reported norm exceeds that of the joint norm by k - 1 times the sum of
     the squares of their norms, in each step.
     """
-    steps = [i for i in squares if record.steps[i] in set(record.layer_steps)]
+    with_layers = set(record.layer_steps)
+    steps = [i for i in squares if record.steps[i] in with_layers]
     if not steps or not record.layers:
         return None
     norms = torch.stack([record.layer_norms_of(record.steps[i]) for i in steps]).clamp(min=0)

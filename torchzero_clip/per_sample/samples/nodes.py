@@ -35,7 +35,7 @@ tensor1 tensor2 v value values vec vec1 vec2 weight weight0 weight1 weight2 weig
 _OF_LOSSES = "is_target target targets total_weight pos_weight"
 _SEEDS = "philox_offset philox_seed rng_state unused"
 SAFE_ARGUMENTS = frozenset(f"{_FLOATS} {_OF_LOSSES} {_SEEDS}".split())
-"""Names of saved tensors that move nothing: floats, the targets of losses, and random seeds."""
+"""Names of saved tensors that move no rows: floats, the targets of losses, and random seeds."""
 
 FIXED = frozenset(
     f"{name}Backward{number}"
@@ -96,7 +96,7 @@ class NodeKind:
     axes: Callable[[Node], Axes] | None = None
     """The dimensions of the output along which it moves rows. None if there are none."""
     inputs: Callable[[Node], Sequence[int]] | None = None
-    """Those of the input."""
+    """The dimensions of the input along which it moves rows. None if there are none."""
     saves: bool = False
     """Whether it saves tensors, so that values may keep a gradient from passing."""
 
@@ -206,15 +206,12 @@ def _last(count: int, node: Node) -> Axes:
 
 def _along(node: Any) -> Axes:
     """The saved dimension of the output. After a reduction, the output has only the other dimensions."""
-    dim, ndim = node._saved_dim, len(_shape(node))
     reduced = getattr(node, "_saved_keepdim", True) is False and hasattr(node, "_saved_self_sym_sizes")
-    ndim += reduced
-    dim = (dim - 2**64 if dim >= 2**63 else dim) % max(ndim, 1)
-    return () if reduced else (dim,)
+    return () if reduced else [dim % max(len(_shape(node)), 1) for dim in _along_of_input(node)]
 
 
 def _along_of_input(node: Any) -> Sequence[int]:
-    """The saved dimension, from the end if it is saved so."""
+    """The saved dimension of the input, which is negative if it counts from the end."""
     return (node._saved_dim - 2**64 if node._saved_dim >= 2**63 else node._saved_dim,)
 
 
@@ -223,8 +220,7 @@ def _indexed_of_input(node: Any) -> Sequence[int]:
     dims: list[int] = []
     for i, index in enumerate(node._saved_indices):
         if index is not None and not (index.ndim == 1 and i == 0 and counts_up(index)):
-            is_mask = index.dtype in (torch.bool, torch.uint8)
-            dims += range(i, i + index.ndim) if is_mask else [i]
+            dims += range(i, i + index.ndim) if _is_mask(index) else [i]
     return dims
 
 
@@ -233,7 +229,7 @@ def _indexed(node: Any, *, puts: bool) -> Axes:
     ndim, indices = len(_shape(node)), node._saved_indices
     places = [i for i, index in enumerate(indices) if index is not None]
     chosen = [indices[i] for i in places]
-    if any(index.dtype in (torch.bool, torch.uint8) for index in chosen):
+    if any(map(_is_mask, chosen)):
         if len(chosen) > 1:
             return None
         return range(places[0], places[0] + (chosen[0].ndim if puts else 1))
@@ -244,6 +240,10 @@ def _indexed(node: Any, *, puts: bool) -> Axes:
     if first == places[0] == 0 and depth == 1 and counts_up(chosen[0]):
         return range(1, ndim)  # as in ``x[torch.arange(B), last]``, where row i of the output is of row i
     return range(first, first + depth)
+
+
+def _is_mask(index: Tensor) -> bool:
+    return index.dtype in (torch.bool, torch.uint8)
 
 
 def _shape(node: Node) -> Sequence[int]:
