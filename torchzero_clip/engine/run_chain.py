@@ -1,4 +1,4 @@
-"""Takes a step that no gate has refused, from the gradients to the new parameters."""
+"""Runs the chain in a step that no gate has refused: from the gradients to the new parameters."""
 
 from torchzero_clip.core.chain import Chain
 from torchzero_clip.engine.listener import Listener

@@ -1,4 +1,4 @@
-"""What a planned step does: it applies at most one scaling, and ends by the kernel of a rule or by a delivery."""
+"""A planned step: at most one scaling, and then the kernel of a rule, or updates for the optimizer that steps."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass

@@ -26,7 +26,7 @@ def set_norm_dtype(device_type: str, dtype: torch.dtype) -> None:
         dtype: `torch.float32`, or `torch.float64`, which restores the default.
 
     Raises:
-        ValueError: For another dtype, or for a CPU.
+        ValueError: For another dtype, for a CPU, or if ``device_type`` is no kind of device, such as ``"cuda:0"``.
         TypeError: If an argument has the wrong type.
 
     Examples:

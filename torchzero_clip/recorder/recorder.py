@@ -174,7 +174,7 @@ class Recorder(Readable):
 
         Raises:
             TypeError: If ``norm`` is not a number.
-            ValueError: If ``norm`` has several numbers.
+            ValueError: If ``norm`` has several numbers, or is a negative number.
             RuntimeError: If a `PrivateGradientClipper` trains one of the parameters.
         """
         refuse_loss(self.optimizer.param_groups, "report_norm")

@@ -90,7 +90,7 @@ class Graph:
                     said += numbers[following], output
         self.nodes = numbers.keys()
         self.moves = bool(moving) and self._judge(moving)
-        # an index 0, 1, 2, ... moves nothing, but another one in its place may
+        # the index 0, 1, 2, ... moves no rows, and another index does: so the key has the axes
         saved += [tuple(axes) for _, axes in self.sites]
         # no hashes of Python, for which -1 and -2 are equal
         self.outline, self.key = (blake2b(repr(x).encode(), digest_size=16).digest() for x in (said, saved))
@@ -123,9 +123,10 @@ class Graph:
 
 
 def _sizes_of_view(node: Any, count: int) -> Hashable:
-    """What decides where a view puts rows: which dimensions are split or joined, and into what sizes.
+    """What decides where a view puts rows: which dimensions it splits or joins, and their sizes.
 
-    Sizes may be others in longer sequences if the batch is the first or the last of the dimensions that are joined.
+    Without the sizes if the batch is the first or the last of these dimensions: they do not matter then, and a sequence
+    of another length needs no proof.
     """
     before, after = list(node._saved_self_sym_sizes), list(node._input_metadata[0].shape)
     if math.prod(before) != math.prod(after):  # an expanded or a reduced tensor

@@ -124,7 +124,7 @@ class Memory:
         self._of: OrderedDict[Hashable, Known] = OrderedDict()
 
     def of(self, key: Hashable) -> Known:
-        """What was proved of a graph: nothing yet, if it is new."""
+        """What was proved of a graph, which is nothing if the graph is new."""
         if (found := self._of.get(key)) is None:
             found = self._of[key] = Known()
             if len(self._of) > GRAPHS:

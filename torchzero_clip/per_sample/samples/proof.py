@@ -1,4 +1,4 @@
-"""The proof of one graph, by further backwards: of losses times powers of two, and of NaN for half of the losses."""
+"""The proof of one graph, by further backwards: losses times powers of two, and NaN for each half of the samples."""
 
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
@@ -47,9 +47,9 @@ class Stage(Enum):
     POWERS = auto()
     NAN = auto()
     AGAIN = auto()
-    """Whether the graph gives the same gradients twice; only for an error."""
+    """Once more as it was, so that an error can tell whether the graph gives other gradients each time."""
     ALONE = auto()
-    """One sample alone; only for an error."""
+    """Some samples alone, to see whether values or gradients of others pass, and for an error."""
     EACH = auto()
     """One sample alone, for rows that all samples share."""
     EXTRA = auto()
@@ -57,7 +57,7 @@ class Stage(Enum):
 
 
 class Proof:
-    """The proof of one graph. ``half`` says which samples get NaN, and ``like`` has the dtype of factors.
+    """The proof of one graph. ``like`` has the dtype of factors. Samples of ``half`` get NaN first, then the others.
 
     A ``strict`` proof raises if values could let a gradient pass from one sample to another, or if a row is not proved.
     ``late`` are calls that the ordinary backward has reached already, if only these are proved.
@@ -315,7 +315,7 @@ def _is_shared(call: Call, earlier: Tensor | None) -> bool:
 
 
 def _is_of(samples: Tensor, dim: int) -> bool:
-    """True if each entry of a dimension is of one sample, and no two are of the same."""
+    """True if each entry of a dimension belongs to one sample, and each sample to at most one entry."""
     entries = samples.movedim(dim, 0).flatten(1) if samples.ndim > 1 else samples[:, None]
     largest = entries.amax(1)
     told = largest[largest >= 0]

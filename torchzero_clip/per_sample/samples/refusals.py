@@ -1,4 +1,4 @@
-"""The errors for backwards that prove that samples mix, or that prove nothing, each with a way out."""
+"""The errors of proofs, each with a way out: samples mix, or the backward cannot prove that they do not."""
 
 from collections.abc import Sequence
 
