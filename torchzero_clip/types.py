@@ -20,8 +20,11 @@ NewState: TypeAlias = dict[str, Any]
 Group: TypeAlias = dict[str, Any]
 """A param group of an optimizer."""
 
+StateDict: TypeAlias = dict[str, Any]
+"""What ``state_dict()`` of an optimizer returns: "state" and "param_groups"."""
+
 Checkpoint: TypeAlias = Mapping[str, Any]
-"""What ``state_dict()`` of an optimizer returns: a dict with "state" and "param_groups"."""
+"""A `StateDict` that is only read."""
 
 Columns: TypeAlias = list[list[Tensor]]
 """Several lists of tensors, each with one tensor for each parameter."""

@@ -8,12 +8,12 @@ from torchzero_clip.checkpoints.identity import IDENTITY, Member, matched, membe
 from torchzero_clip.core.kinds import FinalRule
 from torchzero_clip.core.nodes import Node, Nodes
 from torchzero_clip.core.scope import NamedParam, named_params
-from torchzero_clip.types import Checkpoint, Group, NewState
+from torchzero_clip.types import Checkpoint, Group, NewState, StateDict
 
 
 def adapted(
     state_dict: Checkpoint, groups: list[Group], nodes: Nodes, new: Iterable[str], dropped: Iterable[str]
-) -> dict[str, Any]:
+) -> StateDict:
     """Convert a checkpoint of another chain for this one. Its ``new`` transforms get their settings from ``groups``."""
     saved, members = saved_groups(state_dict, groups), members_of(nodes)
     identity = written(members)

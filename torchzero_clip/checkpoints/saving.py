@@ -3,7 +3,6 @@
 from collections.abc import Generator, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ from torchzero_clip.core.nodes import Node, Nodes
 from torchzero_clip.core.schedules import Schedules
 from torchzero_clip.functional.processes import device_of, gathered
 from torchzero_clip.functional.shards import largest_on_all_ranks
-from torchzero_clip.types import Checkpoint, Group, NewState, State
+from torchzero_clip.types import Checkpoint, Group, NewState, State, StateDict
 
 DEVICE = "device"
 """A key of saved states that are numbers alone: under it, each parameter has a tensor of one element.
@@ -35,7 +34,7 @@ def new_chain_state(nodes: Nodes, counts: Mapping[str, int]) -> ChainState:
     return ChainState({**nodes.init_global_state(), **counts}, {IDENTITY: written(members_of(nodes))})
 
 
-def complete(saved: dict[str, Any], groups: Sequence[Group], chain_state: ChainState) -> None:
+def complete(saved: StateDict, groups: Sequence[Group], chain_state: ChainState) -> None:
     """Add the state of the whole chain to the checkpoint that torch has made of these groups."""
     # as in torch, tensors are not copied. If some were, a checkpoint in memory would mix the state of two steps
     chain_state.adopt_counters(groups)

@@ -1,7 +1,6 @@
 """Converts checkpoints of torch's optimizers and of other chains for a chain, and of a chain for torch's."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, optim
@@ -19,10 +18,10 @@ from torchzero_clip.core.transform import Transform
 from torchzero_clip.migrating.torch_groups import TORCHS, copied, optimizer_of, settings_from, settings_to
 from torchzero_clip.modular.modular import Modular
 from torchzero_clip.optimizers.wrap import Wrap
-from torchzero_clip.types import Checkpoint, Group, NewState, State
+from torchzero_clip.types import Checkpoint, Group, NewState, State, StateDict
 
 
-def from_torch_optim(state_dict: Checkpoint, optimizer: Modular) -> dict[str, Any]:
+def from_torch_optim(state_dict: Checkpoint, optimizer: Modular) -> StateDict:
     """Return a checkpoint with which a chain continues where an optimizer of `torch.optim` stopped.
 
     The chain needs the same optimizer at its end, for the same parameters in the same groups: `Adam` and a
@@ -87,7 +86,7 @@ def adapt_state_dict(
     *,
     new: str | Iterable[str] = (),
     dropped: str | Iterable[str] = (),
-) -> dict[str, Any]:
+) -> StateDict:
     """Return a checkpoint of another chain, converted for the chain of this optimizer.
 
     It serves trainers that call ``load_state_dict`` themselves: with ``new`` and ``dropped`` bound it is a hook for
@@ -124,7 +123,7 @@ def adapt_state_dict(
     return adapted(state_dict, optimizer.param_groups, optimizer.runner.nodes, new, dropped)
 
 
-def to_torch_optim(optimizer: Modular, target: Optimizer) -> dict[str, Any]:
+def to_torch_optim(optimizer: Modular, target: Optimizer) -> StateDict:
     """Return a checkpoint with which an optimizer of `torch.optim` continues where a chain stopped.
 
     The other transforms of the chain, such as clipping, and their state are left out.

@@ -80,7 +80,7 @@ class BeforeStep:
         }
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:
+    def param_groups(self) -> list[Group]:
         """The settings of the transforms, which may be changed at any time: a dict for each group of the optimizer."""
         optimizer = self._reference()
         if optimizer is None:

@@ -14,7 +14,7 @@ from torchzero_clip.core.group_keys import BEFORE_STEP as KEY
 from torchzero_clip.core.scope import named_params
 from torchzero_clip.modular.followed import OF_OPTIMIZER, Followed
 from torchzero_clip.modular.placed import Placed
-from torchzero_clip.types import Group
+from torchzero_clip.types import Group, StateDict
 
 _OF_CHAIN = (
     "the checkpoint is of a chain, which only a Modular can load. Load it into a Modular with the same transforms, "
@@ -97,7 +97,7 @@ class Entries:
             self._name_groups(optimizer)
         self.placed.look(optimizer)
 
-    def save(self, optimizer: Optimizer, saved: dict[str, Any]) -> None:
+    def save(self, optimizer: Optimizer, saved: StateDict) -> None:
         """Write everything to a checkpoint."""
         self._was_saved = True
         followed = self._followed
@@ -107,7 +107,7 @@ class Entries:
         for settings, group in zip(followed.settings_to_save(), saved["param_groups"], strict=True):
             group[KEY] = {"settings": settings, "each": each}
 
-    def check(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    def check(self, optimizer: Optimizer, state_dict: StateDict) -> None:
         """Check a checkpoint before anything is loaded."""
         self._load, self._was_checked = None, False
         self._before = optimizer.state, optimizer.param_groups
@@ -181,7 +181,7 @@ class Entries:
                     followed.state[named.param] = followed.nodes.init_state(named, group)
 
 
-def _as_checkpoint(groups: Sequence[Group], entries: Sequence[Any], ours: Mapping[Any, Any]) -> dict[str, Any]:
+def _as_checkpoint(groups: Sequence[Group], entries: Sequence[Any], ours: Mapping[Any, Any]) -> StateDict:
     """Entries and states in the form of the checkpoint of a `Modular`."""
     if all(isinstance(entry, str) for entry in entries):
         raise ValueError(_OF_COPY)

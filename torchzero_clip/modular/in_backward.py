@@ -15,11 +15,11 @@ from torchzero_clip.engine.parts import Parts, second_gradient
 from torchzero_clip.modular.host import unwrap
 from torchzero_clip.modular.modular import Modular
 from torchzero_clip.modular.refusals import refuse
-from torchzero_clip.types import Setting
+from torchzero_clip.types import Group, Setting
 
 SHOWN = 10  # names of updated parameters that an error shows
 
-_WITHOUT: dict[str, Any] = {"params": []}
+_WITHOUT: Group = {"params": []}
 
 
 class StepInBackward:
@@ -157,7 +157,7 @@ class StepInBackward:
         for param in waiting.values():
             param.grad = None
 
-    def _groups_of(self, params: Iterable[int]) -> list[dict[str, Any]]:
+    def _groups_of(self, params: Iterable[int]) -> list[Group]:
         """The param groups, each with only the given parameters (ids), in order."""
         all_groups = self._optimizer.param_groups
         groups = [_WITHOUT] * len(all_groups)

@@ -26,7 +26,7 @@ from torchzero_clip.modular.origin import Origin
 from torchzero_clip.modular.param_groups import as_groups
 from torchzero_clip.modular.runner import Runner
 from torchzero_clip.private_losses import refuse_loss
-from torchzero_clip.types import Setting
+from torchzero_clip.types import Group, Setting, StateDict
 
 T = TypeVar("T")
 
@@ -284,7 +284,7 @@ class Modular(Explained, ClassMaker, Optimizer):
             self._origin.look(self.param_groups)
         super().zero_grad(set_to_none)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: Group) -> None:
         """Add parameters with settings of their own, for example layers that are unfrozen later.
 
         Args:
@@ -301,7 +301,7 @@ class Modular(Explained, ClassMaker, Optimizer):
         module = self._origin and self._origin.module()
         self.runner.add(param_group, self.param_groups, self._append, module=module)
 
-    def _append(self, group: dict[str, Any]) -> None:
+    def _append(self, group: Group) -> None:
         """Add a group as torch does. While the optimizer is made, torch compares it with the last group only."""
         groups = self.param_groups
         self.param_groups = groups if self.runner.is_complete else groups[-1:]  # see `check_disjoint`
@@ -309,7 +309,7 @@ class Modular(Explained, ClassMaker, Optimizer):
         groups += [] if self.runner.is_complete else self.param_groups[-1:]
         self.param_groups = groups
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return settings and state. As in torch, the tensors are the optimizer's own, and later steps change them."""
         hook = self.register_state_dict_post_hook(
             lambda _, saved: complete(saved, self.param_groups, self.runner.chain_state), prepend=True
@@ -320,7 +320,7 @@ class Modular(Explained, ClassMaker, Optimizer):
             hook.remove()
 
     def load_state_dict(
-        self, state_dict: dict[str, Any], *, new: str | Iterable[str] = (), dropped: str | Iterable[str] = ()
+        self, state_dict: StateDict, *, new: str | Iterable[str] = (), dropped: str | Iterable[str] = ()
     ) -> None:
         """Load a checkpoint. It is checked completely before the first change.
 

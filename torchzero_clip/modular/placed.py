@@ -14,7 +14,7 @@ from torchzero_clip.checkpoints.portable import FLOAT32, packed, unpacked
 from torchzero_clip.core.group_keys import BEFORE_STEP as KEY
 from torchzero_clip.core.scope import named_params
 from torchzero_clip.modular.followed import Followed
-from torchzero_clip.types import Group, State
+from torchzero_clip.types import Group, State, StateDict
 
 
 class Placed:
@@ -106,7 +106,7 @@ class Placed:
             if id(param) not in held:
                 optimizer.state.pop(param, None)
 
-    def save(self, optimizer: Optimizer, saved: dict[str, Any]) -> bool:
+    def save(self, optimizer: Optimizer, saved: StateDict) -> bool:
         """Add the state to a checkpoint of the optimizer. Return True if no parameter lacks state."""
         states, to_save = optimizer.state, self._to_save(optimizer)
         numbered = [(i, param, group) for i, (param, group) in enumerate(_listed(optimizer.param_groups))]
