@@ -2,6 +2,7 @@
 
 git worktree add ../old v0.1.0
 python -m benchmarks.compare ../old --set tiny small gpt --threads 1
+python -m benchmarks.compare ../old --what before functions
 """
 
 import argparse
@@ -23,8 +24,8 @@ from benchmarks.timing import Case, measure, ratios
 PACKAGES = ("torchzero_clip", "benchmarks")
 
 
-def cases_of(checkout: Path) -> list[Case]:
-    """The rows of another checkout, with its own modules."""
+def cases_of(checkout: Path, what: str) -> list[Case]:
+    """The rows of one part of another checkout, with its own modules."""
     mine = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] in PACKAGES}
     sys.path.insert(0, str(checkout.resolve()))
     try:
@@ -32,7 +33,7 @@ def cases_of(checkout: Path) -> list[Case]:
         package = Path(str(importlib.import_module("torchzero_clip").__file__))
         if checkout.resolve() not in package.parents:
             raise RuntimeError(f"{package} is not in {checkout}")
-        found: list[Case] = [Case(case.name, case.make, ()) for case in other.CASES["steps"]()]
+        found: list[Case] = [Case(case.name, case.make, ()) for case in other.CASES[what]()]
     finally:
         sys.path.pop(0)
         for name in [name for name in sys.modules if name.partition(".")[0] in PACKAGES]:
@@ -66,14 +67,16 @@ def main() -> None:
     )
     parser.add_argument("checkout", type=Path, help="the folder of the other checkout")
     parser.add_argument("--set", nargs="+", choices=SETS, default=["tiny", "small", "gpt"], dest="sets")
+    parser.add_argument("--what", nargs="+", choices=CASES, default=["steps"])
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rows", nargs="+", default=[""], help="only rows whose names contain one of these")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    own = [case for case in CASES["steps"]() if not case.name.startswith(("torch", "bare"))]
+    own = [case for what in args.what for case in CASES[what]() if not case.name.startswith(("torch", "bare"))]
     own = [case for case in own if any(part in case.name for part in args.rows)]
-    others = {case.name: replace(case, name=f"old {case.name}") for case in cases_of(args.checkout)}
+    theirs = [case for what in args.what for case in cases_of(args.checkout, what)]
+    others = {case.name: replace(case, name=f"old {case.name}") for case in theirs}
     print("{processor}, threads: {threads}, torch {torch}".format(**report.machine("cpu")))
     for name in args.sets:
         print(f"\n{name}: new / old, median of {args.rounds} rounds, and smallest / smallest")
