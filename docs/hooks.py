@@ -1,4 +1,4 @@
-"""What mkdocs cannot do by itself: addresses from one file, formulas as MathML, tables that narrow screens can show.
+"""What mkdocs cannot do by itself: addresses from one file, formulas as MathML, tables for narrow screens, `llms.txt`.
 
 Pages may link to files outside of `docs/`, such as `../../examples/ppo.py`, for readers of the repository.
 """
@@ -71,6 +71,49 @@ def with_outside_links(markdown: str, src_uri: str, addresses: dict[str, Any]) -
         return words
 
     return OUTSIDE.sub(replaced, markdown)
+
+
+def on_post_build(config: Any) -> None:
+    """Write `llms.txt` beside the pages: what each of them is about, for programs that read instead of people."""
+    target = Path(config.site_dir, "llms.txt")
+    target.write_text(llms(config.nav, config.site_url or "/"), encoding="utf-8")
+
+
+def llms(nav: list[Any], address: str) -> str:
+    """What the README says first, and the title and the first sentence of each page, by sections."""
+    title, first, *_ = home().split("\n\n")
+    lines = [title, "", f"> {first}"]
+    for section in nav:
+        ((name, entries),) = section.items()
+        lines += ["", f"## {name}", ""]
+        lines += [described(path, address) for path in pages_of(entries)]
+    return "\n".join(lines) + "\n"
+
+
+def pages_of(entries: list[Any]) -> list[str]:
+    """The pages of a section and of the sections in it."""
+    found: list[str] = []
+    for entry in entries:
+        ((_, below),) = entry.items()
+        found += [below] if isinstance(below, str) else pages_of(below)
+    return found
+
+
+def described(path: str, address: str) -> str:
+    """A line with the address of a page, its title and its first sentence."""
+    text = home() if path == "index.md" else (DOCS / path).read_text(encoding="utf-8")
+    title = (
+        text.partition("\n")[0].removeprefix("# ")
+        if text[0] == "#"
+        else path.removesuffix(".md").capitalize()
+    )
+    paragraphs = (
+        part for part in text.split("\n\n")[1:] if re.match(r"\w|`(?!``)", part)
+    )
+    sentence = re.split(r"(?<=[.:])\s", next(paragraphs, ""))[0].rstrip(".:")
+    said = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", " ".join(sentence.split()))
+    place = "" if path == "index.md" else f"{path.removesuffix('.md')}/"
+    return f"- [{title}]({address}{place}){f': {said}' if said else ''}"
 
 
 def on_page_content(content: str, **_: Any) -> str:

@@ -59,6 +59,14 @@ def claims_of_muon_clip(rows):
     assert right_if_held > right - 10
 
 
+def claims_of_gan(rows):
+    """The generator finds the centers with and without a limit."""
+    assert len(rows) == 2
+    for good, centers, _ in rows.values():
+        assert good > 20
+        assert centers >= 6
+
+
 def claims_of_ppo(rows):
     """All three agents learn to balance the pole, and the gradients of the value function are far above the limit."""
     assert len(rows) == 3
@@ -76,6 +84,7 @@ def claims_of_warm_up_the_limit(rows):
 
 
 CLAIMS = {
+    "gan": claims_of_gan,
     "muon_clip": claims_of_muon_clip,
     "ppo": claims_of_ppo,
     "warm_up_the_limit": claims_of_warm_up_the_limit,

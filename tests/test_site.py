@@ -235,3 +235,16 @@ def test_a_search_finds_a_question_with_an_answer(searched):
     answers = [body for head, body in sections if all(re.search(word, head) for word in words)]
     assert len(answers) == 1
     assert len(answers[0].split()) > 10
+
+
+def test_programs_that_read_find_all_pages_in_one_file():
+    nav = [{"Use": [{"Home": "index.md"}, {"Recipes": [{"GAN": "recipes/gan.md"}]}]}]
+    assert hooks.llms(nav, "https://pages.example/").splitlines()[2:] == [
+        "> See, clip or skip PyTorch gradients before `optimizer.step()`, with the optimizer you already have.",
+        "",
+        "## Use",
+        "",
+        "- [torchzero_clip](https://pages.example/): See, clip or skip PyTorch gradients before `optimizer.step()`, with"
+        " the optimizer you already have",
+        "- [GAN](https://pages.example/recipes/gan/): Give each network its own optimizer and its own limit",
+    ]
