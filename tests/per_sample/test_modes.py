@@ -74,6 +74,13 @@ def made(kind, count):
     return kind(*given.get(kind, ()))
 
 
+def in_turn(rows, columns, values):
+    """All pairs, each with one of the values, so that each row and each column meets all of them."""
+    return [
+        (row, column, values[(i + j) % len(values)]) for i, row in enumerate(rows) for j, column in enumerate(columns)
+    ]
+
+
 MODES = {kind.__qualname__ + "." + kind.__module__: kind for kind in (InVmap, _Rows, _WithoutGraphs)}
 
 
@@ -113,9 +120,7 @@ PARAMETER = nn.Parameter(torch.linspace(-1, 1, 9).view(3, 3))
 
 
 @needs_compiler
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
-@pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("mode", "function", "backend"), in_turn(MODES, FUNCTIONS, ["eager", "aot_eager", "inductor"]))
 def test_compiled_functions_return_the_same_in_a_mode(mode, function, backend):
     compiled = partial(torch.compile, FUNCTIONS[function], backend=backend)
     for count in (1, 0, 2):
@@ -215,9 +220,7 @@ MODELS = {
 
 
 @needs_compiler
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("way", [*WAYS, "whole"])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "way", "backend"), in_turn(MODELS, [*WAYS, "whole"], ["eager", "aot_eager"]))
 def test_models_with_compiled_parts_are_right_in_every_form(model, way, backend):
     for count in (1, 2, 5):
         torch._dynamo.reset()

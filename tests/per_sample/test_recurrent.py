@@ -347,11 +347,13 @@ SIZES = [(1, 3), (2, 1), (2, 3), (3, 3), (3, 2), (5, 7)]
 
 
 @pytest.mark.quick_cases(8)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_attention_over_outputs_and_over_last_states(kind, way, batch_first, dtype):
+def test_attention_over_outputs_and_over_last_states(kind, way, batch_first):
+    is_even = (list(KINDS).index(kind) + list(WAYS).index(way) + batch_first) % 2 == 0
+    dtype = torch.float32 if is_even else torch.float64
+
     def forward(m, x):
         output, last = m.rnn(x)
         last = last[0] if isinstance(last, tuple) else last  # its samples are in dimension 1, whatever `batch_first` is
