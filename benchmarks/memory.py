@@ -34,11 +34,11 @@ def measure_memory(
     return measured
 
 
-def of_case(case: Case, gradients: Gradients, device: str) -> Memory:
+def of_case(case: Case, gradients: Gradients, device: str, warm_up: int = WARM_UP) -> Memory:
     params = gradients.params()
     before = in_tensors(device)
     run = case.make(params)
-    for number in range(WARM_UP + 1):
+    for number in range(warm_up + 1):
         if number > 0:
             run.step()
         gradients.refill(params, number)
@@ -50,20 +50,27 @@ def of_case(case: Case, gradients: Gradients, device: str) -> Memory:
 
 
 def in_tensors(device: str) -> int:
-    """The bytes of all tensors that Python can reach."""
+    """The bytes of all tensors that Python can reach, and of all other memory that torch gave out on a GPU."""
     gc.collect()
+    if device == "cuda":
+        return requested("current")
     tensors: list[Tensor] = [each for each in gc.get_objects() if type(each) in (Tensor, nn.Parameter)]
     storages = [tensor.untyped_storage() for tensor in tensors if tensor.device.type == device]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def requested(which: str) -> int:
+    """Bytes that tensors on the GPU asked for. `torch.cuda.memory_allocated` adds up to 1 MiB for each large tensor."""
+    return torch.cuda.memory_stats()[f"requested_bytes.all.{which}"]
 
 
 def peak_of(step: Callable[[], object], device: str) -> int:
     """The most bytes that are allocated at once during a step, beyond what is there before it."""
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+        before = requested("current")
         step()
-        return torch.cuda.max_memory_allocated() - before
+        return requested("peak") - before
     profiler = profile(profile_memory=True)
     with profiler:
         step()

@@ -18,11 +18,26 @@ def resnet_like() -> Shapes:
     return [shape for block in blocks for shape in block] + [(10, 40)]
 
 
+def decoder(width: int, blocks: int) -> Shapes:
+    """The shapes of GPT-2, without a head of its own."""
+    d = width
+    block: Shapes = [(d,), (d,), (3 * d, d), (3 * d,), (d, d), (d,), (d,), (d,), (4 * d, d), (4 * d,), (d, 4 * d), (d,)]
+    return [(50257, d), (1024, d), *block * blocks, (d,), (d,)]
+
+
 def gpt_like() -> Shapes:
     """100 tensors of GPT-2's shapes, 51.5M parameters."""
-    d = 512
-    block: Shapes = [(d,), (d,), (3 * d, d), (3 * d,), (d, d), (d,), (d,), (d,), (4 * d, d), (4 * d,), (d, 4 * d), (d,)]
-    return [(50257, d), (1024, d), *block * 8, (d,), (d,)]
+    return decoder(512, 8)
+
+
+def gpt2() -> Shapes:
+    """The 148 tensors of the smallest GPT-2, 124M parameters."""
+    return decoder(768, 12)
+
+
+def billion() -> Shapes:
+    """268 tensors of GPT-2's shapes, 1.2B parameters."""
+    return decoder(2048, 22)
 
 
 def big() -> Shapes:
@@ -35,4 +50,11 @@ def equal(parameters: int, tensors: int) -> Shapes:
     return [(parameters // tensors,)] * tensors
 
 
-SETS: dict[str, Callable[[], Shapes]] = {"tiny": policy_like, "small": resnet_like, "gpt": gpt_like, "big": big}
+SETS: dict[str, Callable[[], Shapes]] = {
+    "tiny": policy_like,
+    "small": resnet_like,
+    "gpt": gpt_like,
+    "gpt2": gpt2,
+    "big": big,
+    "billion": billion,
+}

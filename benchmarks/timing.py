@@ -51,9 +51,9 @@ class Measured:
 class Gradients:
     """Gradients of the given shapes; all rows use the same memory for theirs."""
 
-    def __init__(self, shapes: Shapes, device: str) -> None:
+    def __init__(self, shapes: Shapes, device: str, dtype: torch.dtype = torch.float32) -> None:
         generator = torch.Generator(device).manual_seed(0)
-        self.source = [torch.randn(shape, generator=generator, device=device) for shape in shapes]
+        self.source = [torch.randn(shape, generator=generator, device=device, dtype=dtype) for shape in shapes]
         self.buffers = [torch.empty_like(source) for source in self.source]
 
     @property

@@ -157,7 +157,7 @@ def betas(name: str, value: object) -> None:
 
 
 def scalar(name: str, value: object) -> None:
-    """A number >= 0, or a tensor of one element. The tensor is not read, because this would wait for the device."""
+    """A number >= 0, or a tensor of one element. It is not read, because this would synchronize with the GPU."""
     if not isinstance(value, Tensor):
         non_negative(name, value)
     elif value.numel() != 1 or value.layout != torch.strided or not value.is_floating_point() or value.is_meta:

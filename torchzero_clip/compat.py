@@ -171,7 +171,7 @@ def may_call_base(optimizer: Optimizer) -> bool:
 
 def may_be_template(groups: Sequence[Mapping[str, object]], *, is_first: bool) -> bool:
     """True if all rates are 0. torch.distributed.checkpoint takes such a step, with gradients of 0, to create state."""
-    # neither rates on a device nor gradients are read here, because reading waits for the device
+    # neither rates on a device nor gradients are read here, because reading synchronizes with the GPU
     rates = [group["lr"] for group in groups if group.get("lr") is not None]
     if any((isinstance(rate, Tensor) and not rate.is_cpu) or rate != 0 for rate in rates):
         return False

@@ -8,7 +8,7 @@ from torch._subclasses import FakeTensorMode
 
 from torchzero_clip import set_norm_dtype
 from torchzero_clip.functional import dtypes
-from torchzero_clip.functional.dtypes import bias_correction, is_narrow, moved, squarable, widened, widest
+from torchzero_clip.functional.dtypes import bias_correction, is_narrow, moved, power_of_two, squarable, widened, widest
 
 META = torch.device("meta")
 
@@ -73,6 +73,20 @@ def test_bias_corrections_have_all_digits_in_float32(beta, count):
     expected = 1 - beta**count
     assert bias_correction(beta, torch.tensor([count], dtype=torch.float64)).item() == expected
     assert math.isclose(bias_correction(beta, torch.tensor([float(count)])).item(), expected, rel_tol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("number", "power"),
+    [
+        *((near * 2.0**k, k) for k in (-126, -125, -1, 0, 1, 24, 126, 127) for near in (1.0, 1.9999999)),
+        *((number, -126) for number in (0.0, 2.0**-149, 3e-41)),
+        *((number, 127) for number in (math.inf, math.nan, torch.finfo(torch.float32).max)),
+    ],
+)
+def test_the_power_of_two_at_most_a_number(number, power):
+    found = power_of_two(torch.tensor([[number]]))
+    assert found.tolist() == [[2.0**power]]
+    assert found.dtype == torch.float32
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -11,7 +11,7 @@ from torch import nn
 from versions import needs_grad_dtype
 
 from torchzero_clip import ConstantFlatClipper, ConstantPerLayerClipper, PerSampleGradientClipper, check_per_sample
-from torchzero_clip.per_sample.gradients.row_norms import norms_of_rows
+from torchzero_clip.per_sample.gradients.row_norms import norms_of_rows, norms_of_samples
 
 
 @pytest.mark.slow
@@ -25,6 +25,16 @@ def test_norm_of_a_large_gradient_is_not_too_small():
 def test_rows_of_any_length(size):
     rows = torch.randn(3, size)
     assert_close(norms_of_rows(rows), rows.double().square().sum(1).sqrt(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("size", [2.0**-140, 2.0**-100, 1.0, 2.0**120])
+def test_norms_of_samples_in_float32_are_exact_where_squares_are(size):
+    norms, samples = torch.tensor([2.0, 3.0, 1.0, 6.0, 4.0, 8.0]) * size, torch.tensor([0, 0, 1, 0, 1, 1])
+    assert norms_of_samples(norms, samples, 3).tolist() == [7 * size, 9 * size, 0]
+    norms[:2] = torch.tensor([math.inf, math.nan])
+    first, second, _ = norms_of_samples(norms, samples, 3).tolist()
+    assert math.isnan(first)
+    assert second == 9 * size
 
 
 def assert_norms(layer, x, weights, rtol=1e-3, memory="low"):

@@ -125,6 +125,37 @@ def extreme_norms(_: Agree) -> None:
     assert math.isfinite(numbers(norm(on_cuda(largest))).item())
 
 
+def exact_norms(_: Agree) -> None:
+    """The norm of integers times a power of two, if it is an integer, is exact: alone, of rows and of tensors together.
+
+    So gradients are divided by powers of two. Inf and NaN stay what they are.
+    """
+    for exponent in (-149, -130, -126, -60, 0, 60, 123):
+        values = torch.tensor([2.0, 3.0, 6.0]) * 2.0**exponent
+        assert numbers(norm(on_cuda(values))).item() == 7 * 2.0**exponent
+        rows = torch.stack([values, torch.tensor([1.0, 4.0, 8.0]) * 2.0**exponent])
+        assert numbers(norm(on_cuda(rows), dim=1)).tolist() == [7 * 2.0**exponent, 9 * 2.0**exponent]
+        params = [nn.Parameter(on_cuda(torch.zeros(1))) for _ in values]
+        for param, value in zip(params, values, strict=True):
+            param.grad = on_cuda(value.view(1))
+        assert numbers(clip_grad_norm_(params, math.inf, dim="global")).item() == 7 * 2.0**exponent
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        for given, expected in (([math.inf, 1.0], math.inf), ([-math.inf, math.nan], math.nan), ([0.0, 0.0], 0.0)):
+            found = numbers(norm(on_cuda(torch.tensor(given, dtype=dtype)))).item()
+            assert found == expected or (math.isnan(found) and math.isnan(expected)), (given, found)
+
+
+def norms_take_few_launches(_: Agree) -> None:
+    """The joint norm of ten tensors and their clipping, without a wait."""
+    params = [nn.Parameter(on_cuda(torch.zeros(50))) for _ in range(10)]
+    for param in params:
+        param.grad = on_cuda(torch.ones(50))
+    DEVICE.counts.clear()
+    clip_grad_norm_(params, 1.0, dim="global")
+    assert 0 < DEVICE.counts.launches.total() <= 160, DEVICE.counts.launches
+    assert (DEVICE.counts.waits, DEVICE.counts.copies) == ([], [])
+
+
 def long_norms(_: Agree) -> None:
     """Norms of many elements are right to 2e-6, alone and together."""
     generator = torch.Generator().manual_seed(1)
@@ -241,6 +272,8 @@ CHECKS: dict[str, Callable[[Agree], None]] = {
     "without float64, worked cases": worked_cases,
     "without float64, adaptive cases": adaptive_cases,
     "without float64, extreme norms": extreme_norms,
+    "without float64, exact norms": exact_norms,
+    "without float64, launches": norms_take_few_launches,
     "without float64, long norms": long_norms,
     "without float64, statistics": statistics_stay_right,
     "without float64, counts": counts_go_on,

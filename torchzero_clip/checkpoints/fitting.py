@@ -60,7 +60,7 @@ def fitted(
         if i in state:
             fresh = _check_state(i, state[i], nodes, named, group, statistics)
             placed[i] = {key: _like(value, fresh[key]) for key, value in state[i].items()}
-    # all statistics at once, because each read waits for the device
+    # all statistics at once, because each read synchronizes with the GPU
     _check_finite(statistics)
     # last, because the errors above say more precisely what does not fit
     for saved in all_saved:

@@ -57,7 +57,7 @@ class SkipStep(Gate):
         ValueError: If no limit is given, or for a setting out of range.
         TypeError: For a setting of the wrong type.
 
-    Each step waits for the device once. The norm covers the gradients of the parameters that `only` and `without`
+    Each step synchronizes with the GPU once. The norm covers the gradients of the parameters that `only` and `without`
     select, before any transform. ``metrics()["skipped_steps"]`` is the number of skipped steps. Checkpoints store it.
 
     Examples:

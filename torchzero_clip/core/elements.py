@@ -14,8 +14,8 @@ class Elements:
     """The elements that take part in one call of `Elementwise.change`, and operations that leave the others unchanged.
 
     Without statistics all elements take part. With statistics the elements of a tensor take part if its gradient is
-    finite and, before its statistic has started, not all zero. If the optimizer knows without waiting for a device that
-    all elements take part, the methods add no operations.
+    finite and, before its statistic has started, not all zero. If the optimizer knows, without synchronizing with the
+    GPU, that all elements take part, the methods add no operations.
     """
 
     def __init__(

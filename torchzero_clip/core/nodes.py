@@ -177,6 +177,6 @@ def _same(one: Setting, other: Setting) -> bool:
 def _equal(value: object, other: object) -> bool:
     if isinstance(value, tuple) and isinstance(other, tuple):
         return len(value) == len(other) and all(map(_equal, value, other))
-    # comparing tensors would wait for the device, and arrays of other packages are compared by elements
+    # comparing tensors would synchronize with the GPU, and arrays of other packages are compared by elements
     is_plain = isinstance(value, _COMPARED) and isinstance(other, _COMPARED)
     return value is other or (is_plain and value == other)

@@ -103,7 +103,7 @@ class OtherParts(Company):
 
 
 def _where(condition: Tensor, value: Any, other: Any) -> Any:
-    """``value`` if the condition is true, else ``other``. Choosing between tensors does not wait for the device."""
+    """``value`` if the condition is true, else ``other``. Choosing between tensors does not read them."""
     if isinstance(value, Tensor) and isinstance(other, Tensor):
         return torch.where(condition.to(other.device), value.to(other.device), other)
     return value if condition else other

@@ -77,7 +77,7 @@ class StepPolicy:
         return {SKIPPED: 0, CONSECUTIVE: 0} if self.may_skip else {}
 
     def allows(self, walk: Undecided, counts: State) -> bool:
-        """Return True if the step is to be taken. It waits for the device once.
+        """Return True if the step is to be taken. It synchronizes with the GPU once.
 
         If no process has a gradient, the step is not taken, and does not count as skipped. The errors are those of
         `Modular.step`.
@@ -98,7 +98,7 @@ class StepPolicy:
         refused = [refusal.to(total.device) for _, _, refusal in judged]
         # gates decide by numbers that are equal on all processes, so the decisions are equal too
         numbers = torch.stack([x.to(total.dtype) for x in (total, lost, *refused, *taking_part)])
-        # one read for all gates and for the norm, because each read waits for the device
+        # one read for all gates and for the norm, because each read synchronizes with the GPU
         joint, nonfinite, *answers = numbers.tolist()
         refusals, flags = answers[: len(gates)], answers[len(gates) :]
         has_gradients, *asked = flags or [True] * (1 + len(gates))

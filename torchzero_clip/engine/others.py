@@ -76,8 +76,8 @@ class Others(Company):
     def metrics(self, nodes: Nodes, metrics: dict[str, Tensor], has_gradients: bool) -> dict[str, Tensor] | None:
         """The metrics of all processes together, by name, in one collective; None if no process has a gradient.
 
-        ``metrics`` are those that transforms have set themselves. This waits for the device if only other processes
-        know whether some transform has run.
+        ``metrics`` are those that transforms have set themselves. This synchronizes with the GPU if only other
+        processes know whether some transform has run.
         """
         paths = [node.path for node, _ in measuring(nodes)]
         if not paths and not self._has_schedules:

@@ -110,7 +110,7 @@ class SameSettings:
     """Finds out whether a step has settings with which an earlier step can be repeated.
 
     Attributes of transforms, which a user may set at any time, and values in param groups are compared by identity,
-    because == compares the elements of tensors, which waits for the device and gives many answers.
+    because == compares the elements of tensors, which synchronizes with the GPU and gives many answers.
     """
 
     def __init__(self, walk: Walk, readers: Sequence[Reader]) -> None:

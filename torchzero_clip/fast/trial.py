@@ -24,7 +24,7 @@ def try_out(transform: Elementwise, setting: Setting, dtype: torch.dtype) -> Non
     """Take four steps of a small tensor. Raise if a method does not write all elements, or if two methods differ.
 
     In the third step an element is inf, and in the fourth the gradient is not finite. A `change` that forgets
-    ``result`` would train on uninitialized memory. The tensor is on CPU, so the trial does not wait for a device.
+    ``result`` would train on uninitialized memory. It is on the CPU, so the trial does not synchronize with a GPU.
     """
     first = torch.linspace(-2.9, 3.3, 12, dtype=dtype, device="cpu")
     if isinstance(first, FakeTensor) or not transform.is_elementwise:

@@ -20,7 +20,7 @@ TINY = 1e-12  # slices with a norm up to this are not normalized, because only n
 
 
 def read_limit(name: str, value: float | Tensor) -> float | Tensor:
-    """The limit as a number; as the tensor that it is, unread, if reading would wait for a device or break a graph."""
+    """The limit as a number; as an unread tensor, if reading would synchronize with the GPU or break a graph."""
     value = as_number(value)
     scalar(name, value)
     if not isinstance(value, Tensor) or not may_look(value):
@@ -54,7 +54,7 @@ def clip_factors(metric: Metric, norms: Tensor, limit: float | Tensor, floor: fl
     """The factors min(1, limit / norm), and floor / norm for norms between 0 and ``floor``.
 
     They bring metrics to at most ``limit``, and those that are not 0 to at least ``floor``. A limit in a tensor was not
-    checked, because this would wait for the device: a negative one gives NaN.
+    checked, because this would synchronize with the GPU: a negative one gives NaN.
     """
     # norms are the roots of metrics, as for 'var'; limit and floor are in units of the metric
     low = metric.root(floor)

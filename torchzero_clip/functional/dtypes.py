@@ -10,6 +10,9 @@ from torchzero_clip.compat import FakeTensor
 
 _SQUARABLE = {torch.float64: 1e150, torch.float32: 1e18}
 
+_EXPONENT = 0x7F800000
+"""The bits of a float32 that hold its exponent; of inf and NaN they are all set."""
+
 _has_float64: dict[str, bool] = {}
 """Whether norms on a kind of device are float64, for the kinds that were asked."""
 
@@ -18,8 +21,8 @@ def set_norm_dtype(device_type: str, dtype: torch.dtype) -> None:
     """Choose the dtype of norms and statistics on devices of one kind. Call it before the first step.
 
     They are float64 where the device has it. Float32 may be faster on GPUs that compute float64 slowly, such as
-    consumer GPUs. Gradients are then read twice, and divided by their largest magnitude. So norms are still right to
-    2e-6, finite for finite gradients, and 0 only for zeros.
+    consumer GPUs. Gradients are then read twice, and divided by a power of two close to their largest magnitude. So
+    norms are still right to 2e-6, finite for finite gradients, and 0 only for zeros.
 
     Args:
         device_type: The kind, such as ``"cuda"``. On a CPU, norms are always float64.
@@ -98,3 +101,13 @@ def moved(x: Tensor, device: torch.device) -> Tensor:
 def squarable(x: Tensor) -> float:
     """The largest norm in the dtype of ``x`` of which many squares have a finite sum."""
     return _SQUARABLE[x.dtype]
+
+
+def power_of_two(x: Tensor) -> Tensor:
+    """The largest power of two that is at most ``x``, for float32 numbers >= 0, so that dividing by it is exact.
+
+    It is 2**-126 for 0 and for subnormal numbers, and 2**127 for inf and NaN.
+    """
+    exponents = (x.view(torch.int32) & _EXPONENT).view(torch.float32)
+    # some devices take subnormal numbers for 0, so that dividing by one would be NaN
+    return exponents.clamp(2.0**-126, 2.0**127)

@@ -212,7 +212,7 @@ def multiply_each_(
 
 
 def as_factors(factors: Tensor, dtype: torch.dtype) -> Tensor:
-    """Factors in a dtype, clamped to its range, because on CUDA a check of the range would wait for the device."""
+    """Factors in a dtype, clamped to its range, because on CUDA a check of the range would synchronize with the GPU."""
     largest = torch.finfo(dtype).max
     return (factors if dtype == torch.float64 else factors.clamp(min=-largest, max=largest)).to(dtype)
 
@@ -316,7 +316,7 @@ def lerp_(tensors: Sequence[Tensor], ends: Sequence[Tensor], weight: float) -> N
 def lerp_chosen_(chosen: Tensor, tensors: Sequence[Tensor], ends: Sequence[Tensor], weight: float) -> None:
     """``tensors += weight * (ends - tensors)`` for ``chosen`` tensors, in place; other ends may hold anything."""
     if not (chosen.is_cpu and not torch.compiler.is_compiling()):
-        # reading the flags would wait for the device, so all tensors are computed
+        # reading the flags would synchronize with the GPU, so all tensors are computed
         for flag, tensor, end in zip(chosen.unbind(), locals_of(tensors), locals_of(ends), strict=True):
             lerp_where_(flag.to(tensor.device), tensor, end, weight)
         return

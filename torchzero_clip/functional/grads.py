@@ -65,7 +65,7 @@ def clip_grad_norm_(
             Parameters without a gradient are skipped. If none has one, the function warns, except in runs of several
             processes or if all are frozen.
         max_norm: The limit of the norm of every slice: a number or a tensor of one element; None for no upper limit.
-            A tensor on another device than the CPU is not read, because this would wait for the device. If it is
+            A tensor on another device than the CPU is not read, because this would synchronize with the GPU. If it is
             negative, the gradients become NaN.
         ord: The metric: a number p for the p-norm (also 0, inf, -inf and negative numbers), or one of 'l0', 'l1', 'l2',
             'l3', 'l4', 'linf', 'mad' (mean absolute value), 'std', 'var', 'sum' (magnitude of the signed sum).

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from torchzero_clip.functional import foreach
-from torchzero_clip.functional.dtypes import is_narrow, widened, widest_of
+from torchzero_clip.functional.dtypes import is_narrow, power_of_two, widened, widest_of
 from torchzero_clip.functional.shards import Part, all_reduce, pack
 from torchzero_clip.functional.ways import BLOCK, may_look, power_dtype, sum_dtype
 
@@ -51,7 +51,7 @@ def joint_of_norms(norms: Tensor, p: float) -> Tensor:
         return norms.sum()
     if math.isinf(p):
         return norms.amax() if p > 0 else norms.amin()
-    scale = _usable_scale(norms.amax() if p > 0 else norms.amin())  # this norm decides the result
+    scale = _usable_scale(norms.amax() if p > 0 else norms.amin(), p)  # this norm decides the result
     # divided by it, no power overflows, and none that matters underflows
     shares = norms / scale
     if norms.dtype == torch.float64:
@@ -81,9 +81,9 @@ def _redone(parts: Sequence[Part], norms: list[Tensor], indices: Sequence[int], 
 
 
 def _rescaled(parts: Sequence[Part], p: float) -> list[Tensor]:
-    """Norms of slices divided by their largest magnitude (the smallest if p < 0), times it."""
+    """Norms of slices divided by a scale of their largest magnitude (the smallest if p < 0), times it."""
     extreme = math.copysign(math.inf, p)
-    scales = [_usable_scale(n) for n in merged(parts, [local_norm(part, extreme) for part in parts], extreme)]
+    scales = [_usable_scale(n, p) for n in merged(parts, [local_norm(part, extreme) for part in parts], extreme)]
     # one after the other, so that only one rescaled copy exists at a time
     rescaled = [local_norm(x._replace(tensor=x.tensor / scale), p) for x, scale in zip(parts, scales, strict=True)]
     return [_times(scale, norm) for scale, norm in zip(scales, merged(parts, rescaled, p), strict=True)]
@@ -151,8 +151,12 @@ def _times(scale: Tensor, norm: Tensor) -> Tensor:
     product = scale * norm
     if product.dtype == torch.float64:
         return product
-    return torch.where(norm.isfinite(), product.clamp(max=foreach.MAX32), product)
+    return torch.where(norm == math.inf, norm, product.clamp(max=foreach.MAX32))
 
 
-def _usable_scale(largest: Tensor) -> Tensor:
+def _usable_scale(largest: Tensor, p: float) -> Tensor:
+    """What values are divided by before their powers of p are added up: their largest magnitude, or close to it."""
+    # a subnormal largest magnitude is then at least 2**-23, whose higher powers float32 cannot hold
+    if largest.dtype == torch.float32 and abs(p) <= 4:
+        return power_of_two(largest)
     return torch.where((largest > 0) & largest.isfinite(), largest, 1.0)

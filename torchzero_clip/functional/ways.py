@@ -1,6 +1,6 @@
 """The decisions about norms: what may be read, in which way tensors are measured, and in which dtype sums are added up.
 
-Reading a number waits for the device on which it is, and breaks a graph of `torch.compile`.
+Reading a number of a GPU synchronizes with it, and breaks a graph of `torch.compile`.
 """
 
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ def sum_dtype(x: Tensor) -> torch.dtype:
 
 
 def may_look(*tensors: Tensor) -> bool:
-    """True if values can be read at no cost. Otherwise reading would wait for the device, or break a graph."""
+    """True if values can be read at no cost. Otherwise reading would synchronize with the GPU, or break a graph."""
     return not torch.compiler.is_compiling() and all(map(_IS_CPU, tensors))
 
 
@@ -61,7 +61,7 @@ def extent(vector: Tensor) -> tuple[float, float]:
 
 
 def all_ones(factors: Tensor) -> bool:
-    """True if all factors are 1. Always False on CUDA and under compile, where reading would wait for the device."""
+    """True if all factors are 1. Always False on a GPU, where reading would synchronize, and under compile."""
     return may_look(factors) and extent(factors) == (1.0, 1.0)
 
 

@@ -71,8 +71,8 @@ class Modular(Explained, ClassMaker, Optimizer):
             Norm clips before an optimizer then work on a copy.
         nonfinite: What happens if a gradient has an inf or a NaN: "propagate" passes it on, "skip" skips the step and
             counts it, "raise" raises a RuntimeError that names the parameters. The last two leave parameters and all
-            state unchanged, and `bad_gradients` then has the names. They wait for the device once a step, and decide
-            equally on all ranks of a mesh and of the ``process_group``.
+            state unchanged, and `bad_gradients` then has the names. They synchronize with the GPU once a step, and
+            decide equally on all ranks of a mesh and of the ``process_group``.
         max_consecutive_skips: Raise if more steps than this in a row were skipped; None for any number.
         fast: Combine transforms into few passes over memory. Pass False to check a result: each transform is then
             applied in its turn by the method that its author wrote. The results differ by rounding, and a step takes
@@ -188,7 +188,7 @@ class Modular(Explained, ClassMaker, Optimizer):
         self.runner.parts.refuse_scaler()
 
     def metrics(self) -> dict[str, Tensor]:
-        """Return what the transforms measured, as 0-d tensors on the device. Reading a value waits for the device.
+        """Return what the transforms measured, as 0-d tensors on the device. Reading a value synchronizes with the GPU.
 
         The metrics are those of the last step. After a refused one, only gates and `skipped_steps` have any.
 

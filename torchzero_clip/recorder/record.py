@@ -28,7 +28,7 @@ class Readable(ABC):
 
     @abstractmethod
     def record(self) -> "Record":
-        """Return what was recorded, on the CPU. The call waits for the device."""
+        """Return what was recorded, on the CPU. The call synchronizes with the GPU."""
 
     def _with_older(self) -> "Record":
         """The record, with the steps that only the file still has."""

@@ -63,8 +63,8 @@ class Recorder(Readable):
         RuntimeError: If the optimizer steps in the backward. Later, in ``optimizer.step()`` before anything changes, if
             another recorder has taken over the file.
 
-    A step waits for the device when steps are written or sent, and if its learning rate is 0. Reading waits once. If no
-    transform measures the norm of each tensor, the recorder takes one more pass over the gradients.
+    A step synchronizes with the GPU when steps are written or sent, and if its learning rate is 0. Reading does so
+    once. If no transform measures the norm of each tensor, the recorder takes one more pass over the gradients.
 
     Examples:
         >>> import torch
@@ -197,7 +197,7 @@ class Recorder(Readable):
 
     @override
     def record(self) -> Record:
-        """Return the last ``keep`` steps, on the CPU. The call waits for the device once."""
+        """Return the last ``keep`` steps, on the CPU. The call synchronizes with the GPU once."""
         return self._recording.record(self.optimizer.param_groups)
 
     @override

@@ -138,7 +138,7 @@ class Recording(Listener):
         self._judge_loss(numbers["loss"] is not None)
         self.step += 1
         self._since_load += 1
-        if "nonfinite" in note.refused_by and not self._alarmed:  # the policy has waited for the device
+        if "nonfinite" in note.refused_by and not self._alarmed:  # the policy has synchronized with the GPU
             self._recorded(tape)
         if self.output.add():
             self.flush(warn=True)

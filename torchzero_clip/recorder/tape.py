@@ -111,7 +111,7 @@ class Tape:
         return self._read(self.keep)[0]
 
     def used(self) -> set[str]:
-        """The parameters that had gradients other than 0. The call waits for the device."""
+        """The parameters that had gradients other than 0. The call synchronizes with the GPU."""
         norms, _, _, used = self._read(self._size)
         are_used = torch.cat([norms, used]).gt(0).any(dim=0).tolist()
         return {name for name, is_used in zip(self.params.names, are_used, strict=True) if is_used}
@@ -137,7 +137,7 @@ class Tape:
         return norms, numbers, [(step, pair) for (step, *_), pair in zip(ratios, pairs, strict=True)], used
 
     def record(self, by: By, last: int | None = None) -> Record:
-        """The last steps that are kept, on the CPU; None for all. The call waits for the device."""
+        """The last steps that are kept, on the CPU; None for all. The call synchronizes with the GPU."""
         last = self.keep if last is None else min(last, self.keep)
         norms, numbers, pairs, used = self._read(last + LATEST)
         notes = list(self.notes)[len(self.notes) - len(norms) :]

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from torchzero_clip.functional.dtypes import is_narrow, moved
+from torchzero_clip.functional.dtypes import is_narrow, moved, power_of_two
 from torchzero_clip.functional.foreach import wide_dtype
 from torchzero_clip.functional.shards import Part
 from torchzero_clip.functional.slices import norms_of_slices
@@ -63,7 +63,7 @@ def norms_of_samples(norms: Tensor, samples: Tensor, count: int) -> Tensor:
     if norms.dtype == torch.float64:
         return zeros.index_add_(0, samples, norms.square()).sqrt_()
     largest = zeros.scatter_reduce(0, samples, norms, "amax")
-    scale = torch.where((largest > 0) & largest.isfinite(), largest, 1.0)
+    scale = power_of_two(largest)
     return zeros.index_add_(0, samples, (norms / scale[samples]).square()).sqrt_().mul_(scale)
 
 

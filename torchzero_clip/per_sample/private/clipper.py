@@ -11,12 +11,14 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from torchzero_clip.checks import count, finite, instance, number, one_of, positive
-from torchzero_clip.compat import fully_sharded, is_distributed
+from torchzero_clip.compat import current_graph_task_id
+from torchzero_clip.functional.shards import distributed_like, local
+from torchzero_clip.per_sample.captured_layer import trainable
 from torchzero_clip.per_sample.clipper import PerSampleGradientClipper
 from torchzero_clip.per_sample.gradients.contributions import Memory
 from torchzero_clip.per_sample.hooks import replace_gradients
 from torchzero_clip.per_sample.norm_clippers import NormClipper
-from torchzero_clip.per_sample.private.noise import gaussian
+from torchzero_clip.per_sample.private.noise import gaussian, of_rank
 from torchzero_clip.per_sample.private.promises import (
     Buffers,
     check_within,
@@ -25,6 +27,7 @@ from torchzero_clip.per_sample.private.promises import (
     watched,
 )
 from torchzero_clip.per_sample.processes.processes import Agreement
+from torchzero_clip.per_sample.processes.sharding import group_of_shards, reshard
 from torchzero_clip.per_sample.rules.whole import Whole
 from torchzero_clip.per_sample.samples.prover import Verify
 from torchzero_clip.per_sample.unclipped import refuse_unreleased, watch_steps
@@ -44,7 +47,8 @@ class PrivateGradientClipper(PerSampleGradientClipper):
 
     Args:
         module: The model. All parameters that train must be in it. With several processes, it must be in a
-            `DistributedDataParallel`: one process adds noise, and all of them get the same ``.grad``.
+            `DistributedDataParallel`, where one process adds noise and all get the same ``.grad``, or sharded by
+            `fully_shard` over all processes, where each adds noise to its shards.
         norm_clipper: Computes factors from norms: `ConstantFlatClipper`, `ConstantPerLayerClipper`, `AutomaticClipper`,
             or your own subclass of `NormClipper`. Its limits must be finite.
         batch_first: Whether sequences have shape (B, T, ...) rather than (T, B, ...).
@@ -53,7 +57,7 @@ class PrivateGradientClipper(PerSampleGradientClipper):
         expected_batch_size: The divisor: the size of the data set times the rate of the draw. Never the size of a
             batch that was drawn, because that depends on the data.
         generator: Draws the noise, for tests. Whoever knows its state can subtract the noise. By default, the noise
-            comes from the random numbers of the operating system.
+            comes from the random numbers of the operating system. The noise of shards also depends on the process.
         memory: As in `PerSampleGradientClipper`.
         nonfinite: "zero": samples whose gradient has an inf or a NaN add zeros. "raise" is refused, because an error
             would tell that there is such a sample.
@@ -117,9 +121,13 @@ class PrivateGradientClipper(PerSampleGradientClipper):
         self._generator = generator
         self._releases: dict[float, int] = {}
         self._sensitivity: float | None = None  # of the sums that wait
-        self._buffers = Buffers(self._engine.attachment.model)
+        attachment, sharded = self._engine.attachment, self._engine.processes.sharded
+        self._buffers = Buffers(attachment.model)
         declare(self)
-        self._engine.attachment.before_forward(self._buffers.forward_began)
+        # before the hook of fully_shard, which shows other parameters, and waits for the forwards of all processes
+        attachment.before_forward(self._buffers.forward_began, prepend=sharded)
+        if sharded:
+            attachment.before_forward(self._forward_began, prepend=True)
         watch_steps(self, refuse_unreleased)
 
     @property
@@ -245,8 +253,11 @@ class PrivateGradientClipper(PerSampleGradientClipper):
         # 1 / σ² of two Gaussian releases add up
         alone = self._noise_multiplier / math.sqrt(1 - (self._noise_multiplier / self._second_noise_multiplier) ** 2)
         std = alone * sensitivity
-        if processes.is_first:  # it adds the noise for all
-            noisy = {name: self._noisy(name, param, std) for name, param in params.items()}
+        generator = self._generator
+        if processes.sharded and generator is not None:  # or shards would get equal noise
+            generator = of_rank(generator, processes.rank)
+        if processes.is_first or processes.sharded:  # the first process adds the noise for all, but not to their shards
+            noisy = {name: self._noisy(name, param, std, generator) for name, param in params.items()}
         else:
             noisy = {name: value.clone() for name, value in self._sums.items()}
         noisy = processes.added_up(noisy, params, params)
@@ -334,10 +345,18 @@ class PrivateGradientClipper(PerSampleGradientClipper):
             )
         attachment.refresh()
 
-    def _noisy(self, name: str, param: Tensor, std: float) -> Tensor:
-        """The sum of a parameter with noise, in new memory."""
-        noise = gaussian(param, std, self._generator)
-        return noise.add_(self._sums[name].to(noise.device)) if name in self._sums else noise
+    def _forward_began(self, *_: object) -> None:
+        """Before a forward gathers shards, agree that all processes run one: otherwise some would wait forever."""
+        if self._engine.enabled and not self._engine.pauses and current_graph_task_id() == -1:
+            with self._start("forward"):
+                pass
+
+    def _noisy(self, name: str, param: Tensor, std: float, generator: torch.Generator | None) -> Tensor:
+        """The sum of a parameter with noise, in new memory; of a sharded one, with the noise of the own shard."""
+        noise = gaussian(local(param), std, generator)
+        if name in self._sums:
+            noise.add_(local(self._sums[name]).to(noise.device))
+        return distributed_like(noise, param)
 
 
 def _check_share(noise_multiplier: float, second: float) -> None:
@@ -347,16 +366,23 @@ def _check_share(noise_multiplier: float, second: float) -> None:
 
 def _check_processes(module: nn.Module) -> None:
     """Raise if several processes do not release one sum together."""
-    if fully_sharded(module) or any(is_distributed(param) for param in module.parameters()):
-        raise ValueError("module must not be sharded, as by fully_shard: use DistributedDataParallel")
     together = isinstance(module, DistributedDataParallel)
-    if not together and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        raise ValueError(
-            "module must be in DistributedDataParallel if there are several processes: each of them would release its "
-            "own gradients"
-        )
     if together and module.broadcast_buffers and watched(module):
         raise ValueError("DistributedDataParallel must have broadcast_buffers=False: buffers must not change in a step")
+    if together or not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return
+    reshard(module)
+    group = group_of_shards(module, trainable(module))
+    if group is None:
+        raise ValueError(
+            "module must be in DistributedDataParallel or sharded by fully_shard if there are several processes: each "
+            "of them would release its own gradients"
+        )
+    if dist.get_world_size(group) < dist.get_world_size():
+        raise ValueError(
+            f"module must be sharded over all {dist.get_world_size()} processes, got {dist.get_world_size(group)}: the "
+            "processes of each group would release their own gradients"
+        )
 
 
 def _check_same_limit(start: Agreement) -> None:

@@ -20,6 +20,12 @@ def gaussian(like: Tensor, std: float, generator: torch.Generator | None) -> Ten
     return secure_normal(like.numel(), dtype).mul_(std).view(like.shape).to(like.device)
 
 
+def of_rank(generator: torch.Generator, rank: int) -> torch.Generator:
+    """A generator for one release on one process, also if those of all processes have the same state."""
+    seed = torch.randint(1 << 62, (), generator=generator, device=generator.device).item()
+    return torch.Generator(generator.device).manual_seed(int(seed) + rank)
+
+
 def secure_normal(count: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Standard normal numbers from the random numbers of the operating system: (count,), on the CPU.
 

@@ -7,9 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from torchzero_clip.functional.dtypes import widened
+from torchzero_clip.functional.shards import local
 from torchzero_clip.per_sample.gradients.autograd_graph import nodes_of
 from torchzero_clip.per_sample.gradients.row_norms import joint_norms
 from torchzero_clip.per_sample.norm_clippers import NormClipper
+from torchzero_clip.per_sample.processes.sharding import reshard
 from torchzero_clip.per_sample.weighting import ClippingResult
 
 LARGEST = 1e30  # sums of larger gradients could overflow in float32, which would tell that they are there
@@ -68,17 +70,24 @@ class Buffers:
 
     def note(self) -> None:
         """Begin anew."""
+        # what fully_shard shows during a forward has versions of its own, and is old after a step without a backward
+        reshard(self._model)
         self._known = {name: buffer.detach().clone() for name, buffer in watched(self._model).items()}
-        self._frozen = self._versions()
+        self._frozen = {
+            name: (param, _versions(param)) for name, param in self._model.named_parameters() if _is_frozen(param)
+        }
         self._is_fresh = True
 
     def changed(self) -> str | None:
         """The name of a buffer or frozen parameter that has changed, or of a buffer that was added or removed."""
-        found, versions = watched(self._model), self._versions()
+        found = watched(self._model)
         for name in self._known | found:
             if name not in found or name not in self._known or not _equal(self._known[name], found[name]):
                 return name
-        return next((name for name, version in self._frozen.items() if versions.get(name, version) != version), None)
+        for name, (param, versions) in self._frozen.items():
+            if _is_frozen(param) and _versions(param) != versions:
+                return name
+        return None
 
     def forward_began(self, *_: object) -> None:
         """The hook of the model before its forward."""
@@ -86,13 +95,14 @@ class Buffers:
             self.note()
         self._is_fresh = False
 
-    def _versions(self) -> dict[str, int]:
-        """The versions of frozen parameters, which each change in place raises."""
-        return {
-            name: param._version
-            for name, param in self._model.named_parameters()
-            if not (param.requires_grad or param.is_inference())
-        }
+
+def _is_frozen(param: nn.Parameter) -> bool:
+    return not (param.requires_grad or param.is_inference())
+
+
+def _versions(param: nn.Parameter) -> tuple[int, int]:
+    """Numbers of which each change in place raises one. A shard has a number of its own."""
+    return param._version, local(param)._version
 
 
 def watched(model: nn.Module) -> dict[str, Tensor]:

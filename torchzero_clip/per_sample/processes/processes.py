@@ -15,7 +15,7 @@ from torchzero_clip.compat import dtensors, flatten, unflatten
 from torchzero_clip.functional.foreach import wide_dtype
 from torchzero_clip.functional.processes import device_of, gathered, gathered_texts
 
-CALLS = "backward", "clip_and_accumulate", "pre_step"
+CALLS = "forward", "backward", "clip_and_accumulate", "pre_step"
 BUCKET = 25 << 20  # bytes of sums that one all-reduce carries, as in DistributedDataParallel
 
 
@@ -32,7 +32,12 @@ class Processes:
     @property
     def is_first(self) -> bool:
         """True on the first process of the group."""
-        return self.group is None or dist.get_rank(self.group) == 0
+        return self.rank == 0
+
+    @property
+    def rank(self) -> int:
+        """The number of this process in the group."""
+        return 0 if self.group is None else dist.get_rank(self.group)
 
     def start(self, call: str, params: Mapping[str, nn.Parameter], *arguments: object) -> "Agreement":
         """The first agreement in a method of a clipper, for up to four numbers.
