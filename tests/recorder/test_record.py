@@ -2,6 +2,7 @@
 
 import math
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,6 +29,15 @@ def test_the_methods_that_a_record_prints_exist():
     for method in ("rows", "frame", "spikes", "worst", "plot"):
         assert f"{method}(" in repr(made([1.0]))
         assert callable(getattr(made([1.0]), method))
+
+
+def test_the_line_of_the_readme_prints_an_empty_list_above_the_table_of_worst(capsys):
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    (line,) = [line for line in readme.split("\n") if "recorder.spikes()" in line]
+    exec(line, {"recorder": made([1.0] * 100)})
+    first, head, row = capsys.readouterr().out.strip().split("\n")
+    assert first == "[]"
+    assert head.index("norm") + len("norm") == row.index("1") + 1
 
 
 @pytest.fixture

@@ -55,7 +55,7 @@ class Readable(ABC):
         return (latest if step in latest.steps else self._with_older()).worst(step, top)
 
     def spikes(self) -> list[int]:
-        """Return the steps whose joint norm was a spike or not finite, and the steps of `early_signs`."""
+        """Return the steps whose joint norm was a spike or not finite, skipped steps, and those of `early_signs`."""
         return self._with_older().spikes()
 
     def early_signs(self) -> list[EarlySign]:

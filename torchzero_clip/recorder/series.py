@@ -143,7 +143,10 @@ def spikes_among(norms: Tensor) -> Tensor:
 
 
 def _early_spikes(norms: Tensor, start: int) -> Tensor:
-    """True for each norm before ``start`` that is far above the norms around it, which may still be changing."""
+    """True for each norm before ``start`` that is far above the norms around it, which may still be changing.
+
+    The first norms change most. One of them must be ten times all but one of the twenty before and after it.
+    """
     logs, first = norms.log(), max(len(norms) // BLOCKS, FEW)
     width = min(2 * first, AROUND, len(norms) - 1) + 1
     places = (torch.arange(start, device="cpu") - width // 2).clamp(0, len(norms) - width)
@@ -151,7 +154,10 @@ def _early_spikes(norms: Tensor, start: int) -> Tensor:
     middle = around.median(dim=1).values
     spread = DEVIATION * (around - middle[:, None]).abs().median(dim=1).values
     is_spike = logs[:start] > middle + (6 * spread).clamp(min=2 * TWICE)
-    is_spike[:first] = False  # the first norms change most
+    is_spike[:first] = logs[: min(first, start)] > middle[:first] + math.log(JUMP)
+    for i in is_spike[:first].nonzero().flatten().tolist():
+        others = torch.cat([norms[max(i - LATEST, 0) : i], norms[i + 1 : i + 1 + LATEST]])
+        is_spike[i] = norms[i] > JUMP * others.topk(2).values[1]
     return is_spike
 
 
