@@ -56,6 +56,7 @@ EXPECTED = {
     "step": [0, 1, 2],
     "norm": [1.0, 4.0, 1000.0],
     "loss": [0.5, 2.0, 500.0],
+    "limit": [math.nan] * 3,
     "share_clipped": [0.0, 1.0, math.nan],
     "skipped": [False, False, True],
     "reason": ["", "", "skip_step"],

@@ -304,7 +304,7 @@ def test_early_signs_have_a_table_and_are_counted(tmp_path):
     assert "There were 0 spikes. 1 step had an early sign of a spike." in page.text
     head, *rows = page.table("Norms of layers, and updates")
     assert head == ["Step", "Layer", "Number", "Value", "Usual", "Ratio"]
-    assert rows == [["90", "first", "update / weights", "0.25", "0.005", "50x"]]
+    assert rows == [["90", "first", "update_ratio", "0.25", "0.005", "50x"]]
 
 
 @quick

@@ -255,7 +255,7 @@ class EarlySign(NamedTuple):
 
     step: int
     layer: str
-    number: Literal["norm", "update / weights"]  # of the gradient, or of the update divided by that of the weights
+    number: Literal["norm", "update_ratio"]  # of the gradient, or of the update divided by that of the weights
     value: float
     usual: float
     ratio: float  # of the value to the usual one, or to the rounding of the step if that is larger
@@ -299,6 +299,6 @@ def early_signs(steps: Sequence[int], layers: Sequence[str], ratios: Tensor) -> 
         is_above = is_judged & (logs[i] > torch.maximum(border, highest + TWICE))
         high: list[int] = is_above.nonzero().flatten().tolist()
         numbers = torch.stack([ratios[i], median.exp(), ratios[i] / median.exp()], dim=1).tolist()
-        new = [EarlySign(steps[i], layers[k], "update / weights", *numbers[k]) for k in high]
+        new = [EarlySign(steps[i], layers[k], "update_ratio", *numbers[k]) for k in high]
         signs += sorted(new, key=lambda sign: -sign.ratio)
     return signs
