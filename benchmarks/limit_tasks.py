@@ -34,7 +34,7 @@ from benchmarks.limit_models import (
     network,
 )
 
-Method: TypeAlias = Literal["Adam", "SGD"]
+Method: TypeAlias = Literal["Adam", "SGD", "RMSprop"]
 Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -52,15 +52,17 @@ class Task:
 
     Args:
         method: The optimizer.
-        lr: The learning rate, the best of a sweep without a clip. It falls linearly to 0.
-        steps: The number of steps.
+        lr: The learning rate. In `TASKS`, it is the best of a sweep without a clip.
+        steps: The number of steps that are recorded.
         make: Make the training from a seed.
+        falls: True if the learning rate falls linearly to 0.
     """
 
     method: Method
     lr: float
     steps: int
     make: Callable[[int], Training]
+    falls: bool = True
 
 
 def bound(output: Tensor, pictures: Tensor) -> Tensor:
@@ -184,6 +186,11 @@ def guessing(seed: int) -> Training:
     return Training(model, loss, held_out)
 
 
+def tanh_function(seed: int) -> Training:
+    """A function, from so many samples that none is seen twice."""
+    return supervised(network(16, 4), function(seed, 16, 4, 300_000), F.mse_loss, seed, 32)
+
+
 def control(seed: int) -> Training:
     """A policy pushes a mass to the origin while the wind blows; it learns from the cost alone (REINFORCE)."""
     model, spread = network(2, 1, 32), 0.5
@@ -249,3 +256,46 @@ TASKS: dict[str, Task] = {
     "RL: control": Task("Adam", 1e-2, 400, control),
     "RL: control, SGD": Task("SGD", 0.003, 400, control),
 }
+
+# Trainings that go on after the record. Every second one was left out while the rule of the answer was chosen.
+CONTINUED: dict[str, Task] = {
+    "text: LSTM, 600": Task("Adam", 1e-2, 600, partial(text, "lstm")),
+    "text: LSTM, 2,000": Task("Adam", 3e-3, 2000, partial(text, "lstm"), falls=False),
+    "text: GRU, 300": Task("RMSprop", 3e-3, 300, partial(text, "gru")),
+    "text: GRU, 1,000": Task("SGD", 0.3, 1000, partial(text, "gru"), falls=False),
+    "text: RNN, 1,000": Task("RMSprop", 1e-3, 1000, partial(text, "rnn"), falls=False),
+    "text: RNN, 4,000": Task("SGD", 0.1, 4000, partial(text, "rnn")),
+    "text: transformer, 300": Task("Adam", 3e-3, 300, partial(text, "transformer"), falls=False),
+    "text: transformer, 600": Task("RMSprop", 1e-3, 600, partial(text, "transformer")),
+    "text: transformer, 1,000": Task("SGD", 0.3, 1000, partial(text, "transformer"), falls=False),
+    "text: transformer, 2,000": Task("Adam", 3e-3, 2000, partial(text, "transformer")),
+    "text: window, 1,000": Task("SGD", 0.3, 1000, partial(text, "window")),
+    "text: window, 4,000": Task("Adam", 3e-3, 4000, partial(text, "window"), falls=False),
+    "text: words, 600": Task("Adam", 3e-3, 600, of_words, falls=False),
+    "text: words, 1,000": Task("RMSprop", 1e-3, 1000, of_words),
+    "text: adapters, 1,000": Task("Adam", 1e-2, 1000, adapters),
+    "text: adapters, SGD, 600": Task("SGD", 0.3, 600, adapters, falls=False),
+    "text: noisy labels, 1,000": Task("Adam", 1e-2, 1000, partial(text, "gru", noise=0.2), falls=False),
+    "text: corrupt batches, 2,000": Task("SGD", 0.1, 2000, partial(text, "lstm", corrupted=0.02)),
+    "photograph: denoising, 300": Task("Adam", 3e-3, 300, denoising, falls=False),
+    "photograph: denoising, 2,000": Task("SGD", 0.1, 2000, denoising),
+    "photograph: denoising, 4,000": Task("RMSprop", 1e-3, 4000, denoising, falls=False),
+    "digits: autoencoder, 1,000": Task("RMSprop", 1e-3, 1000, autoencoder, falls=False),
+    "digits: autoencoder, 4,000": Task("Adam", 3e-3, 4000, autoencoder),
+    "digits: noisy labels, 600": Task("SGD", 0.03, 600, partial(of_digits, convolutions, noise=0.3), falls=False),
+    "function: network, 1,000": Task("Adam", 3e-3, 1000, tanh_function),
+    "function: network, 4,000": Task("SGD", 0.03, 4000, tanh_function, falls=False),
+    "heavy tails: noise, 2,000": Task("RMSprop", 3e-4, 2000, heavy_noise),
+    "heavy tails: inputs, 1,000": Task("Adam", 1e-3, 1000, heavy_inputs, falls=False),
+    "RL: guessing digits, 2,000": Task("RMSprop", 1e-3, 2000, guessing, falls=False),
+    "RL: guessing digits, 4,000": Task("Adam", 1e-3, 4000, guessing),
+    "RL: control, 300": Task("Adam", 1e-2, 300, control, falls=False),
+    "RL: control, 600": Task("SGD", 0.003, 600, control),
+}
+MEMORIZED = (
+    "digits: network",
+    "digits: convolutions, SGD",
+    "digits: batch norm, SGD",
+    "digits: transformer",
+    "digits: rows, LSTM, SGD",
+)

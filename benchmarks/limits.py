@@ -3,6 +3,9 @@
 It trains each task of `benchmarks.limit_tasks` without a clip and records the whole run. Then it trains anew, from the
 same weights and with the same batches: with the limits that the record suggests, and with the limit 1. It compares
 the held-out losses, averaged over seeds, and prints the table that docs/choosing_a_limit.md sums up.
+
+``--continue`` records other trainings, which go on for a quarter of the recorded steps. It prints what the suggestion
+for 10% of the steps answers, and the share of later norms above its limit. The tasks that memorize follow.
 """
 
 import argparse
@@ -17,8 +20,9 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 
-from benchmarks.limit_tasks import TASKS, Task
-from torchzero_clip import SGD, Adam, ClipNorm, Modular, Recorder, Transform
+from benchmarks.limit_tasks import CONTINUED, MEMORIZED, TASKS, Task
+from torchzero_clip import SGD, Adam, ClipNorm, Modular, Recorder, RMSprop, Transform, UpdateRule
+from torchzero_clip.recorder.suggestion import suggested
 
 SHARES = {"1%": 0.01, "10%": 0.1, "median": 0.5}
 CHOICES = ["none", *SHARES, "1.0"]
@@ -50,18 +54,19 @@ class Row(NamedTuple):
     ranks: dict[str, float]
 
 
-def train(task: Task, seed: int, clip: Sequence[Transform], lr: float | None = None) -> tuple[float, Recorder]:
-    """Return the held-out loss, and the record of the run."""
+def train(
+    task: Task, seed: int, clip: Sequence[Transform], lr: float | None = None, more: int = 0
+) -> tuple[float, Recorder]:
+    """Return the held-out loss, and the record of the run, which takes so many steps ``more``."""
     torch.manual_seed(seed)
     training = task.make(seed)
     torch.manual_seed(seed)
     params = [param for param in training.model.parameters() if param.requires_grad]
     rate = task.lr if lr is None else lr
-    rule = Adam(rate) if task.method == "Adam" else SGD(rate, momentum=0.9)
-    optimizer = Modular(params, *clip, rule)
-    recorder = Recorder(optimizer, keep=task.steps)
-    scheduler = LambdaLR(optimizer, lambda step: 1 - step / task.steps)
-    for step in range(task.steps):
+    optimizer, steps = Modular(params, *clip, _rule(task, rate)), task.steps + more
+    recorder = Recorder(optimizer, keep=steps)
+    scheduler = LambdaLR(optimizer, lambda step: 1 - step / steps if task.falls else 1.0)
+    for step in range(steps):
         optimizer.zero_grad()
         training.loss(step).backward()
         optimizer.step()
@@ -69,6 +74,37 @@ def train(task: Task, seed: int, clip: Sequence[Transform], lr: float | None = N
     with torch.no_grad():
         loss = training.held_out().item()
     return loss if math.isfinite(loss) else math.inf, recorder
+
+
+def _rule(task: Task, lr: float) -> UpdateRule:
+    if task.method == "SGD":
+        return SGD(lr, momentum=0.9)
+    return Adam(lr) if task.method == "Adam" else RMSprop(lr)
+
+
+class Continued(NamedTuple):
+    """The norms of a training, those that were recorded and those after them."""
+
+    task: str
+    recorded: list[float]
+    later: list[float]
+
+    def row(self) -> str:
+        """What the suggestion says of the recorded norms, and what came true."""
+        found = suggested({"joint": torch.tensor(self.recorded, dtype=torch.float64)}, SHARES["10%"], "joint")
+        limit, count = found.limits["joint"], len(self.recorded)
+        above = sum(not norm <= limit for norm in self.later)
+        share = f"{above / len(self.later):.1%}" if self.later else ""
+        return f"| {self.task} | {count:,} | {found.answer} | {found.confidence} | {share} |"
+
+
+def continued(name: str) -> Continued:
+    """Record a training that goes on, or one that memorizes."""
+    torch.set_num_threads(1)
+    task = CONTINUED.get(name) or TASKS[name]
+    more = task.steps // 4 if name in CONTINUED else 0
+    norms = train(task, 0, [], more=more)[1].record().norms_of_gradients().tolist()
+    return Continued(name, norms[: task.steps], norms[task.steps :])
 
 
 def compared(job: tuple[str, int]) -> Result:
@@ -145,6 +181,16 @@ def _ratio(row: Row, choice: str) -> str:
     return f"**{ratio:.3f}**" if best else f"{ratio:.3f}"
 
 
+def print_continued(path: Path | None) -> None:
+    found: list[Continued] = []
+    print("| training | steps | answer | confidence | later norms above the limit |\n| --- | ---: | --- | --- | ---: |")
+    for name in tqdm([*CONTINUED, *MEMORIZED], disable=None):
+        found.append(continued(name))
+        print(found[-1].row(), flush=True)
+        if path:
+            path.write_text(json.dumps([each._asdict() for each in found]) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), metavar="TASK", help="names, or parts of names")
@@ -152,7 +198,11 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2, help="how many processes (default: %(default)s)")
     parser.add_argument("--sweep", action="store_true", help="try learning rates without a clip instead")
     parser.add_argument("--json", type=Path, help="where to write the losses")
+    parser.add_argument("--continue", action="store_true", dest="goes_on", help="see above")
     options = parser.parse_args()
+    if options.goes_on:
+        print_continued(options.json)
+        return
     names = [name for name in TASKS if any(part in name for part in options.tasks)]
     seeds = [SWEEP_SEED] if options.sweep else range(options.seeds)
     jobs = [(name, seed) for seed in seeds for name in names]

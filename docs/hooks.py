@@ -1,4 +1,6 @@
-"""What mkdocs cannot do by itself: addresses from one file, formulas as MathML, tables for narrow screens, `llms.txt`.
+"""What mkdocs cannot do by itself.
+
+Addresses from one file, formulas as MathML, tables and pictures on narrow screens, and `llms.txt`.
 
 Pages may link to files outside of `docs/`, such as `../../examples/ppo.py`, for readers of the repository.
 """
@@ -118,7 +120,7 @@ def described(path: str, address: str) -> str:
 
 def on_page_content(content: str, **_: Any) -> str:
     """Called with the HTML of a page."""
-    return with_narrow_tables(with_formulas(content))
+    return with_open_pictures(with_narrow_tables(with_formulas(content)))
 
 
 def normalized(text: str) -> str:
@@ -169,6 +171,15 @@ def with_formulas(content: str) -> str:
         return match[0] if latex is None else typeset(latex)
 
     return BLOCK.sub(replaced, content)
+
+
+def with_open_pictures(content: str) -> str:
+    """Let each picture open in full size. On narrow screens, it scrolls inside of the link."""
+    return re.sub(
+        r'<img [^>]*src="([^"]+)"[^>]*>',
+        r'<a class="picture" href="\1">\g<0></a>',
+        content,
+    )
 
 
 def with_narrow_tables(content: str) -> str:

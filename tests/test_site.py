@@ -1,4 +1,4 @@
-"""What `docs/hooks.py` adds to the pages: addresses, typeset formulas, and tables that narrow screens can show."""
+"""What `docs/hooks.py` adds to the pages: addresses, typeset formulas, tables and pictures on narrow screens."""
 
 import importlib.util
 import inspect
@@ -149,6 +149,12 @@ def test_rows_of_a_table_with_sentences_name_their_columns():
     assert hooks.with_narrow_tables(numbers) == numbers
     with_long_heading = numbers.replace("<code>a</code> &lt; b", long)
     assert f'<td data-label="{long}"' in hooks.with_narrow_tables(with_long_heading)
+
+
+def test_a_picture_opens_in_full():
+    picture = '<p><img alt="Norms" src="img/limit.png" /></p>'
+    opened = '<p><a class="picture" href="img/limit.png"><img alt="Norms" src="img/limit.png" /></a></p>'
+    assert hooks.with_open_pictures(picture) == opened
 
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: str(page.relative_to(ROOT)))

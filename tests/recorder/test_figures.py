@@ -31,6 +31,10 @@ def texts(figure):
     return {text.get_text() for text in figure.findobj(matplotlib.text.Text)}
 
 
+def tiles_of(record):
+    return Tiles.of(record, Events.of(record))
+
+
 def labels(axes):
     return axes.get_legend_handles_labels()[1]
 
@@ -242,9 +246,81 @@ def test_bars_are_equally_wide_on_a_log_axis():
 
 def test_tiles_of_a_file_are_its_blocks_and_gaps_are_left_empty():
     blocks = [Block(0, 99, column([1.0]), column([8.0])), Block(200, 299, column([1.0]), column([2.0]))]
-    tiles = Tiles.of(made([1.0], blocks=blocks))
-    assert tiles.edges == [-0.5, 99.5, 199.5, 299.5]
-    assert tiles.ratios.nan_to_num(nan=-1.0).tolist() == [[8.0, -1.0, 2.0]]
+    tiles = tiles_of(made([1.0], blocks=blocks))
+    assert tiles.edges == [-0.5, 0.5, 99.5, 199.5, 299.5]  # step 0 has its own column
+    assert tiles.ratios.nan_to_num(nan=-1.0).tolist() == [[1.0, 8.0, -1.0, 2.0]]
+
+
+def with_jump(path=None):
+    """A run of 600 steps with 60 layers, of which layer 50 jumps in step 320, and 30 others jumped further before."""
+    params = [(f"layers.{i}", torch.nn.Parameter(torch.zeros(1))) for i in range(60)]
+    optimizer = torch.optim.SGD(params, 0.0)
+    recorder = Recorder(optimizer, path=path, ratios_every=0)
+    norms = torch.rand(600, 60, generator=torch.Generator().manual_seed(0)).mul(0.5).exp()
+    norms[range(100, 310, 7), range(30)] *= 100
+    norms[320, 50] *= 20
+    for of_step in norms:
+        for (_, param), norm in zip(params, of_step, strict=True):
+            param.grad = norm.view(1)
+        optimizer.step()
+    recorder.close()
+    return recorder, norms
+
+
+@pytest.fixture(scope="module")
+def jump(tmp_path_factory):
+    return with_jump(tmp_path_factory.mktemp("jump") / "run.jsonl")
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+def test_the_first_layer_of_worst_of_each_spike_has_a_row_its_mark_and_a_column(jump, is_read):
+    recorder, norms = jump
+    record = read_record(recorder._log.path) if is_read else recorder.record()
+    tiles = tiles_of(record)
+    marks = dict(tiles.marks)
+    assert sorted(marks) == record.spikes() == [*range(100, 310, 7), 320]
+    for step in marks:
+        row = tiles.names.index(record.worst(step)[0].name)
+        assert marks[step] == row
+        (column,) = [k for k, (a, b) in enumerate(pairwise(tiles.edges)) if a < step < b]
+        layer = int(tiles.names[row].removeprefix("layers."))
+        usual = record.layer_norms[:, layer].median() if not is_read else None
+        found = float(tiles.ratios[row, column])
+        assert found > 15 if usual is None else found == pytest.approx(float(norms[step, layer] / usual), rel=0.01)
+    assert "first layer of worst(step)" in texts(draw_record(record))
+
+
+def test_a_block_without_its_spike_has_the_color_of_its_median(jump):
+    record = read_record(jump[0]._log.path)
+    tiles = tiles_of(record)
+    row = tiles.names.index("layers.50")
+    high = [
+        (a, b) for (a, b), ratio in zip(pairwise(tiles.edges), tiles.ratios[row].tolist(), strict=True) if ratio > 3
+    ]
+    assert high
+    assert min(a for a, _ in high) > 318
+    assert max(b for _, b in high) < 322
+
+
+def test_steps_after_the_last_block_of_a_killed_run_are_drawn():
+    norms = torch.ones(110, 1, dtype=torch.float64)
+    norms[105] = 40.0
+    blocks = [Block(0, 99, column([1.0]), column([1.0]))]
+    steps = [*range(50), 105]
+    record = made(norms.flatten().tolist(), layer_steps=steps, layer_norms=norms[steps], blocks=blocks)
+    tiles = tiles_of(record)
+    (place,) = [k for k, (a, b) in enumerate(pairwise(tiles.edges)) if a < 105 < b]
+    assert float(tiles.ratios[0, place]) == 40.0
+    assert torch.isnan(tiles.ratios[0, place - 1])  # steps 100 to 104 were not recorded
+
+
+@pytest.mark.slow
+def test_text_is_readable_when_a_picture_is_as_wide_as_the_report_draws_it():
+    """9 inches on 960 pixels: 12 pixels are 8.1 points."""
+    figure = draw_record(made(spiky(), layers=[f"layer {i}" for i in range(30)]))
+    figure.draw_without_rendering()
+    drawn = [text for text in figure.findobj(matplotlib.text.Text) if text.get_text() and text.get_visible()]
+    assert min(text.get_fontsize() for text in drawn) > 8.1
 
 
 def test_a_short_run_in_a_file_has_a_column_for_each_step(tmp_path):
@@ -254,9 +330,9 @@ def test_a_short_run_in_a_file_has_a_column_for_each_step(tmp_path):
         optimizer.param_groups[0]["params"][0].grad = torch.full((1,), 1.0 + step % 2)
         optimizer.step()
     recorder.close()
-    tiles = Tiles.of(read_record(tmp_path / "run.jsonl"))
+    tiles = tiles_of(read_record(tmp_path / "run.jsonl"))
     assert tiles.edges == [step - 0.5 for step in range(41)]
-    assert torch.equal(tiles.ratios, Tiles.of(recorder.record()).ratios)
+    assert torch.equal(tiles.ratios, tiles_of(recorder.record()).ratios)
 
 
 def test_events_group_runs_of_norms_that_are_not_finite():

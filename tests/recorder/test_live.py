@@ -230,3 +230,20 @@ def test_a_logger_may_close_the_recorder():
         params[0].grad = torch.ones(1)
         optimizer.step()
     assert calls == [9, 19, 29, 39, 49, 59]
+
+
+def test_a_number_that_is_logged_has_the_name_of_the_column_in_which_it_is_read():
+    points = {}
+    weight = nn.Parameter(torch.zeros(1))
+    optimizer = Modular([("w", weight)], ClipNorm(2.0, dim="global"), SGD(0.1))
+    recorder = Recorder(optimizer, log=points.__setitem__, log_every=1, ratios_every=1)
+    for size in (1.0, 4.0):
+        weight.grad = torch.full((1,), size)
+        recorder.report_loss(size / 2)
+        optimizer.step()
+    recorder.close()
+    for step, row in enumerate(recorder.rows()):
+        for name in ("norm", "loss", "limit", "share_clipped", "skipped"):
+            assert points[step][f"gradients/{name}"] == float(row[name])
+        assert math.isfinite(row["limit"])
+    assert "layers/w/update_ratio" in points[1]  # the name of the number in `early_signs`

@@ -123,7 +123,7 @@ def test_rounding_is_never_named(kind, mode, tmp_path):
     named = {name.split("/")[1] for point in points.values() for name in point if name.endswith("/norm")} - {"norm"}
     assert named
     assert named.isdisjoint(noise)
-    shown = binning.Tiles.of(kept)
+    shown = binning.Tiles.of(kept, binning.Events.of(kept))
     assert shown.ratios[[shown.names.index(name) for name in noise]].isnan().all()
 
 
@@ -153,7 +153,8 @@ def test_a_jump_above_the_rounding_is_always_named(kind, tmp_path):
         page = (tmp_path / "report.html").read_text()
         assert f'<th scope="row">{at}</th><td>{name}</td><td>norm</td>' in page
     assert f"layers/{name}/norm" in points[114]
-    tiles = binning.Tiles.of(recorder.record())
+    record = recorder.record()
+    tiles = binning.Tiles.of(record, binning.Events.of(record))
     assert tiles.ratios[tiles.names.index(name), tiles.edges.index(at - 0.5)] > 10 or kind == "a LoRA"
 
 

@@ -2,6 +2,7 @@
 
 import math
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -30,6 +31,15 @@ def test_the_methods_that_a_record_prints_exist():
         assert callable(getattr(made([1.0]), method))
 
 
+def test_the_line_of_the_readme_prints_an_empty_list_above_the_table_of_worst(capsys):
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    (line,) = [line for line in readme.split("\n") if "recorder.spikes()" in line]
+    exec(line, {"recorder": made([1.0] * 100)})
+    first, head, row = capsys.readouterr().out.strip().split("\n")
+    assert first == "[]"
+    assert head.index("norm") + len("norm") == row.index("1") + 1
+
+
 @pytest.fixture
 def recorder():
     weight = nn.Parameter(torch.zeros(1))
@@ -46,6 +56,7 @@ EXPECTED = {
     "step": [0, 1, 2],
     "norm": [1.0, 4.0, 1000.0],
     "loss": [0.5, 2.0, 500.0],
+    "limit": [math.nan] * 3,
     "share_clipped": [0.0, 1.0, math.nan],
     "skipped": [False, False, True],
     "reason": ["", "", "skip_step"],

@@ -467,7 +467,7 @@ def test_an_empty_record():
     record = recorder.record()
     assert record.steps == []
     assert record.layers == ["0.weight", "0.bias", "2.weight", "2.bias"]
-    names = ("step", "norm", "loss", "share_clipped", "skipped", "reason")
+    names = ("step", "norm", "loss", "limit", "share_clipped", "skipped", "reason")
     assert recorder.record().columns() == {name: [] for name in names}
     assert recorder.spikes() == []
     with pytest.raises(ValueError, match="the record has no steps"):

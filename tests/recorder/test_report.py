@@ -14,7 +14,7 @@ from torchzero_clip.recorder.report import write_report
 
 pytest.importorskip("matplotlib")
 NAN, INF = math.nan, math.inf
-VOID = {"meta", "img", "br", "wbr", "source"}
+VOID = {"meta", "img", "br", "wbr", "source", "input"}
 
 
 class Page(HTMLParser):
@@ -177,6 +177,7 @@ def test_the_page_is_accessible(page):
     assert all(table["rows"][0] and table["caption"] for table in page.tables)
     pictures = page.all("img")
     assert len(pictures) == 2
+    assert {attrs["for"] for attrs in page.all("label")} == {attrs["id"] for attrs in page.all("input")}
     assert all(re.search(r"\d", attrs["alt"]) for attrs in pictures)
     assert "Worst steps: 80, 40, 60." in pictures[1]["alt"]
 
@@ -303,7 +304,7 @@ def test_early_signs_have_a_table_and_are_counted(tmp_path):
     assert "There were 0 spikes. 1 step had an early sign of a spike." in page.text
     head, *rows = page.table("Norms of layers, and updates")
     assert head == ["Step", "Layer", "Number", "Value", "Usual", "Ratio"]
-    assert rows == [["90", "first", "update / weights", "0.25", "0.005", "50x"]]
+    assert rows == [["90", "first", "update_ratio", "0.25", "0.005", "50x"]]
 
 
 @quick

@@ -126,7 +126,7 @@ def test_an_update_that_is_too_large_is_among_the_spikes_although_the_norm_is_us
     recorder = train(lambda step: 30.0 if step == 200 else 1.0)
     found = recorder.early_signs()
     assert {sign.step for sign in found} == {200}
-    assert all(sign.ratio > 2 and sign.number == "update / weights" for sign in found)
+    assert all(sign.ratio > 2 and sign.number == "update_ratio" for sign in found)
     assert 200 in recorder.spikes()
     assert 200 not in recorder.record().norm_spikes()
 
@@ -134,6 +134,6 @@ def test_an_update_that_is_too_large_is_among_the_spikes_although_the_norm_is_us
 def test_signs_of_a_record_have_the_names_of_its_layers():
     ratios = [Ratios(10 * k, column([2.0, 0.0]), column([0.5 if k == 9 else 0.01, 1.0])) for k in range(10)]
     record = made([1.0] * 100, ("weight", "bias"), ratios=ratios)
-    assert record.early_signs() == [(90, "weight", "update / weights", 0.25, pytest.approx(0.005), pytest.approx(50))]
+    assert record.early_signs() == [(90, "weight", "update_ratio", 0.25, pytest.approx(0.005), pytest.approx(50))]
     assert record.spikes() == [90]
     assert made([1.0] * 100).early_signs() == []

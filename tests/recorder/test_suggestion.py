@@ -440,3 +440,34 @@ def test_few_independent_norms_are_low(r, least, most):
     low = [f for f in found if f.confidence == "low"]
     assert least <= len(low) <= most
     assert all("norms of neighboring steps are similar" in f.reason for f in low)
+
+
+BEGINS = {  # what the first norms are multiplied by
+    "even": lambda place, steps: torch.ones_like(place),
+    "falling": lambda place, steps: 1 + 9 * torch.exp(-3 * place),
+    "falling fast": lambda place, steps: 1 + 30 * torch.exp(-30 * place),
+    "falling at once": lambda place, steps: 1 + 20 * torch.exp(-steps / 2),
+    "falling on": lambda place, steps: torch.exp(-3 * place),
+}
+
+
+@pytest.mark.parametrize("begin", BEGINS)
+@pytest.mark.parametrize("count", [60, 100, 300, 1000])
+def test_a_spike_in_the_first_eight_steps_is_named_when_later_norms_allow_it(begin, count):
+    for at in range(8):
+        steps = torch.arange(count)
+        generator = torch.Generator().manual_seed(at)
+        noise = (0.3 * torch.randn(count, generator=generator)).exp()
+        norms = noise * BEGINS[begin](steps / count, steps)
+        norms[at] *= 500
+        assert at in made(norms.tolist()).spikes()
+
+
+def test_first_norms_that_fall_are_not_spikes():
+    for seed in range(20):
+        assert not any(step < 20 for step in made(falling(300, seed).tolist()).spikes())
+
+
+def test_skipped_steps_are_listed_with_the_spikes():
+    reasons = ["skip_step" if step in (3, 150) else "" for step in range(200)]
+    assert made(lognormal(0, 200).tolist(), reasons=reasons).spikes() == [3, 150]

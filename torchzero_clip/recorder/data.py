@@ -197,8 +197,9 @@ class Data:
         return norms
 
     def spikes(self) -> list[int]:
-        """Return the steps with a spike or an early sign of one: see `Recorder.spikes`."""
-        return sorted({*self.norm_spikes(), *(sign.step for sign in self.early_signs())})
+        """Return the steps with a spike or an early sign of one, and skipped steps: see `Recorder.spikes`."""
+        skipped = {step for step, reason in zip(self.steps, self.reasons, strict=True) if reason}
+        return sorted({*self.norm_spikes(), *skipped, *(sign.step for sign in self.early_signs())})
 
     def norm_spikes(self) -> set[int]:
         """The steps whose joint norm was a spike or not finite."""

@@ -24,7 +24,8 @@ MOST_GROUPS = 6
 
 def draw_record(record: Data, path: FilePath | None = None) -> "Figure":
     """Draw the norms, the loss if it is known, and the layers by step; save the figure if there is a path."""
-    events, tiles = Events.of(record), Tiles.of(record)
+    events = Events.of(record)
+    tiles = Tiles.of(record, events)
     thin = panels.thin_panels(record, events)
     heights = [3.2, *[0.8] * len(thin), 1.5 + 0.17 * len(tiles.names)]
     figure = _figure(sum(heights) + 0.8)
@@ -108,7 +109,7 @@ def _draw_heat(figure: "Figure", axes: "Axes", tiles: Tiles, events: Events) -> 
         panels.say(axes, "the norms of layers were not recorded")
         return
     _draw_tiles(figure, axes, tiles)
-    _explain(axes, tiles)
+    _explain(figure, axes, tiles)
 
 
 def _draw_tiles(figure: "Figure", axes: "Axes", tiles: Tiles) -> None:
@@ -124,7 +125,7 @@ def _draw_tiles(figure: "Figure", axes: "Axes", tiles: Tiles) -> None:
     mesh = axes.pcolormesh(tiles.edges, edges, shades, cmap=colors, norm=scale, rasterized=True)
     axes.set_ylim(len(tiles.names) - 0.5, -0.5)
     names = [panels.printable(name, 40) for name in tiles.names]
-    axes.set_yticks(range(len(names)), names, fontsize="x-small", parse_math=False)
+    axes.set_yticks(range(len(names)), names, fontsize="small", parse_math=False)
     bar = figure.colorbar(mesh, ax=axes, orientation="horizontal", shrink=0.6, aspect=40)
     ticks = [low, *(tick for tick in (1.0, 10.0, 100.0) if tick < high), high]
     labels = [f"{tick:.3g}x" for tick in ticks[:-1]] + [f"{high:,.0f}x{' or more' if most > high else ''}"]
@@ -132,14 +133,16 @@ def _draw_tiles(figure: "Figure", axes: "Axes", tiles: Tiles) -> None:
     bar.minorticks_off()
 
 
-def _explain(axes: "Axes", tiles: Tiles) -> None:
-    """A legend of the colors that are not on the color bar."""
+def _explain(figure: "Figure", axes: "Axes", tiles: Tiles) -> None:
+    """Mark layers, with a legend of the marks and of the colors that are not on the color bar."""
     patch = panels.matplotlib().patches.Patch
     shades = [
         ("black", "inf or NaN", tiles.ratios.isinf()),
         ("0.8", "no gradient, rounding only, or not recorded", tiles.ratios.isnan()),
     ]
     handles = [patch(color=color, label=label) for color, label, where in shades if bool(where.any())]
+    if tiles.marks:
+        steps, rows = zip(*tiles.marks, strict=True)
+        handles += axes.plot(steps, rows, label="first layer of worst(step)", **panels.FIRST)
     if handles:
-        looks: panels.Style = {"ncols": 2, "fontsize": "x-small", "frameon": False, "borderaxespad": 0}
-        axes.legend(handles=handles, loc="lower right", bbox_to_anchor=(1, 1.01), **looks)
+        figure.legend(handles=handles, loc="outside lower center", ncols=3, fontsize="small", frameon=False)

@@ -21,7 +21,8 @@ dt { font-weight: 600; }
 dd { margin: 0 0 .6rem; }
 pre { background: var(--box); padding: .8rem; overflow-x: auto; border-radius: .3rem; }
 figure { margin: 0; }
-figure img { width: 100%; height: auto; border-radius: .3rem; }
+figure img { min-width: 60rem; width: 100%; height: auto; border-radius: .3rem; }
+input:checked ~ .box img { width: auto; }
 figcaption { color: var(--soft); font-size: .9rem; }
 .box { overflow-x: auto; margin: 1rem 0; }
 table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
@@ -44,10 +45,15 @@ def code(text: str) -> str:
     return f"<pre><code>{escape(text)}</code></pre>"
 
 
-def picture(png: bytes, alt: str, caption: str) -> str:
+def picture(name: str, png: bytes, alt: str, caption: str) -> str:
+    """A picture that scrolls in narrow windows, so that its text stays readable, and that opens in full size."""
     data = base64.b64encode(png).decode()
-    image = f'<img src="data:image/png;base64,{data}" alt="{escape(alt)}">'
-    return f"<figure>{image}<figcaption>{escape(caption)}</figcaption></figure>"
+    return (
+        f'<figure><input type="checkbox" id="{name}-full"><label for="{name}-full">Full size</label>\n'
+        f'<div class="box" tabindex="0" role="region" aria-label="{escape(caption)}">'
+        f'<img src="data:image/png;base64,{data}" alt="{escape(alt)}"></div>'
+        f"<figcaption>{escape(caption)}</figcaption></figure>"
+    )
 
 
 def table(caption: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -31,6 +31,7 @@ SPIKE: Style = {"color": "tab:red", "marker": "^", "markersize": 8, "fillstyle":
 SKIPPED: Style = {"color": "black", "marker": "x", "markersize": 6, "linestyle": "none"}
 SIGN: Style = {"color": "tab:brown", "marker": "D", "markersize": 6, "fillstyle": "none", "linestyle": "none"}
 LOST: Style = {"color": "tab:purple", "marker": "v", "markersize": 7, "linestyle": "none"}
+FIRST: Style = {"color": "black", "markerfacecolor": "gold", "marker": "D", "markersize": 5, "linestyle": "none"}
 LABEL: Style = {"xycoords": "axes fraction", "textcoords": "offset points", "ha": "center", "fontsize": "small"}
 
 

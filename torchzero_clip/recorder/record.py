@@ -55,14 +55,14 @@ class Readable(ABC):
         return (latest if step in latest.steps else self._with_older()).worst(step, top)
 
     def spikes(self) -> list[int]:
-        """Return the steps whose joint norm was a spike or not finite, and the steps of `early_signs`."""
+        """Return the steps whose joint norm was a spike or not finite, skipped steps, and those of `early_signs`."""
         return self._with_older().spikes()
 
     def early_signs(self) -> list[EarlySign]:
         """Return the layers whose norm or update was unusually large, even though the joint norm may be usual.
 
         Returns:
-            Rows with ``step``, ``layer``, ``number`` ("norm", or "update / weights" for the norm of the update divided
+            Rows with ``step``, ``layer``, ``number`` ("norm", or "update_ratio" for the norm of the update divided
                 by the norm of the weights), its ``value``, ``usual`` (the median of those before) and ``ratio``, in the
                 order of steps. In each step, norms come before updates, and the worst comes first.
         """
@@ -78,8 +78,8 @@ class Readable(ABC):
         Returns:
             A `pandas.DataFrame` indexed by step. The columns are ``step``; ``norm``, the joint norm of all gradients
                 before the first transform (NaN if there was no gradient); ``loss`` (NaN if unknown);
-                ``share_clipped``, the largest share that a transform clipped; ``skipped``; and ``reason``, why the step
-                was not taken.
+                ``limit``, the lowest limit of the joint norm (NaN if unknown); ``share_clipped``, the largest share
+                that a transform clipped; ``skipped``; and ``reason``, why the step was not taken.
         """
         try:
             pandas = importlib.import_module("pandas")
@@ -226,7 +226,7 @@ class Record(Data, Readable):
 
     def columns(self, *, transforms: bool = False) -> dict[str, list[object]]:
         """The columns of `frame`, as lists."""
-        vectors = {"norm": self.norm, "loss": self.loss, "share_clipped": self.share_clipped}
+        vectors = {"norm": self.norm, "loss": self.loss, "limit": self.limits(), "share_clipped": self.share_clipped}
         columns: dict[str, list[object]] = {"step": list(self.steps)}
         columns |= {name: values.tolist() for name, values in vectors.items()}
         columns |= {"skipped": [bool(reason) for reason in self.reasons], "reason": list(self.reasons)}

@@ -111,7 +111,7 @@ class _Report:
         )
         alt = f"The {words.counted(len(self._norms), 'norm')} in the order of steps, and how often each was seen"
         caption = "The norms that the limit is found from, and how often each was seen. The axes are logarithmic."
-        return [*sentences, code("\n".join(lines)), picture(png_of(suggestion.plot()), alt, caption)]
+        return [*sentences, code("\n".join(lines)), picture("limit-picture", png_of(suggestion.plot()), alt, caption)]
 
     def _picture(self) -> list[str]:
         shown = ", ".join(f"{step:,}" for step in self._worst.steps[:6]) or "none"
@@ -119,6 +119,7 @@ class _Report:
         caption = (
             "The joint norm of all gradients before the first transform, and the share that was clipped and the loss, "
             "if they are known. Below, each row is a layer, and each column is one or more steps. The color shows the "
-            "largest norm in these steps divided by the median norm of the layer over the run."
+            "largest norm in these steps divided by the median norm of the layer over the run. In spikes, skipped "
+            "steps and early signs, a mark shows the layer with the largest ratio."
         )
-        return [picture(png_of(draw_record(self._record)), alt, caption)]
+        return [picture("norms-picture", png_of(draw_record(self._record)), alt, caption)]

@@ -143,7 +143,10 @@ def spikes_among(norms: Tensor) -> Tensor:
 
 
 def _early_spikes(norms: Tensor, start: int) -> Tensor:
-    """True for each norm before ``start`` that is far above the norms around it, which may still be changing."""
+    """True for each norm before ``start`` that is far above the norms around it, which may still be changing.
+
+    The first norms change most. One of them must be ten times all but one of the twenty before and after it.
+    """
     logs, first = norms.log(), max(len(norms) // BLOCKS, FEW)
     width = min(2 * first, AROUND, len(norms) - 1) + 1
     places = (torch.arange(start, device="cpu") - width // 2).clamp(0, len(norms) - width)
@@ -151,7 +154,10 @@ def _early_spikes(norms: Tensor, start: int) -> Tensor:
     middle = around.median(dim=1).values
     spread = DEVIATION * (around - middle[:, None]).abs().median(dim=1).values
     is_spike = logs[:start] > middle + (6 * spread).clamp(min=2 * TWICE)
-    is_spike[:first] = False  # the first norms change most
+    is_spike[:first] = logs[: min(first, start)] > middle[:first] + math.log(JUMP)
+    for i in is_spike[:first].nonzero().flatten().tolist():
+        others = torch.cat([norms[max(i - LATEST, 0) : i], norms[i + 1 : i + 1 + LATEST]])
+        is_spike[i] = norms[i] > JUMP * others.topk(2).values[1]
     return is_spike
 
 
@@ -249,7 +255,7 @@ class EarlySign(NamedTuple):
 
     step: int
     layer: str
-    number: Literal["norm", "update / weights"]  # of the gradient, or of the update divided by that of the weights
+    number: Literal["norm", "update_ratio"]  # of the gradient, or of the update divided by that of the weights
     value: float
     usual: float
     ratio: float  # of the value to the usual one, or to the rounding of the step if that is larger
@@ -293,6 +299,6 @@ def early_signs(steps: Sequence[int], layers: Sequence[str], ratios: Tensor) -> 
         is_above = is_judged & (logs[i] > torch.maximum(border, highest + TWICE))
         high: list[int] = is_above.nonzero().flatten().tolist()
         numbers = torch.stack([ratios[i], median.exp(), ratios[i] / median.exp()], dim=1).tolist()
-        new = [EarlySign(steps[i], layers[k], "update / weights", *numbers[k]) for k in high]
+        new = [EarlySign(steps[i], layers[k], "update_ratio", *numbers[k]) for k in high]
         signs += sorted(new, key=lambda sign: -sign.ratio)
     return signs
