@@ -41,7 +41,7 @@ class Limit(NamedTuple):
     """What a chain may cost."""
 
     launches: int
-    """With 400 short tensors of float32; with bfloat16 a tenth more."""
+    """With 400 short tensors of float32; with bfloat16 a quarter more."""
     bytes: float
     """For each element of float32, with the shapes of a transformer."""
     keys: int = 0
@@ -50,20 +50,20 @@ class Limit(NamedTuple):
 
 LIMITS = {
     "AdamW": Limit(3, 29),
-    "ClipNorm global + AdamW": Limit(30, 37),
-    "ClipNorm + AdamW": Limit(30, 38),
-    "ClipRMS + AdamW": Limit(35, 38),
-    "ClipNormGrowth + AdamW": Limit(55, 38),
-    "GradientStabilizer + AdamW": Limit(65, 38),
-    "AdaGC + AdamW": Limit(95, 38),
-    "ClipNormByEMA + AdamW": Limit(85, 75, 1),
+    "ClipNorm global + AdamW": Limit(17, 37),
+    "ClipNorm + AdamW": Limit(19, 38),
+    "ClipRMS + AdamW": Limit(22, 38),
+    "ClipNormGrowth + AdamW": Limit(37, 38),
+    "GradientStabilizer + AdamW": Limit(48, 38),
+    "AdaGC + AdamW": Limit(74, 38),
+    "ClipNormByEMA + AdamW": Limit(62, 75, 1),
     "AdaptiveGradientClip + AdamW": Limit(460, 50),
     "Centralize + AdamW": Limit(420, 42),
     "ClipValue + AdamW": Limit(15, 52),
-    "ClipByMaxEMA + AdamW": Limit(65, 80),
+    "ClipByMaxEMA + AdamW": Limit(58, 80),
     "ClipValueByEMA + AdamW": Limit(45, 125, 1),
     "ClipValueGrowth + AdamW": Limit(55, 210, 1),
-    "ClipNorm global + SGD": Limit(30, 29),
+    "ClipNorm global + SGD": Limit(15, 29),
     "SpikeAwareClip + AdamW": Limit(55, 200, 1),
 }
 """Of chains in `table.LINKS`."""
@@ -112,7 +112,7 @@ def costs_are_bounded() -> None:
         wide, long = cost(name, SHORT, torch.float32), cost(name, LONG, torch.float32)
         assert 0 < wide.launches <= limit.launches, (name, wide)
         if name in IN_BFLOAT16:
-            assert cost(name, SHORT, torch.bfloat16).launches <= 1.1 * wide.launches, name
+            assert cost(name, SHORT, torch.bfloat16).launches <= 1.25 * wide.launches, name
         assert 28 <= long.bytes <= limit.bytes, (name, long)
         assert long.kept <= min(2**26, 2.5 * count) * (1 + limit.keys) + 0.1 * count, (name, long)
 
