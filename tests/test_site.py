@@ -250,7 +250,7 @@ def test_programs_that_read_find_all_pages_in_one_file():
         "",
         "## Use",
         "",
-        "- [torchzero_clip](https://pages.example/): See, clip or skip PyTorch gradients before `optimizer.step()`, with"
-        " the optimizer you already have",
+        "- [torchzero_clip](https://pages.example/): See, clip or skip PyTorch gradients before `optimizer.step()`,"
+        " with the optimizer you already have",
         "- [GAN](https://pages.example/recipes/gan/): Give each network its own optimizer and its own limit",
     ]

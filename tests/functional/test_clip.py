@@ -5,9 +5,10 @@ import math
 import pytest
 import torch
 
-from torchzero_clip.functional.clip import TINY, centralize_, clip_by_, clip_factors, normalize_factors
+from torchzero_clip.functional.clip import TINY, centralize_, clip_by_, clip_factors, inverse, normalize_factors
+from torchzero_clip.functional.foreach import MAX32
 from torchzero_clip.functional.measure import Slicing
-from torchzero_clip.functional.metric import parse_ord
+from torchzero_clip.functional.metric import Metric, parse_ord
 
 NAN, INF = math.nan, math.inf
 
@@ -77,3 +78,26 @@ def test_means_by_hand(dim, inverse_dims, matrix, vector_):
     centralize_(tensors, Slicing(parse_ord(2), dim, inverse_dims))
     scalar = 0.0 if dim == "global" else 4.0
     assert [tensor.tolist() for tensor in tensors[:3]] == [matrix, vector_, scalar]
+
+
+EXTREME = [0.0, -0.0, 1e-300, -1e-300, 3e-39, 1e-20, 0.3, 1.0, -2.5, 1e20, 1e300, torch.inf, -torch.inf]
+
+
+@pytest.mark.parametrize("factor", EXTREME)
+def test_kernels_divide_by_the_inverse_within_float32(factor):
+    exact = math.copysign(math.inf, factor) if factor == 0 else min(max(1 / factor, -MAX32), MAX32)
+    expected = torch.tensor([exact], dtype=torch.float32)
+    # a vector takes the way of devices
+    assert inverse(torch.tensor([factor], dtype=torch.float64)).tolist() == expected.tolist()
+
+
+def test_kernels_divide_by_nan_for_a_factor_of_nan():
+    assert inverse(torch.tensor([torch.nan], dtype=torch.float64)).isnan().all()
+
+
+@pytest.mark.parametrize("limit", [1e-30, 1e-3, 0.5, 1e30])
+def test_factors_of_vectors_are_those_of_numbers(limit):
+    norms = [0.0, 5e-324, 1e-310, limit, math.nextafter(limit, 1e99), 2 * limit, 1e40, 1e300, math.inf]
+    factors = clip_factors(Metric("norm"), torch.tensor(norms, dtype=torch.float64), limit)
+    assert factors.tolist() == [1.0 if norm <= limit else limit / norm for norm in norms]
+    assert clip_factors(Metric("norm"), torch.tensor([math.nan, 1.0], dtype=torch.float64), limit)[0].isnan()

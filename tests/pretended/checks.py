@@ -16,8 +16,9 @@ from contract.entries import ENTRIES, Entry
 from contract.test_vectors import CASES
 from contract.training import gradients, parameters
 from pretended import no_float64, per_sample, worked
-from pretended.costs import costs_are_bounded
+from pretended.costs import costs_are_bounded, warm_costs_are_bounded
 from pretended.device import CPU, CUDA, DEVICE, Graph, install, numbers, on_cuda, pretended
+from pretended.runs import planned_steps_are_the_ordinary_ones
 from pretended.several_devices import PLACES, numbers_are_those_of_the_cpu
 from torch import Tensor, nn
 
@@ -136,7 +137,8 @@ def recorded_steps_replay() -> None:
                     graph = Graph(optimizer.step)
                 else:
                     graph.replay()
-            found.append([numbers(p) for p in params])
+            shown = {name: numbers(value) for name, value in optimizer.metrics().items()}
+            found.append([*(numbers(p) for p in params), *(shown[name] for name in sorted(shown))])
         if entry.name != "schedules":  # numbers of the host are part of a graph
             agree(found[0], found[1], entry.name, torch.float32)
 
@@ -188,7 +190,9 @@ CHECKS: dict[str, Callable[[], None]] = {
     "captures are refused": captures_are_refused_where_a_step_waits,
     "several devices": lambda: numbers_are_those_of_the_cpu(agree),
     **{name: lambda name=name: no_float64.run(name, agree) for name in no_float64.CHECKS},
+    "plans": planned_steps_are_the_ordinary_ones,
     "costs": costs_are_bounded,
+    "warm costs": warm_costs_are_bounded,
     **{name: lambda check=check: check(agree) for name, check in per_sample.CHECKS.items()},
 }
 

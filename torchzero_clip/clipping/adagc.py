@@ -9,6 +9,7 @@ from typing_extensions import override
 from torchzero_clip.checks import positive, same_in_all_groups, steps, unit_interval
 from torchzero_clip.clipping.statistics import NormStatistics, Tracked, averaged
 from torchzero_clip.core.states import zero_numbers
+from torchzero_clip.functional.choice import where
 from torchzero_clip.functional.clip import within
 from torchzero_clip.functional.ways import may_look
 from torchzero_clip.types import NewState, Schedule, Setting, Target
@@ -114,7 +115,7 @@ class AdaGC(NormStatistics):
         shrunk = within(joint, most)
         counts = warms_up & finite & ((joint > 0) | (warm_steps > 0))
         warm_steps.add_(counts)  # in place, so that a captured step counts whenever it is replayed
-        warm = torch.minimum(torch.where(tracked.started, usual, torch.inf), norms * shrunk)
+        warm = torch.minimum(where(tracked.started, usual, torch.inf), norms * shrunk)
         tracked.restrict(finite | warms_up.logical_not())  # another process may have a gradient that is not finite
         tracked.keep(usual=torch.where(warms_up, warm, moved))
         return torch.where(warms_up, shrunk, factors)

@@ -15,6 +15,7 @@ from torchzero_clip.core.elementwise import Elementwise
 from torchzero_clip.core.kinds import UpdateRule
 from torchzero_clip.core.step import Step
 from torchzero_clip.functional import foreach
+from torchzero_clip.functional.choice import where
 from torchzero_clip.functional.clip import within
 from torchzero_clip.functional.foreach import reals, wide_dtype
 from torchzero_clip.functional.measure import Measured, counted, scale_
@@ -130,7 +131,7 @@ class ClipNormByEMA(NormStatistics):
         ratio = tracked.norms / tracked.root(tracked.by_setting(lambda s, x: x.clamp(min=s["eps"]), size))
         root = self.slicing.metric.root
         least = tracked.by_setting(lambda s, x: x.clamp(min=root(s["eps"]) if self.NORMALIZE else 1.0), ratio)
-        return torch.where(tracked.norms > 0, least.reciprocal(), 1.0)
+        return where(tracked.norms > 0, least.reciprocal(), 1.0)
 
     def _grown(self, averages: Sequence[Tensor], measured: Measured, tracked: Tracked) -> Tensor:
         """Keep the averages from growing too fast, and return their norms."""

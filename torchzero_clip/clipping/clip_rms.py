@@ -7,6 +7,7 @@ from typing_extensions import override
 from torchzero_clip.checks import positive
 from torchzero_clip.core.kinds import Scaling
 from torchzero_clip.core.step import Step
+from torchzero_clip.functional.choice import where
 from torchzero_clip.functional.clip import clip_factors
 from torchzero_clip.functional.measure import Measured
 from torchzero_clip.types import Schedule, Target
@@ -66,4 +67,4 @@ class ClipRMS(Scaling):
         measured.vector = measured.vector / roots
         metric = measured.metric
         factors = measured.by_setting(step.settings, lambda norms, s: clip_factors(metric, norms, s["max_rms"]))
-        return torch.where(measured.vector < torch.inf, factors, 1.0)
+        return where(measured.vector < torch.inf, factors, 1.0)

@@ -2,13 +2,13 @@
 
 from functools import partial
 
-import torch
 from torch import Tensor
 from typing_extensions import override
 
 from torchzero_clip.checks import decay_rate, non_negative
 from torchzero_clip.clipping.statistics import NormStatistics, Tracked, averaged
 from torchzero_clip.core.states import zero_numbers
+from torchzero_clip.functional.choice import where
 from torchzero_clip.functional.dtypes import bias_correction, squarable
 from torchzero_clip.types import NewState, Schedule, Setting, Target
 
@@ -87,7 +87,7 @@ class GradientStabilizer(NormStatistics):
         norm = tracked.by_setting(partial(averaged, key="beta1"), tracked["norm"], seen)
         square = tracked.by_setting(partial(averaged, key="beta2"), tracked["square"], seen.square())
         tracked.keep(norm=norm, square=square, started=count)
-        return torch.where(norms > 0, tracked.by_setting(_target, norm, square, count) / norms, 1.0)
+        return where(norms > 0, tracked.by_setting(_target, norm, square, count) / norms, 1.0)
 
 
 def _target(setting: Setting, norm: Tensor, square: Tensor, count: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from torchzero_clip.core.kinds import Scaling
 from torchzero_clip.core.states import zero_numbers
 from torchzero_clip.core.step import Step
 from torchzero_clip.functional import foreach
+from torchzero_clip.functional.choice import where
 from torchzero_clip.functional.dtypes import widened
 from torchzero_clip.functional.measure import Measured, Slicing, by_setting
 from torchzero_clip.functional.shards import elements_at
@@ -51,7 +52,9 @@ class Tracked:
         self.usable = self.started  # True where gradient and norm are usable
         if not self.is_usual:  # an earlier transform may make an inf of a finite gradient
             usable = step.usable(self.started, indices=None if joint else self._rows, joint=joint)
-            self.usable = usable & (self.norms < torch.inf)
+            # the norms of gradients that are measured by the same metric are known to be finite there
+            is_same = step.gradient_norms is measured.vector and self.norms is measured.vector
+            self.usable = usable if is_same else usable & (self.norms < torch.inf)
 
     def _are_usual(self, started: Tensor) -> bool:
         of_gradients = self.step.gradient_norms
@@ -72,14 +75,14 @@ class Tracked:
 
     def where_started(self, values: Tensor, other: float) -> Tensor:
         """The values of statistics that have started, and ``other`` for those that have not."""
-        return values if self.is_usual else torch.where(self.started, values, other)
+        return values if self.is_usual else where(self.started, values, other)
 
     def limited(self, sizes: Tensor, limit: Tensor) -> tuple[Tensor, Tensor]:
         """Norms or metrics, cut to their limits, and the ratio to those before: 1 for one within its limit."""
         limited = torch.minimum(sizes, limit)
         ratio = limited / sizes
         if not self.is_usual or self.degree > 1:  # 0 / 0 or inf / inf, also of squares of usual norms
-            ratio = torch.where(sizes > limit, ratio, 1.0)
+            ratio = where(sizes > limit, ratio, 1.0)
         return limited, ratio
 
     def of(self, measured: Measured) -> Tensor:
@@ -109,6 +112,8 @@ class Tracked:
 
     def keep(self, **values: Tensor) -> None:
         """Where the norm is usable, store numbers and mark the statistic as started."""
+        if not may_look(self.usable) and self._keep_in_place(values):
+            return
         if "started" not in values and not (self.is_usual and self._all_marked):
             values["started"] = torch.ones_like(self.norms)
         if not (self.is_usual or (may_look(self.usable) and bool(self.usable.all()))):
@@ -119,6 +124,22 @@ class Tracked:
             return
         for key, value in values.items():
             self.step.keep(key, value, self._rows)
+
+    def _keep_in_place(self, values: dict[str, Tensor]) -> bool:
+        """Do the same in one launch for each key. False if numbers are not elements of vectors in the widest dtype."""
+        stored = {key: self._stored(key) for key in {**values, "started": self.started}}
+        if any(vector is None or vector.dtype != self.norms.dtype for vector in stored.values()):
+            return False
+        for key, vector in stored.items():
+            if key in values:
+                torch.where(self.usable, values[key], vector, out=vector)
+            else:
+                vector.masked_fill_(self.usable, 1.0)
+        return True
+
+    def _stored(self, key: str) -> Tensor | None:
+        """The stored numbers under one key as a vector, to be changed in place; None if they cannot be one."""
+        return self.step.global_state[key].view(1) if self.joint else self.step.stored.changing_vector(key, self._rows)
 
     def remember(self, only: Tensor | None = None) -> Tensor:
         """Write usable norms over the oldest ones in the ring, and return it, with NaN where it is still empty."""
@@ -161,7 +182,7 @@ class Tracked:
 
     def factors(self, vector: Tensor) -> Tensor:
         """One factor for each measured tensor, from one for each statistic; 1 where the norm is not usable."""
-        vector = vector if self.is_usual else torch.where(self.usable, vector, 1.0)
+        vector = vector if self.is_usual else where(self.usable, vector, 1.0)
         if self.joint:
             return vector.expand(self._count)
         if self._taken is None:
@@ -187,7 +208,7 @@ def one_more(ring: Tensor, count: Tensor, where: Tensor) -> Tensor:
 
 def filled(ring: Tensor, count: Tensor) -> Tensor:
     """A ring buffer with NaN in places that were not written yet, which `Tensor.nanquantile` leaves out."""
-    return torch.where(torch.arange(len(ring), device=ring.device) < count, ring, torch.nan)
+    return where(torch.arange(len(ring), device=ring.device) < count, ring, torch.nan)
 
 
 def averaged(setting: Setting, average: Tensor, new: Tensor, key: str = "beta") -> Tensor:

@@ -9,6 +9,7 @@ from typing_extensions import override
 from torchzero_clip.checks import non_negative, one_of, optional, positive, steps, unit_interval
 from torchzero_clip.clipping.statistics import NormStatistics, Tracked
 from torchzero_clip.core.states import zero_numbers
+from torchzero_clip.functional.choice import where
 from torchzero_clip.functional.clip import within
 from torchzero_clip.functional.dtypes import squarable
 from torchzero_clip.functional.ways import may_look
@@ -134,7 +135,7 @@ class ZClip(NormStatistics):
         cut = mean
         if self.clip_option == "adaptive_scaling":
             cut = (mean + deviation * (z.reciprocal() * setting["z_thresh"] ** 2)) * setting["clip_factor"]
-        limit = torch.where(z > setting["z_thresh"], cut, torch.inf)
+        limit = where(z > setting["z_thresh"], cut, torch.inf)
         seen = torch.where(limit < torch.inf, limit, norm).clamp(max=squarable(norm))
         moved = beta * mean + (1 - beta) * seen
         return [moved, beta * variance + (1 - beta) * (seen - moved).square(), limit, z]

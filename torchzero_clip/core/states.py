@@ -144,6 +144,10 @@ class States(Sequence[State]):
         column = self.column(key, indices) if self.undo is None else self.changing(key, indices)
         foreach.copy_(column, list(values.unbind()))
 
+    def changing_vector(self, key: str, indices: Sequence[int] | None = None) -> Tensor | None:
+        """The numbers of one key as a vector, which the caller may change in place; None if they are not one."""
+        return None
+
     def add(self, key: str, number: float) -> None:
         """Add to the numbers of one key."""
         foreach.add_number_(self.column(key) if self.undo is None else self.changing(key), number)

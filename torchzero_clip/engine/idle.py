@@ -48,7 +48,7 @@ class Idle:
 
     def look(self, norm: Tensor | None, steps_taken: int) -> None:
         """Note a planned step if this norm of its gradients is 0."""
-        # gates may have noted it. All planned steps are on the CPU
+        # gates may have noted it. Callers have the norm on the CPU
         if self._at != steps_taken and norm is not None and not norm.item():
             self.zeros(steps_taken)
 

@@ -53,9 +53,10 @@ class SameTensors:
     @classmethod
     def of(cls, table: Table, columns: ByKey, layout: StepLayout, counters: Sequence[str]) -> "SameTensors | None":
         """What later steps are compared with; None where there is no guard."""
-        shaped = [key for key in columns if key not in ("params", "grads") and layout.has([key])]
+        shaped = [key for key in columns if key not in ("params", "grads") and layout.is_shaped(key)]
         like = chain.from_iterable(columns[key] for key in ("params", "grads", *shaped))
-        fits = native_guard(list(like)) if table.params[0].is_cpu else None
+        first = table.params[0]
+        fits = native_guard(list(like)) if first.is_cpu or first.is_cuda else None
         return None if fits is None else cls(table, columns, shaped, counters, fits)
 
     def gathered(self, groups: list[Group], kept: Mapping[Tensor, State], vectors: Vectors) -> Gathered | None:

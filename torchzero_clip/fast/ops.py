@@ -46,7 +46,7 @@ class Scale:
     @property
     def extent(self) -> tuple[float, float] | None:
         """The smallest and the largest factor; None where reading them would wait."""
-        if self._extent is None and may_look(self.factors):
+        if self._extent is None and self.factors.is_cpu and may_look(self.factors):
             self._extent = extent(self.factors)
         return self._extent
 

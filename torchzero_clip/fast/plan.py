@@ -4,7 +4,8 @@ In a small model, an ordinary step spends more time on deciding what to do than 
 same, the next ones follow a plan while everything that decides the course of a step stays the same. Otherwise the
 optimizer takes an ordinary step. The results are the same, bit for bit. A plan has three parts:
 
-* **When**: this file. On CPU, the chain is at most one scaling and then a rule, without scopes and other targets. A
+* **When**: this file. On CPU and CUDA, the chain is at most one scaling and then a rule, without scopes and other
+  targets. A
   second scaling would be a second factor, and `WeightDecay` before the rule is not a scaling. A chain that delivers its
   updates to another optimizer is one scaling. Gates may stand anywhere, because they decide before the first transform.
   Nobody else takes part: no other processes, and no parts of the step in the backward.
@@ -57,8 +58,10 @@ class Plan(NamedTuple):
         if tensors is None:
             return None
         maximize, keep_grads, *_ = options
+        first_param = table.params[0]
         # joint norms of other dtypes are computed in another way, and an empty tensor does not have a norm to join
-        may_read = not maximize and table.params[0].dtype == torch.float32 and all(map(Tensor.numel, table.params))
+        is_usual = not maximize and first_param.dtype == torch.float32 and all(map(Tensor.numel, table.params))
+        may_read = is_usual and first_param.is_cpu
         scaling = RepeatedScaling(first[0], table.group_of, may_read=may_read) if first else None
         settings = SameSettings(walk, [ending] if scaling is None else [scaling, ending])
         nodes, judging, end = walk.nodes, walk.judged.judging, walk.end

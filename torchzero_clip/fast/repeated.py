@@ -37,6 +37,9 @@ from torchzero_clip.types import Group, Setting, State
 
 Metrics: TypeAlias = Callable[[], dict[str, Tensor]]  # computes the metrics of a step when they are read
 
+SCRATCH_NAME = "0"
+"""The name under which an ordinary step of all parameters has memory, so that planned steps use the same."""
+
 
 @dataclass(eq=False)
 class Course:
@@ -55,6 +58,8 @@ class Course:
     def __post_init__(self) -> None:
         self.in_place = not (self.maximize or self.keep_grads)
         """True if updates are the gradients themselves; else they need memory beside them."""
+        self.may_read = self.layout.is_on_cpu
+        """True if the host may read numbers of a step. On CUDA this would wait for the device."""
 
 
 @dataclass(eq=False)
@@ -253,7 +258,7 @@ class ByRule:
             state = [columns[key] for key in self._state]
             if step.course.in_place:
                 scratch = step.workspace.scratch
-                run_kernel(self._kernel, [params, grads, *state], self._runs, factor, scratch, "")
+                run_kernel(self._kernel, [params, grads, *state], self._runs, factor, scratch, SCRATCH_NAME)
             elif factor is None:
                 step.executor.run(self._kernel, step.table.rows, params, state, self._settings, self._runs)
             else:
@@ -325,10 +330,10 @@ def _factor_of(transform: Transform) -> Callable[[float, Setting], float] | None
 
 def _left(waiting: Scale, step: Planned) -> Tensor | None:
     """The factors of a scaling that the end has to apply, None for 1."""
-    if waiting.does_nothing:
+    if step.course.may_read and waiting.does_nothing:
         return None
     if step.course.ending.applies(waiting):
         return waiting.factor
     # a statistic has changed its state, so an ordinary step is too late: multiply here
-    scale_(waiting.measured, waiting.factors, step.workspace.scratch, extremes=waiting.extent)
+    scale_(waiting.measured, waiting.factors, step.workspace.scratch, extremes=waiting.extent, name=SCRATCH_NAME)
     return None

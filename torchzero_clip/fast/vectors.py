@@ -41,9 +41,9 @@ class Vectors:
     def last(self, name: str, column: list[Tensor]) -> Tensor | None:
         """The vector that `vector` made last under a name, if the numbers are still its elements; else None."""
         kept = self._kept.get(name)
-        if kept is None or not self.are_views(name, column) or pointers(column) != kept.pointers:
+        if kept is None or len(column) != len(kept.views) or not all(map(operator.is_, column, kept.views)):
             return None
-        return kept.vector
+        return kept.vector if pointers(column) == kept.pointers else None
 
     def vector(self, name: str, column: list[Tensor], states: Sequence[State]) -> Tensor | None:
         """The numbers that ``states`` have under a name as a vector, to be modified; None if they cannot be one.
@@ -127,6 +127,13 @@ class VectorStates(States):
         else:
             self._note(key, vector, indices)
             foreach.copy_([vector], [values])
+
+    @override
+    def changing_vector(self, key: str, indices: Sequence[int] | None = None) -> Tensor | None:
+        vector = self._vector(key, indices)
+        if vector is not None:
+            self._note(key, vector, indices)
+        return vector
 
     @override
     def add(self, key: str, number: float) -> None:

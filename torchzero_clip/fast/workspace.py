@@ -30,6 +30,7 @@ class StepLayout:
         self._like = set(like)
         self._fits: dict[str, SameLayout] = {key: same_layout(tensors[key]) for key in (*like, *wider)}
         first = tensors["params"][0]
+        self.is_on_cpu = first.is_cpu
         self.runs_in_pieces = first.dtype in foreach.WIDE or not first.is_cpu
         """True for float32 and float64, and on devices other than the CPU. On CPU, half precision is slow in pieces."""
 
@@ -58,8 +59,12 @@ class StepLayout:
         return all(isinstance(number, Tensor) and number.ndim == 0 for column in unknown for number in column)
 
     def has(self, keys: Iterable[str]) -> bool:
-        """True if the state under all these keys is shaped like the parameters."""
+        """True if the state under all these keys has the shapes and the dtype of the parameters."""
         return all(key in self._like for key in keys)
+
+    def is_shaped(self, key: str) -> bool:
+        """True if what is under this key has the shapes of the parameters, in their dtype or in float32."""
+        return key in self._fits
 
 
 def _are_like(facts: list[Any], tensors: Sequence[Any]) -> bool:

@@ -9,6 +9,7 @@ from torch.distributed import ProcessGroup
 
 from torchzero_clip.checks import as_number, non_negative, scalar
 from torchzero_clip.functional import foreach
+from torchzero_clip.functional.choice import where
 from torchzero_clip.functional.dtypes import widened
 from torchzero_clip.functional.measure import Slicing, cut
 from torchzero_clip.functional.metric import Metric
@@ -57,14 +58,17 @@ def clip_factors(metric: Metric, norms: Tensor, limit: float | Tensor, floor: fl
     checked, because this would synchronize with the GPU: a negative one gives NaN.
     """
     # norms are the roots of metrics, as for 'var'; limit and floor are in units of the metric
-    low = metric.root(floor)
+    low = metric.root(floor) if floor else 0.0
     if isinstance(limit, Tensor):
         high = torch.where(limit >= 0, limit, math.nan).to(norms).reshape(()).pow(1 / metric.degree)
     elif (high := metric.root(limit)) == math.inf and not low:
         return torch.ones_like(norms)
-    elif norms.numel() == 1 and may_look(norms):
+    elif norms.is_cpu and norms.numel() == 1 and may_look(norms):
         return torch.full_like(norms, clip_factor(norms.item(), high, low))
-    # torch divides a number by a tensor by multiplying with the inverse, which is inf for the smallest numbers
+    elif 0 < high < math.inf and not (low or torch.compiler.is_compiling()):
+        # torch divides a number by a tensor by multiplying with the inverse, which is inf for the smallest numbers. A
+        # 0-d tensor on the CPU takes no operation on another device
+        return torch.div(torch.full((), high, dtype=norms.dtype, device="cpu"), norms).clamp_(max=1.0)
     bound = high if isinstance(high, Tensor) else torch.full_like(norms, high)
     factor = torch.where(norms <= bound, 1.0, bound / norms)
     return torch.where((norms > 0) & (norms < low), torch.full_like(norms, low) / norms, factor) if low else factor
@@ -76,7 +80,7 @@ def within(norms: Tensor, limits: Tensor | float, usable: Tensor | None = None) 
     They are 1 where a norm or a limit is no number, and where ``usable`` is false.
     """
     exceeds = norms > limits if usable is None else (norms > limits) & usable
-    return torch.where(exceeds, limits / norms, 1.0)
+    return where(exceeds, limits / norms, 1.0)
 
 
 def clip_factor(norm: float, high: float, low: float) -> float:
@@ -86,7 +90,7 @@ def clip_factor(norm: float, high: float, low: float) -> float:
 
 def normalize_factors(metric: Metric, norms: Tensor, value: float) -> Tensor:
     """The factors that bring metrics to ``value``; 1 where the norm is (almost) 0."""
-    return torch.where(norms <= TINY, 1.0, metric.root(value) / norms)
+    return where(norms <= TINY, 1.0, metric.root(value) / norms)
 
 
 def normalize_factor(norm: float, value: float) -> float:
@@ -95,10 +99,15 @@ def normalize_factor(norm: float, value: float) -> float:
 
 
 def inverse(factors: Tensor | float) -> Tensor:
-    """The numbers that kernels of torch divide by, in float32: inf for a factor of 0, so that the quotient is 0."""
+    """The numbers that kernels of torch divide by, in float32: inf for a factor of 0, so that the quotient is 0.
+
+    On a device, a factor so small that its inverse overflows counts as 0: in float64, below 6e-309.
+    """
     if not isinstance(factors, Tensor) or (factors.is_cpu and not factors.ndim):
         factor = float(factors)
         exact = min(max(1 / factor, -foreach.MAX32), foreach.MAX32) if factor else torch.inf
         return torch.full((), exact, dtype=torch.float32, device="cpu")
-    exact = factors.reciprocal()
-    return torch.where(factors == 0, exact, exact.clamp(min=-foreach.MAX32, max=foreach.MAX32)).float()
+    exact, tiny = factors.reciprocal(), torch.finfo(factors.dtype).tiny
+    usable = exact.clamp(min=-foreach.MAX32, max=foreach.MAX32)
+    # tiny * exact changes no bit of what is usable, and is inf where a factor is 0: masks would take more launches
+    return torch.add(usable, exact, alpha=tiny, out=torch.empty_like(usable, dtype=torch.float32))

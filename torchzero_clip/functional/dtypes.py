@@ -71,7 +71,9 @@ def widest(device: torch.device) -> torch.dtype:
 
 def widest_of(x: Tensor) -> torch.dtype:
     """The dtype of norms and statistics of a tensor. Fake tensors pretend to be on a device that has float64."""
-    return torch.float64 if x.is_cpu or isinstance(x, FakeTensor) else widest(x.device)
+    if x.is_cpu or isinstance(x, FakeTensor) or _has_float64.get(x.device.type):
+        return torch.float64
+    return widest(x.device)
 
 
 def widened(x: Tensor) -> Tensor:

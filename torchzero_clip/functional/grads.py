@@ -50,8 +50,8 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale the gradient of every parameter so that its norm is at most ``max_norm``, in place.
 
-    By default each gradient has its own norm: gradients with norms 5 and 10 both get norm 1 under a limit of 1, so their
-    joint norm is 1.41. With ``dim="global"`` all gradients have one joint norm, as in `torch.nn.utils.clip_grad_norm_`,
+    By default each gradient has its own norm: under a limit of 1, gradients with norms 5 and 10 both get norm 1, so
+    their joint norm is 1.41. With ``dim="global"`` all gradients have one joint norm, as in `torch.nn.utils.clip_grad_norm_`,
     which is then 1. Gradients of one element are left unchanged unless ``min_size=1``; the transform
     `ClipNorm` clips them.
 

@@ -375,7 +375,7 @@ def _measure_plain(
     if joint and not resources.each:
         if not are_local:  # the joint norm takes one collective of one number, those of each one of many
             return None
-        if metric == L2 and both is None:
+        if metric == L2 and both is None and targets[0].is_cpu:  # elsewhere each is measured, in one call
             both = joint_norm(targets, scratch, plain=True, beside=resources.beside)
         if both is not None:
             total, norms = both

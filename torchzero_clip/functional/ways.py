@@ -26,7 +26,7 @@ _IS_CPU = attrgetter("is_cpu")
 def way_of(tensors: Sequence[Tensor], p: float) -> Literal["blocks", "lists", "slices"]:
     """How the L2 norms or largest magnitudes of tensors with a `foreach.kind` are taken, see `norms.py`."""
     dtype = tensors[0].dtype
-    if may_look(tensors[0]):
+    if tensors[0].is_cpu and may_look(tensors[0]):
         return "blocks" if dtype in WIDE else "slices"
     # squares may leave the range of the widest dtype
     return "slices" if p == 2 and (dtype == torch.float64 or is_narrow(tensors[0])) else "lists"
@@ -34,7 +34,7 @@ def way_of(tensors: Sequence[Tensor], p: float) -> Literal["blocks", "lists", "s
 
 def power_dtype(x: Tensor) -> torch.dtype:
     """The dtype in which powers are added up: float64, but on CPU in eager mode it takes ten times as long."""
-    return wide_dtype(x.dtype) if may_look(x) else widest_of(x)
+    return wide_dtype(x.dtype) if x.is_cpu and may_look(x) else widest_of(x)
 
 
 def sum_dtype(x: Tensor) -> torch.dtype:

@@ -90,7 +90,7 @@ class Runner:
         self._judging = Judging(self.nodes)
         self.fast_way = FastWay()
         self._metrics: dict[str, Tensor] = {}
-        self._unread: Callable[[], dict[str, Tensor]] | None = None  # computes the metrics of a planned step, once
+        self._unread: Callable[[], dict[str, Tensor]] | None = None  # computes the metrics of a planned step
         self.reported = ReportedLoss()
         self._fitting: set[object] = set()  # see `check_tensors`
 
@@ -159,11 +159,11 @@ class Runner:
         return Named(self._known_metrics() | ({} if skipped is None else {"skipped_steps": skipped}))
 
     def _known_metrics(self) -> dict[str, Tensor]:
-        """The metrics of the last step, computed once."""
-        if self._unread is not None:
-            with torch.inference_mode(False), torch.no_grad():  # whatever the mode of the caller
-                self._metrics, self._unread = self._unread(), None
-        return self._metrics
+        """The metrics of the last step. They are computed in each call, because replays of a step change them."""
+        if self._unread is None:
+            return self._metrics
+        with torch.inference_mode(False), torch.no_grad():  # whatever the mode of the caller
+            return self._unread()
 
     def leave_out(self, refused_by: tuple[str, ...] = ()) -> None:
         """Note a step without transforms: it has no metrics and, if it is refused, the reported loss is forgotten."""
@@ -284,7 +284,8 @@ class Runner:
                     self.chain_state.show(groups)
         self._unread = step.metrics or self._unread
         key, idle = self._judging.norm_metric, policy.idle  # if ``step.total`` is set, it is not 0
-        if step.total is None and key and (step.is_measured or idle.looks(self.steps_taken)):
+        looks = step.course.may_read and (step.is_measured or idle.looks(self.steps_taken))
+        if step.total is None and key and looks:
             idle.look(self._known_metrics().get(key), self.steps_taken)
         return True
 
