@@ -51,8 +51,8 @@ def clip_grad_norm_(
     """Scale the gradient of every parameter so that its norm is at most ``max_norm``, in place.
 
     By default each gradient has its own norm: under a limit of 1, gradients with norms 5 and 10 both get norm 1, so
-    their joint norm is 1.41. With ``dim="global"`` all gradients have one joint norm, as in `torch.nn.utils.clip_grad_norm_`,
-    which is then 1. Gradients of one element are left unchanged unless ``min_size=1``; the transform
+    their joint norm is 1.41. With ``dim="global"`` the joint norm is limited, here to 1, as by
+    `torch.nn.utils.clip_grad_norm_`. Gradients of one element are left unchanged unless ``min_size=1``; the transform
     `ClipNorm` clips them.
 
         g ← g · min(1, max_norm / ‖g‖)
