@@ -174,9 +174,9 @@ def with_formulas(content: str) -> str:
 
 
 def with_open_pictures(content: str) -> str:
-    """Let each picture open in full size. On narrow screens, it scrolls inside of the link."""
+    """Let each picture open in full size, except those of tables. On narrow screens, it scrolls inside of the link."""
     return re.sub(
-        r'<img [^>]*src="([^"]+)"[^>]*>',
+        r'(?<!<td>)<img [^>]*src="([^"]+)"[^>]*>',
         r'<a class="picture" href="\1">\g<0></a>',
         content,
     )

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import runpy
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,10 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from torchzero_clip import (
+    LR,
+    AdaGC,
+    AdaptiveGradientClip,
+    AutoClip,
     Centralize,
     ClipNorm,
     ClipNormByEMA,
@@ -22,7 +27,9 @@ from torchzero_clip import (
     Modular,
     Normalize,
     NormalizeByEMA,
+    SkipStep,
     Transform,
+    ZClip,
 )
 
 IMAGES = Path(__file__).parent / "img"
@@ -73,6 +80,56 @@ def draw_run(
     axes.set_ylabel(what)
     figure.legend(loc="outside upper center", ncols=2)
     figure.savefig(IMAGES / name, dpi=110)
+
+
+# The rows of the table in transforms/choose.md, with settings that show what they do in 60 steps.
+SMALL: dict[str, list[Transform]] = {
+    "clip_norm": [ClipNorm(1, dim="global")],
+    "clip_value": [ClipValue(0.25)],
+    "clip_norm_growth": [ClipNormGrowth(parameterwise=False)],
+    "auto_clip": [AutoClip(50)],
+    "z_clip": [ZClip(max_norm=None, warmup_steps=10)],
+    "adagc": [AdaGC(warmup_steps=5)],
+    "adaptive_gradient_clip": [AdaptiveGradientClip(0.2)],
+    "skip_step": [SkipStep(max_ratio=10.0)],
+    "normalize": [Normalize(1, dim="global")],
+    "centralize": [Centralize(dim="global")],
+    "clip_norm_by_ema": [ClipNormByEMA(0.9)],
+    "clip_value_growth": [ClipValueGrowth()],
+}
+
+
+def draw_small(name: str, transforms: list[Transform]) -> None:
+    """The norms of a run before and after, without words, for the row of a table. A step of norm 0 is a gap."""
+    run = gradients(50, {20: 30.0, 45: 30.0})
+    after = [norm_after(update) for update in moved(transforms, run)]
+    figure = Figure(figsize=(1.6, 0.6))
+    axes = figure.add_axes((0.02, 0.05, 0.96, 0.9))
+    axes.plot([gradient.norm().item() for gradient in run], color="0.6", linewidth=1)
+    axes.plot(after, color="tab:blue", linewidth=1.5)
+    axes.set_yscale("log")
+    axes.set_ylim(0.05, 40)
+    axes.set_axis_off()
+    figure.savefig(IMAGES / "small" / f"{name}.png", dpi=110, transparent=True)
+
+
+def norm_after(update: Tensor) -> float:
+    norm = update.norm().item()
+    return norm if norm > 0 else math.nan
+
+
+def moved(transforms: list[Transform], run: Sequence[Tensor]) -> list[Tensor]:
+    """What the transforms make of one tensor, whose weights have norm 1."""
+    param = nn.Parameter(torch.empty_like(run[0]))
+    optimizer = Modular([param], transforms, LR(1.0))
+    weights = torch.full_like(run[0], len(run[0]) ** -0.5)
+    updates: list[Tensor] = []
+    for gradient in run:
+        param.data = weights.clone()
+        param.grad = gradient.clone()
+        optimizer.step()
+        updates.append(weights - param.detach())
+    return updates
 
 
 def draw_centralize(name: str) -> None:
@@ -156,6 +213,10 @@ def main() -> None:
     draw_curve("clip_value.png", ClipValue(1), torch.linspace(-3, 3, 121), "element")
     draw_curve("normalize.png", Normalize(1), torch.linspace(0, 3, 61), "norm")
     draw_centralize("centralize.png")
+
+    (IMAGES / "small").mkdir(exist_ok=True)
+    for name, transforms in SMALL.items():
+        draw_small(name, transforms)
 
     run = gradients(50, {20: 30.0, 45: 30.0})
     draw_run(
