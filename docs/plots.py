@@ -199,6 +199,23 @@ def draw_muon_clip(name: str, steps: int) -> None:
     figure.savefig(IMAGES / name, dpi=110)
 
 
+def draw_skipping(name: str) -> None:
+    """The losses on clean data of the runs of `examples/skip_bad_steps.py`."""
+    path = Path(__file__).parents[1] / "examples" / "skip_bad_steps.py"
+    names = runpy.run_path(str(path))
+    figure = Figure(figsize=(6.5, 3.2), layout="constrained")
+    axes = figure.subplots()
+    for label, (chain, skip) in names["CHAINS"].items():
+        losses, _ = names["train"](chain, skip, 1000)
+        width = 5 if math.isnan(losses[-1]) else 1.5  # it ends early, under another line
+        axes.plot(range(10, 1001, 10), losses, label=label, linewidth=width)
+    axes.set_yscale("log")
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss on clean data")
+    figure.legend(loc="outside upper center", ncols=2)
+    figure.savefig(IMAGES / name, dpi=110)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Draw the pictures of the pages.")
     parser.add_argument(
@@ -213,6 +230,7 @@ def main() -> None:
     draw_curve("clip_value.png", ClipValue(1), torch.linspace(-3, 3, 121), "element")
     draw_curve("normalize.png", Normalize(1), torch.linspace(0, 3, 61), "norm")
     draw_centralize("centralize.png")
+    draw_skipping("skipping.png")
 
     (IMAGES / "small").mkdir(exist_ok=True)
     for name, transforms in SMALL.items():

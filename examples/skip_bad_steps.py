@@ -17,6 +17,7 @@ CHAINS: dict[str, tuple[list[Transform], bool]] = {
     'ClipNorm(1), nonfinite="skip"': ([ClipNorm(1, dim="global")], True),
     "SkipStep(max_ratio=10)": ([SkipStep(max_ratio=10.0)], False),
 }
+CLEAN = torch.rand(1000, 2, generator=torch.Generator().manual_seed(1)) * 2 - 1
 
 
 def target(x: Tensor) -> Tensor:
@@ -24,11 +25,12 @@ def target(x: Tensor) -> Tensor:
     return torch.sin(3 * x[:, :1]) + x[:, 1:] ** 2
 
 
-def train(chain: list[Transform], skip: bool, steps: int) -> tuple[float, int]:
-    """Return the loss on clean data at the end, and how many steps were skipped."""
+def train(chain: list[Transform], skip: bool, steps: int) -> tuple[list[float], int]:
+    """Return the losses on clean data, every ten steps and at the end, and how many steps were skipped."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 1))
     optimizer = Modular(model, chain, Adam(lr=0.01), nonfinite="skip" if skip else "propagate")
+    losses: list[float] = []
     for step in range(1, steps + 1):
         x = torch.rand(64, 2) * 2 - 1
         y = target(x)
@@ -39,10 +41,11 @@ def train(chain: list[Transform], skip: bool, steps: int) -> tuple[float, int]:
         optimizer.zero_grad()
         nn.functional.mse_loss(model(x), y).backward()
         optimizer.step()
-    x = torch.rand(1000, 2) * 2 - 1
+        if step % 10 == 0 or step == steps:
+            with torch.no_grad():
+                losses.append(nn.functional.mse_loss(model(CLEAN), target(CLEAN)).item())
     skipped = optimizer.metrics().get("skipped_steps", torch.tensor(0))
-    with torch.no_grad():
-        return nn.functional.mse_loss(model(x), target(x)).item(), int(skipped.item())
+    return losses, int(skipped.item())
 
 
 def main() -> None:
@@ -51,8 +54,8 @@ def main() -> None:
     args = parser.parse_args()
     print(f"{'':32} {'loss on clean data':>19} {'skipped steps':>14}")
     for name, (chain, skip) in CHAINS.items():
-        loss, skipped = train(chain, skip, args.steps)
-        shown = "the model is NaN" if math.isnan(loss) else f"{loss:.4f}"
+        losses, skipped = train(chain, skip, args.steps)
+        shown = "the model is NaN" if math.isnan(losses[-1]) else f"{losses[-1]:.4f}"
         print(f"  {name:30} {shown:>19} {skipped:14}")
 
 
