@@ -62,7 +62,7 @@ def test_an_error_at_any_operation_of_the_first_step_of_late_parameters(chain, f
     _, optimizer, _ = late(chain, fast)
     with Interrupted(-2) as counted:
         optimizer.step()
-    for place in range(0, counted.count, max(1, counted.count // 40)):
+    for place in range(0, counted.count, max(1, counted.count // 15)):
         _, optimizer, rows = late(chain, fast)
         with pytest.raises(KeyboardInterrupt), Interrupted(place):
             optimizer.step()
