@@ -258,10 +258,10 @@ def test_programs_that_read_find_all_pages_in_one_file():
 
 @pytest.mark.parametrize(
     ("searched", "page"),
-    [("gradient clipping", "transforms/clip_norm"), ("grad norm", "recorder"), ("adapt", "adaptive")],
+    [("gradient clipping", "transforms/clip_norm"), ("grad norm", "recorder"), ("adapts", "adaptive")],
 )
 def test_a_search_finds_a_page_by_its_title(searched, page):
     """The search weighs titles most, so no other title may have all of the words."""
     titles = {path: path.read_text().partition("\n")[0] for path in PAGES}
-    found = [path for path, title in titles.items() if all(word in title for word in searched.split())]
+    found = [path for path, title in titles.items() if set(searched.split()) <= set(re.findall(r"\w+", title))]
     assert found == [DOCS / f"{page}.md"]
