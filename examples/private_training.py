@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.spawn import start_processes
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -59,12 +60,19 @@ def data() -> tuple[Tensor, Tensor]:
     return x, (x[:, :4].sum(1) + 0.3 * torch.randn(SIZE, generator=generator) > 0).long()
 
 
-def train(steps: int, multiplier: float, quantile: bool = False) -> tuple[float, PrivateGradientClipper]:
-    """Return the accuracy, which is private too because it is computed from the data, and the clipper."""
+def train(
+    steps: int, multiplier: float, quantile: bool = False, sharded: bool = False
+) -> tuple[float, PrivateGradientClipper]:
+    """Return the accuracy, which is private too because it is computed from the data, and the clipper.
+
+    Several processes hold copies of the model, or shards of it.
+    """
     torch.manual_seed(0)
     x, y = data()
     inner = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 2))
-    model = DistributedDataParallel(inner) if dist.is_initialized() else inner
+    if sharded:
+        fully_shard(inner)
+    model = DistributedDataParallel(inner) if dist.is_initialized() and not sharded else inner
     optimizer = Modular(inner, AdamW(lr=0.01))
     clipper = PrivateGradientClipper(
         model, ConstantFlatClipper(LIMIT), noise_multiplier=multiplier, expected_batch_size=RATE * SIZE
@@ -82,19 +90,19 @@ def train(steps: int, multiplier: float, quantile: bool = False) -> tuple[float,
     return accuracy, clipper
 
 
-def process(rank: int, steps: int, multiplier: float, processes: int, folder: str) -> None:
+def process(rank: int, steps: int, multiplier: float, processes: int, folder: str, sharded: bool) -> None:
     """What each process does."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=processes)
-    accuracy, clipper = train(steps, multiplier)
+    accuracy, clipper = train(steps, multiplier, sharded=sharded)
     torch.save({"accuracy": accuracy, "clipper": clipper.state_dict()}, Path(folder, f"{rank}.pt"))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def train_in_processes(steps: int, multiplier: float, processes: int) -> list[dict[str, object]]:
+def train_in_processes(steps: int, multiplier: float, processes: int, sharded: bool) -> list[dict[str, object]]:
     with tempfile.TemporaryDirectory() as folder:
-        arguments = steps, multiplier, processes, folder
+        arguments = steps, multiplier, processes, folder, sharded
         start_processes(process, arguments, processes, start_method="forkserver")
         return [torch.load(Path(folder, f"{rank}.pt"), weights_only=True) for rank in range(processes)]
 
@@ -111,8 +119,9 @@ def main() -> None:
         accuracy, clipper = train(steps, multiplier, quantile)
         spent = epsilon(clipper, delta=DELTA, sample_rate=RATE)
         print(f"{name} accuracy {accuracy:.3f}, epsilon {spent:.3f}, {clipper.norm_clipper}")
-    found = train_in_processes(steps, multiplier, 2)
-    print(f"two processes:  accuracy {found[0]['accuracy']:.3f}, the same model: {found[0] == found[1]}")
+    for name, sharded in (("two copies:    ", False), ("two shards:    ", True)):
+        found = train_in_processes(steps, multiplier, 2, sharded)
+        print(f"{name} accuracy {found[0]['accuracy']:.3f}, the same model: {found[0] == found[1]}")
 
 
 if __name__ == "__main__":

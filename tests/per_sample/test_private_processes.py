@@ -6,7 +6,6 @@ import torch
 import torch.distributed as dist
 from per_sample.harness import batch, losses_of, small
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from torchzero_clip import ConstantFlatClipper, ConstantPerLayerClipper, PrivateGradientClipper
@@ -90,20 +89,11 @@ def what_cannot_be_released_together_is_refused(rank):
     return plain, broadcast, ranks.refused(lambda: made(DistributedDataParallel(model, broadcast_buffers=False)))
 
 
-def sharded_models_are_refused(rank):
-    early = ranks.refused(lambda: made(fully_shard(small())))
-    model = small()
-    clipper = made(DistributedDataParallel(model))
-    fully_shard(model)
-    return early, ranks.refused(clipper.pre_step), clipper.releases
-
-
 PROGRAMS = (
     equal_to_one_process,
     secure_noise_is_that_of_one_process,
     errors_on_one_process_are_errors_on_both,
     what_cannot_be_released_together_is_refused,
-    sharded_models_are_refused,
 )
 
 
@@ -152,13 +142,3 @@ def test_processes_that_would_release_apart_are_refused(results):
         assert "must be in DistributedDataParallel" in plain
         assert "broadcast_buffers=False" in broadcast
         assert right == ""
-
-
-@pytest.mark.slow
-@pytest.mark.xdist_group("private")
-def test_sharded_models_are_refused_by_name(results):
-    for found in results:
-        early, late, releases = found[sharded_models_are_refused]
-        assert early.startswith("module must not be sharded, as by fully_shard")
-        assert "sharded later" in late
-        assert releases == {}
