@@ -3,7 +3,7 @@
 import weakref
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from types import MethodType
 from typing import Any, Protocol
@@ -220,8 +220,6 @@ class CapturedLayer:
         dim = 0 if leading == 1 else self.engine.batch_dim  # without positions, samples are first in any case
         forward = self.engine.forward
         count = forward.batch_size
-        if count == 1 and input.requires_grad and not input.is_contiguous() and not isinstance(input, BroadcastRow):
-            return Samples(_laid(input), leading, dim=dim)
         if isinstance(input, BroadcastRow) and is_row(input):
             each, had_dim = input.samples(dim)
             return Samples(each, leading + (not had_dim), had_dim, dim)
@@ -308,11 +306,12 @@ class CapturedLayer:
         self,
         output: Tensor,
         samples: Samples,
+        params: Mapping[str, nn.Parameter],
         *,
         weight: Callable[[Tensor, Tensor], Contribution],
         bias: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        """Watch the output of a layer with a weight and a bias.
+        """Watch the output of a function of a weight and a bias, of which ``params`` has those that train.
 
         ``weight`` returns its contribution, from the input and the gradient of the output; ``bias`` its gradients for
         each sample. Both get tensors with the samples first, in one dtype, which is float32 or wider.
@@ -321,9 +320,9 @@ class CapturedLayer:
         def contribute(where: Place | Tensor, *tensors: Tensor) -> list[Contribution]:
             grad, *inputs = rows_first(where, *wide(*tensors))
             found = [weight(x, grad) for x in inputs]
-            return [*found, Dense(self.params["bias"], bias(grad))] if "bias" in self.params else found
+            return [*found, Dense(params["bias"], bias(grad))] if "bias" in params else found
 
-        return self.watch(output, [samples.tensor] if "weight" in self.params else [], contribute, samples)
+        return self.watch(output, [samples.tensor] if "weight" in params else [], contribute, samples)
 
     def watch(
         self,
@@ -456,31 +455,7 @@ class _Watched(torch.autograd.Function):
         return None, grad if ctx.goes_on else None, None, None, None, None
 
 
-class _Laid(torch.autograd.Function):
-    """Gives the gradient of an input the layout of the input.
-
-    `native_batch_norm_backward` of torch 2.13 misreads other strides of the gradient of one normalized image.
-    """
-
-    @staticmethod
-    @override
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.strides = x.stride()
-        return x.view_as(x)
-
-    @staticmethod
-    @override
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        (grad,) = grads
-        return grad if 0 in ctx.strides else grad.new_empty_strided(grad.shape, ctx.strides).copy_(grad)
-
-
-IDENTITIES.update((_Watched, _Laid))
-
-
-def _laid(x: Tensor) -> Tensor:
-    laid: Any = _Laid.apply(x)
-    return laid
+IDENTITIES.add(_Watched)
 
 
 def described(name: str, module: nn.Module) -> str:

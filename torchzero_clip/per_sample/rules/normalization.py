@@ -46,8 +46,9 @@ class NormalizationRule(Rule):
             return grads.sum(tuple(others)) if others else grads
 
         return layer.watch_params(
-            self._function(found.tensor, **affine, **settings),
+            laid(self._function(found.tensor, **affine, **settings)),
             found,
+            layer.params,
             weight=lambda x, grad: Dense(layer.params["weight"], summed(grad * self._function(x, **settings))),
             bias=summed,
         )
@@ -78,6 +79,22 @@ class GroupNormRule(NormalizationRule):
         )
         one = x.reshape(1, weight.numel(), *x.shape[2:])
         return F.group_norm(one, len(x) * module.num_groups, weight.flatten(), bias.flatten(), module.eps).view_as(x)
+
+
+def laid(output: Tensor) -> Tensor:
+    """The output, whose gradient gets its layout if it is of one image.
+
+    `native_batch_norm_backward` of torch 2.13 misreads other strides of the gradient of one image.
+    """
+    node = output.grad_fn
+    if node is not None and len(output) == 1 and node.name() == "NativeBatchNormBackward0":
+        strides = output.stride()
+        node.register_prehook(lambda grads: (_with_strides(grads[0], strides), *grads[1:]))
+    return output
+
+
+def _with_strides(grad: Tensor, strides: Sequence[int]) -> Tensor:
+    return grad if grad.stride() == strides else grad.new_empty_strided(grad.shape, strides).copy_(grad)
 
 
 def _instance_norm(input: Tensor, **settings: Any) -> Tensor:
