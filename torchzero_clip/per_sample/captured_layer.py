@@ -20,7 +20,7 @@ from torchzero_clip.per_sample.gradients.row_norms import wide
 from torchzero_clip.per_sample.processes.processes import Processes
 from torchzero_clip.per_sample.processes.sharding import memory_of, slots, stands_for
 from torchzero_clip.per_sample.rules.whole import written
-from torchzero_clip.per_sample.samples.arguments import counts_up
+from torchzero_clip.per_sample.samples.arguments import counts_up, tensors_in
 from torchzero_clip.per_sample.samples.broadcast_row import BroadcastRow, is_row, row_of
 from torchzero_clip.per_sample.samples.call import Call, Contribute, Reduce, Samples, rows_first
 from torchzero_clip.per_sample.samples.nodes import IDENTITIES
@@ -173,6 +173,8 @@ class CapturedLayer:
             output = rule.run(self, *args, **kwargs)
             if type(output) is Tensor:
                 engine.outputs.append(weakref.ref(output))
+            else:  # such as the output and the states of a recurrent layer
+                engine.outputs += [weakref.ref(x) for x in tensors_in(output) if type(x) is Tensor]
             return output
         finally:
             engine.running = around
@@ -239,9 +241,15 @@ class CapturedLayer:
     def _is_still_shared(self, input: Tensor, leading: int) -> bool:
         """True for an input with the values of an earlier step's input that all samples share."""
         earlier = self._shared.get((input.ndim, leading))
-        if earlier is None or (leading and not self._may_be_shared(input, self.engine.forward)):
+        if earlier is None or input.requires_grad:
             return False
-        if earlier.shape == input.shape and not torch.equal(earlier, input):  # of data
+        common = tuple(slice(min(sizes)) for sizes in zip(earlier.shape, input.shape, strict=True))
+        is_same = earlier.dtype == input.dtype and input.numel() > 1 and torch.equal(earlier[common], input[common])
+        if is_same and not memory_of((input,)) & self.engine.forward.memory:
+            return True  # longer or shorter, also if it has as many rows as there are samples
+        if leading and not self._may_be_shared(input, self.engine.forward):
+            return False
+        if earlier.shape == input.shape:  # of data
             self._shared[input.ndim, leading] = None
             return False
         return True
@@ -265,11 +273,12 @@ class CapturedLayer:
         """True for an input that is not known to depend on samples."""
         if input.requires_grad or forward.direct or forward.given is not None or not self.engine.shares:
             return False
-        # data of the batch may be neither an argument nor have a graph, but have its size
-        size = input.shape[min(self.engine.batch_dim, input.ndim - 1)]
-        if not forward.batch_size or (not size % forward.batch_size and (input.is_floating_point() or input.ndim > 1)):
+        memory, size = memory_of((input,)), input.shape[min(self.engine.batch_dim, input.ndim - 1)]
+        if not forward.batch_size or memory & forward.memory:
             return False
-        return not memory_of((input,)) & forward.memory
+        # data of the batch may be neither an argument nor have a graph, but have its size
+        is_like_data = not size % forward.batch_size and (input.is_floating_point() or input.ndim > 1)
+        return not is_like_data or bool(memory & memory_of(self.engine.attachment.model.buffers()))
 
     def _is_shared(self, input: Tensor) -> bool:
         """True for an input with one row, if all samples share this row."""

@@ -13,7 +13,7 @@ from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
 from torchzero_clip.per_sample.modes import Mode
 from torchzero_clip.per_sample.rules.copies import copy_of, row_copies
 from torchzero_clip.per_sample.rules.generic import GenericRule
-from torchzero_clip.per_sample.rules.linear import linear
+from torchzero_clip.per_sample.rules.linear import LINEAR
 from torchzero_clip.per_sample.samples.arguments import flattened
 from torchzero_clip.per_sample.samples.broadcast_row import TRANSPOSED, is_row, row_of_param
 
@@ -111,4 +111,4 @@ class _Rows(Mode):
             return NotImplemented
         if not (input.requires_grad or self._layer.engine.learns_rows):
             return NotImplemented
-        return linear(self._layer, params, input, weight, bias)
+        return LINEAR.run(self._layer, input, (weight, bias), params)

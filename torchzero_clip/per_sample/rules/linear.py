@@ -16,23 +16,31 @@ class LinearRule(Rule):
     """Weight: products of inputs and output gradients. Bias: the sum of output gradients over positions."""
 
     @override
-    def run(self, layer: CapturedLayer, input: Tensor) -> Tensor:
+    def run(
+        self,
+        layer: CapturedLayer,
+        input: Tensor,
+        given: tuple[Tensor, Tensor | None] | None = None,
+        params: Mapping[str, nn.Parameter] | None = None,
+    ) -> Tensor:
+        """Run the layer, or another module that uses a ``given`` weight and bias of its own as a linear layer does.
+
+        ``params`` has those of them that train.
+        """
         module: Any = layer.module
-        return linear(layer, layer.params, input, module.weight, module.bias)
+        weight, bias = (module.weight, module.bias) if given is None else given
+        trained = layer.params if params is None else params
+        found = layer.samples(input, input.ndim - 1)
+        return layer.watch_params(
+            F.linear(found.tensor, weight.detach(), None if bias is None else bias.detach()),
+            found,
+            trained,
+            # with one dimension of positions, (B, T, width)
+            weight=lambda x, grad: Products(
+                trained["weight"], *(t.reshape(len(t), math.prod(t.shape[1:-1]), t.shape[-1]) for t in (x, grad))
+            ),
+            bias=lambda grad: grad if grad.ndim == 2 else grad.flatten(1, -2).sum(1),
+        )
 
 
-def linear(
-    layer: CapturedLayer, params: Mapping[str, nn.Parameter], input: Tensor, weight: Tensor, bias: Tensor | None
-) -> Tensor:
-    """The output for a weight and a bias of a layer. ``params`` has those of them that train."""
-    found = layer.samples(input, input.ndim - 1)
-    return layer.watch_params(
-        F.linear(found.tensor, weight.detach(), None if bias is None else bias.detach()),
-        found,
-        params,
-        # with one dimension of positions, (B, T, width)
-        weight=lambda x, grad: Products(
-            params["weight"], *(t.reshape(len(t), math.prod(t.shape[1:-1]), t.shape[-1]) for t in (x, grad))
-        ),
-        bias=lambda grad: grad if grad.ndim == 2 else grad.flatten(1, -2).sum(1),
-    )
+LINEAR = LinearRule()

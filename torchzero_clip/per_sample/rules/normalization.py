@@ -1,6 +1,7 @@
 """Normalization within a sample: LayerNorm, RMSNorm, GroupNorm, InstanceNorm, and BatchNorm in eval mode."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -88,13 +89,12 @@ def laid(output: Tensor) -> Tensor:
     """
     node = output.grad_fn
     if node is not None and len(output) == 1 and node.name() == "NativeBatchNormBackward0":
-        strides = output.stride()
-        node.register_prehook(lambda grads: (_with_strides(grads[0], strides), *grads[1:]))
+        node.register_prehook(partial(_with_strides, output.stride()))
     return output
 
 
-def _with_strides(grad: Tensor, strides: Sequence[int]) -> Tensor:
-    return grad if grad.stride() == strides else grad.new_empty_strided(grad.shape, strides).copy_(grad)
+def _with_strides(strides: Sequence[int], grads: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return grads[0].new_empty_strided(grads[0].shape, strides).copy_(grads[0]), *grads[1:]
 
 
 def _instance_norm(input: Tensor, **settings: Any) -> Tensor:

@@ -26,7 +26,7 @@ from torchzero_clip.per_sample.gradients.captured_gradients import Forward
 from torchzero_clip.per_sample.gradients.contributions import Dense
 from torchzero_clip.per_sample.gradients.row_norms import wide
 from torchzero_clip.per_sample.processes.sharding import memory_of
-from torchzero_clip.per_sample.samples.arguments import Rebuild, flattened, tensors_in
+from torchzero_clip.per_sample.samples.arguments import Rebuild, counts_up, flattened, tensors_in
 from torchzero_clip.per_sample.samples.call import Contribute, Samples, rows_first
 from torchzero_clip.per_sample.samples.comparison import differ
 from torchzero_clip.per_sample.samples.pattern import Place
@@ -391,6 +391,7 @@ def _places(layer: Layer, tensors: dict[int, Tensor], count: int, *, squares: bo
     for i, x in tensors.items():
         is_own = not x.requires_grad and memory_of((x,)) & own  # copies of a parameter lie in its memory too
         is_own = is_own or (not x.requires_grad and layer.is_table(x, learned=True))
+        is_own = is_own or (counts_up(x) and not _is_given(layer, x))  # positions
         if not x.ndim or is_own or (layer.engine.forward.direct and count == 1):
             continue
         sizes = [d for d, size in enumerate(x.shape) if size == count]
