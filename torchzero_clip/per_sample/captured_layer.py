@@ -17,7 +17,7 @@ from torchzero_clip.compat import get_interpreter_stack, never_compiled, without
 from torchzero_clip.per_sample.gradients.captured_gradients import Forward, GivenRows
 from torchzero_clip.per_sample.gradients.contributions import Contribution, Dense
 from torchzero_clip.per_sample.gradients.row_norms import wide
-from torchzero_clip.per_sample.processes.processes import Processes
+from torchzero_clip.per_sample.processes.agreement import Processes
 from torchzero_clip.per_sample.processes.sharding import memory_of, slots, stands_for
 from torchzero_clip.per_sample.rules.whole import written
 from torchzero_clip.per_sample.samples.arguments import counts_up, tensors_in

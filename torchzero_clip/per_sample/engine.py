@@ -23,7 +23,7 @@ from torchzero_clip.per_sample.gradients.autograd_graph import outside_gradients
 from torchzero_clip.per_sample.gradients.captured_gradients import CapturedGradients, Forward, GivenRows
 from torchzero_clip.per_sample.gradients.contributions import Contribution, Dense, Memory
 from torchzero_clip.per_sample.outside import outside_error
-from torchzero_clip.per_sample.processes.processes import Processes
+from torchzero_clip.per_sample.processes.agreement import Processes
 from torchzero_clip.per_sample.processes.sharding import group_of_shards, reshard, shown_as_before
 from torchzero_clip.per_sample.rules.copies import EMPTY
 from torchzero_clip.per_sample.rules.whole import Whole

@@ -24,7 +24,7 @@ from torchzero_clip.per_sample.private.promises import (
     refuse_other_leaves,
     watched,
 )
-from torchzero_clip.per_sample.processes.processes import Agreement
+from torchzero_clip.per_sample.processes.agreement import Agreement
 from torchzero_clip.per_sample.rules.whole import Whole
 from torchzero_clip.per_sample.samples.prover import Verify
 from torchzero_clip.per_sample.unclipped import refuse_unreleased, watch_steps
