@@ -11,7 +11,7 @@ from torchzero_clip.per_sample.opacus.fast_gradient_clipping import (
 from torchzero_clip.per_sample.opacus.two_passes import create_norm_sample as create_norm_sample
 from torchzero_clip.per_sample.per_example import per_example_global_norm_clip as per_example_global_norm_clip
 from torchzero_clip.per_sample.per_example import per_example_layer_norm_clip as per_example_layer_norm_clip
-from torchzero_clip.per_sample.private.clipper import PrivateGradientClipper as PrivateGradientClipper
+from torchzero_clip.per_sample.private.private_clipper import PrivateGradientClipper as PrivateGradientClipper
 from torchzero_clip.per_sample.rules.registry import register_rule as register_rule
 from torchzero_clip.per_sample.verify import check_per_sample as check_per_sample
 from torchzero_clip.per_sample.weighting import ClippingResult as ClippingResult

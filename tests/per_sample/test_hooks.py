@@ -88,3 +88,44 @@ def test_hooks_of_modules_fire_as_before():
     assert seen == ["pre", "forward", (5, 2)]
     clipper.detach()
     assert_close(result.norms, reference(nn.Sequential(*model), x)[0])
+
+
+class Held(nn.Module):
+    """Stores what its own functions return, and the states of a recurrent layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.head = nn.LSTM(3, 4, batch_first=True), nn.Linear(4, 2)
+
+    def forward(self, x):
+        output, (state, _) = self.rnn(x)
+        self.hidden = torch.tanh(output + self.outside)
+        self.state = state
+        for kept in (output, self.hidden, state):
+            kept.retain_grad()
+        self.last_output = self.head(self.hidden.sum(1) + state[0])
+        return self.last_output, output
+
+
+@pytest.mark.parametrize("classic", [True, False])
+def test_retained_gradients_and_those_outside_are_as_without_a_clipper(classic):
+    model, plain = Held().double(), Held().double()
+    plain.load_state_dict(model.state_dict())
+    clipper = clip(model, loss_reduction="sum")
+    for _ in range(3):  # two with a proof
+        x, found = torch.randn(5, 4, 3).double(), []
+        outsides = [torch.randn(4).double().requires_grad_() for _ in range(2)]
+        for own, outside in zip((model, plain), outsides, strict=True):
+            outside.data.copy_(outsides[0].data)
+            own.outside = outside
+            output, kept = own(x)
+            losses = losses_of(output)
+            if own is plain or classic:
+                losses.sum().backward()
+            else:
+                clipper.backward(losses)
+            found.append([kept.grad, own.hidden.grad, own.state.grad, outside.grad])
+        if classic:
+            clipper.clip_and_accumulate()
+            clipper.pre_step()
+        assert_close(found[0], found[1])

@@ -241,3 +241,28 @@ def test_gradients_that_hooks_return_are_copied_without_their_graph():
     losses_of(twin(torch.randn(3, 4))).mean().backward()
     assert_as_torch(model, twin)
     assert torch.equal(model.weight.grad, shared)
+
+
+def normalized():
+    """A norm in eval mode, behind which comes no layer of the model."""
+    norm = nn.BatchNorm2d(4)
+    norm.running_mean.normal_()
+    norm.running_var.uniform_(0.5, 2)
+    return nn.Sequential(nn.Conv2d(4, 4, 1), norm, nn.Flatten()).eval()
+
+
+def grouped():
+    return nn.Sequential(nn.Conv2d(4, 4, 3, groups=2), nn.ReLU(), nn.Conv2d(4, 4, 3, groups=4), nn.Flatten())
+
+
+@pytest.mark.parametrize("whole", [(), ("",)])
+@pytest.mark.parametrize("last", [channels_last, torch.clone])
+@pytest.mark.parametrize("make", [normalized, grouped])
+def test_one_image_gets_the_gradient_that_it_gets_among_others(make, last, whole):
+    model = make().double()
+    image = torch.randn(1, 4, 6, 6, dtype=torch.float64)
+    losses = losses_of(model(torch.cat([image, torch.randn_like(image)])))
+    expected = torch.autograd.grad(losses[0], list(model.parameters()))
+    model = channels_last(model)
+    by_backward(model, 1e9, whole=whole)(lambda model: losses_of(model(last(image))))
+    assert_close([param.grad.contiguous() for param in model.parameters()], list(expected))

@@ -6,6 +6,7 @@ from per_sample.harness import Net, assert_close, clip, losses_of, norms_in_batc
 from torch import nn
 
 from torchzero_clip import ConstantFlatClipper, PrivateGradientClipper
+from torchzero_clip.per_sample.samples.proof import Proof
 
 B = 6
 
@@ -73,3 +74,42 @@ def test_gradients_outside_are_added_once_where_a_silent_layer_wakes():
             clipper.backward(losses_of(output))
             (expected,) = torch.autograd.grad(losses_of(output.detach() / outside.detach() * outside).sum(), outside)
             assert_close(outside.grad, expected)
+
+
+@pytest.mark.parametrize("outputs", [1, 2])
+def test_in_the_classic_form_a_silent_layer_costs_one_further_backward(outputs, monkeypatch):
+    model, stages, run = model_of(MIDDLES["a layer"]), [], Proof._run
+    monkeypatch.setattr(Proof, "_run", lambda proof, stage, *args: stages.append(stage) or run(proof, stage, *args))
+    whole = Net(lambda m, x: [m.inner(x + i) for i in range(outputs)], inner=model).double()
+
+    def losses(m, x):
+        return sum(losses_of(output) for output in m(x))
+
+    found = []
+    with clip(whole) as clipper:
+        for step in range(1, 12):
+            model.factor, x = float(step in (7, 9)), torch.randn(B, 4).double()
+            each = losses(whole, x)
+            each.mean().backward()
+            norms = clipper.clip_and_accumulate().norms
+            clipper.pre_step()
+            assert_close(norms, norms_in_batch(whole, x, losses=lambda found: sum(map(losses_of, found))))
+            found.append(len(stages))
+            stages.clear()
+    proof, first = 4 * outputs, outputs
+    assert found == [proof, proof, first, proof, first, first, proof + 1, proof, 0, 0, 0]
+
+
+def test_in_the_classic_form_a_silent_layer_that_gets_a_gradient_another_way_raises():
+    model = model_of(MIDDLES["a layer"])
+    model.branch.register_forward_hook(lambda module, args, output: setattr(model, "seen", output))
+    with clip(model) as clipper:
+        for step in range(1, 4):
+            loss = losses_of(model(torch.randn(B, 4).double())).mean()
+            if step == 3:
+                with pytest.raises(ValueError, match="did not come through the outputs"):
+                    (loss + model.seen.square().mean()).backward()
+            else:
+                loss.backward()
+                clipper.clip_and_accumulate()
+                clipper.pre_step()

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from torchzero_clip.compat import current_graph_task_id, fully_sharded, is_distributed
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, Host, described, trainable
 from torchzero_clip.per_sample.hooks import Hook
-from torchzero_clip.per_sample.processes.processes import Processes
+from torchzero_clip.per_sample.processes.agreement import Processes
 from torchzero_clip.per_sample.processes.sharding import group_of_shards, reshard, slots, stands_for
 from torchzero_clip.per_sample.rules.registry import (
     BARE,

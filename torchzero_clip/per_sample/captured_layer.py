@@ -3,7 +3,7 @@
 import weakref
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from types import MethodType
 from typing import Any, Protocol
@@ -17,10 +17,10 @@ from torchzero_clip.compat import get_interpreter_stack, never_compiled, without
 from torchzero_clip.per_sample.gradients.captured_gradients import Forward, GivenRows
 from torchzero_clip.per_sample.gradients.contributions import Contribution, Dense
 from torchzero_clip.per_sample.gradients.row_norms import wide
-from torchzero_clip.per_sample.processes.processes import Processes
+from torchzero_clip.per_sample.processes.agreement import Processes
 from torchzero_clip.per_sample.processes.sharding import memory_of, slots, stands_for
 from torchzero_clip.per_sample.rules.whole import written
-from torchzero_clip.per_sample.samples.arguments import counts_up
+from torchzero_clip.per_sample.samples.arguments import counts_up, tensors_in
 from torchzero_clip.per_sample.samples.broadcast_row import BroadcastRow, is_row, row_of
 from torchzero_clip.per_sample.samples.call import Call, Contribute, Reduce, Samples, rows_first
 from torchzero_clip.per_sample.samples.nodes import IDENTITIES
@@ -173,6 +173,8 @@ class CapturedLayer:
             output = rule.run(self, *args, **kwargs)
             if type(output) is Tensor:
                 engine.outputs.append(weakref.ref(output))
+            else:  # such as the output and the states of a recurrent layer
+                engine.outputs += [weakref.ref(x) for x in tensors_in(output) if type(x) is Tensor]
             return output
         finally:
             engine.running = around
@@ -220,8 +222,6 @@ class CapturedLayer:
         dim = 0 if leading == 1 else self.engine.batch_dim  # without positions, samples are first in any case
         forward = self.engine.forward
         count = forward.batch_size
-        if count == 1 and input.requires_grad and not input.is_contiguous() and not isinstance(input, BroadcastRow):
-            return Samples(_laid(input), leading, dim=dim)
         if isinstance(input, BroadcastRow) and is_row(input):
             each, had_dim = input.samples(dim)
             return Samples(each, leading + (not had_dim), had_dim, dim)
@@ -241,9 +241,15 @@ class CapturedLayer:
     def _is_still_shared(self, input: Tensor, leading: int) -> bool:
         """True for an input with the values of an earlier step's input that all samples share."""
         earlier = self._shared.get((input.ndim, leading))
-        if earlier is None or (leading and not self._may_be_shared(input, self.engine.forward)):
+        if earlier is None or input.requires_grad:
             return False
-        if earlier.shape == input.shape and not torch.equal(earlier, input):  # of data
+        common = tuple(slice(min(sizes)) for sizes in zip(earlier.shape, input.shape, strict=True))
+        is_same = earlier.dtype == input.dtype and input.numel() > 1 and torch.equal(earlier[common], input[common])
+        if is_same and not memory_of((input,)) & self.engine.forward.memory:
+            return True  # longer or shorter, also if it has as many rows as there are samples
+        if leading and not self._may_be_shared(input, self.engine.forward):
+            return False
+        if earlier.shape == input.shape:  # of data
             self._shared[input.ndim, leading] = None
             return False
         return True
@@ -267,11 +273,12 @@ class CapturedLayer:
         """True for an input that is not known to depend on samples."""
         if input.requires_grad or forward.direct or forward.given is not None or not self.engine.shares:
             return False
-        # data of the batch may be neither an argument nor have a graph, but have its size
-        size = input.shape[min(self.engine.batch_dim, input.ndim - 1)]
-        if not forward.batch_size or (not size % forward.batch_size and (input.is_floating_point() or input.ndim > 1)):
+        memory, size = memory_of((input,)), input.shape[min(self.engine.batch_dim, input.ndim - 1)]
+        if not forward.batch_size or memory & forward.memory:
             return False
-        return not memory_of((input,)) & forward.memory
+        # data of the batch may be neither an argument nor have a graph, but have its size
+        is_like_data = not size % forward.batch_size and (input.is_floating_point() or input.ndim > 1)
+        return not is_like_data or bool(memory & memory_of(self.engine.attachment.model.buffers()))
 
     def _is_shared(self, input: Tensor) -> bool:
         """True for an input with one row, if all samples share this row."""
@@ -308,11 +315,12 @@ class CapturedLayer:
         self,
         output: Tensor,
         samples: Samples,
+        params: Mapping[str, nn.Parameter],
         *,
         weight: Callable[[Tensor, Tensor], Contribution],
         bias: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        """Watch the output of a layer with a weight and a bias.
+        """Watch the output of a function of a weight and a bias, of which ``params`` has those that train.
 
         ``weight`` returns its contribution, from the input and the gradient of the output; ``bias`` its gradients for
         each sample. Both get tensors with the samples first, in one dtype, which is float32 or wider.
@@ -321,9 +329,9 @@ class CapturedLayer:
         def contribute(where: Place | Tensor, *tensors: Tensor) -> list[Contribution]:
             grad, *inputs = rows_first(where, *wide(*tensors))
             found = [weight(x, grad) for x in inputs]
-            return [*found, Dense(self.params["bias"], bias(grad))] if "bias" in self.params else found
+            return [*found, Dense(params["bias"], bias(grad))] if "bias" in params else found
 
-        return self.watch(output, [samples.tensor] if "weight" in self.params else [], contribute, samples)
+        return self.watch(output, [samples.tensor] if "weight" in params else [], contribute, samples)
 
     def watch(
         self,
@@ -456,31 +464,7 @@ class _Watched(torch.autograd.Function):
         return None, grad if ctx.goes_on else None, None, None, None, None
 
 
-class _Laid(torch.autograd.Function):
-    """Gives the gradient of an input the layout of the input.
-
-    `native_batch_norm_backward` of torch 2.13 misreads other strides of the gradient of one normalized image.
-    """
-
-    @staticmethod
-    @override
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.strides = x.stride()
-        return x.view_as(x)
-
-    @staticmethod
-    @override
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        (grad,) = grads
-        return grad if 0 in ctx.strides else grad.new_empty_strided(grad.shape, ctx.strides).copy_(grad)
-
-
-IDENTITIES.update((_Watched, _Laid))
-
-
-def _laid(x: Tensor) -> Tensor:
-    laid: Any = _Laid.apply(x)
-    return laid
+IDENTITIES.add(_Watched)
 
 
 def described(name: str, module: nn.Module) -> str:

@@ -3,7 +3,7 @@
 import weakref
 from collections import Counter
 from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from enum import Enum, auto
 from functools import partial
 from typing import Any
@@ -23,7 +23,7 @@ from torchzero_clip.per_sample.gradients.autograd_graph import outside_gradients
 from torchzero_clip.per_sample.gradients.captured_gradients import CapturedGradients, Forward, GivenRows
 from torchzero_clip.per_sample.gradients.contributions import Contribution, Dense, Memory
 from torchzero_clip.per_sample.outside import outside_error
-from torchzero_clip.per_sample.processes.processes import Processes
+from torchzero_clip.per_sample.processes.agreement import Processes
 from torchzero_clip.per_sample.processes.sharding import group_of_shards, reshard, shown_as_before
 from torchzero_clip.per_sample.rules.copies import EMPTY
 from torchzero_clip.per_sample.rules.whole import Whole
@@ -419,23 +419,23 @@ class Engine:
             if "donated buffers" in str(error):
                 raise not_repeatable(str(error)) from error
             raise
-        repeat = partial(self._repeat, losses)
         proves = further > 0 or (keeps and self.prover.plan_late())
-        if proves:
-            self.prover.prove(repeat, losses, at_least=further)
-        self._check_counts(self.prover.calls, len(losses))  # after all backwards, of which processes run equally many
-        if not proves:
-            return
-        self.prover.conclude(None if self.processes.sharded else repeat, losses)
+        with self._retaining() if proves else nullcontext():
+            if proves:
+                self.prover.prove(partial(self._repeat, losses), losses, at_least=further)
+            # after all backwards, of which processes run equally many
+            self._check_counts(self.prover.calls, len(losses))
+            if proves:
+                self.prover.conclude(None if self.processes.sharded else partial(self._repeat, losses), losses)
         for call, parts in self.prover.proved():
             for part in parts:
                 self.receive(call.layer, part)
-        self.backward_ended(-1)
+        if proves:
+            self.backward_ended(-1)
 
     def _repeat(self, losses: Tensor, weights: Tensor) -> None:
-        """Run one more backward, of losses times weights. It changes no ``.grad``."""
-        with self._retaining():
-            torch.autograd.backward(losses, weights, retain_graph=True, inputs=[self.anchor])
+        """Run one more backward, of losses times weights. It adds to no ``.grad`` of leaves."""
+        torch.autograd.backward(losses, weights, retain_graph=True, inputs=[self.anchor])
 
     @contextmanager
     def _retaining(self) -> Generator[None]:
@@ -448,9 +448,11 @@ class Engine:
                 x.grad = grad
 
     def retained(self) -> list[Tensor]:
-        """What layers and the model have returned in this forward, as far as the user wants its gradient."""
+        """What layers and the model have returned in this forward, and modules store, if it retains its gradient."""
         outputs = [reference() for reference in self.outputs]
-        return [output for output in outputs if output is not None and output.retains_grad]
+        held = [x for module in self.attachment.modules for x in vars(module).values() if type(x) is Tensor]
+        found = {id(x): x for x in [*outputs, *held] if x is not None and x.retains_grad}
+        return [*found.values()]
 
     def refuse_outside(self, name: str, grad: Tensor) -> None:
         """The hook of a parameter, which gets a gradient only from outside of the captured layers."""

@@ -1,7 +1,9 @@
 """Modules with parameters of their own beside submodules, such as class tokens and layer scales."""
 
+from functools import partial
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from typing_extensions import override
@@ -9,21 +11,13 @@ from typing_extensions import override
 from torchzero_clip.compat import checkpoint_around
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
 from torchzero_clip.per_sample.modes import Mode
-from torchzero_clip.per_sample.rules.copies import copy_of
+from torchzero_clip.per_sample.rules.copies import copy_of, row_copies
 from torchzero_clip.per_sample.rules.generic import GenericRule
+from torchzero_clip.per_sample.rules.linear import LINEAR
 from torchzero_clip.per_sample.samples.arguments import flattened
 from torchzero_clip.per_sample.samples.broadcast_row import TRANSPOSED, is_row, row_of_param
 
 GENERIC = GenericRule()
-
-
-class RowsRule(GenericRule):
-    """The generic rule for rows of several samples."""
-
-    by_rows = True
-
-
-OF_ROWS = RowsRule()
 
 
 class BareRule(Rule):
@@ -36,24 +30,12 @@ class BareRule(Rule):
         count = layer.count_in(flattened(args, kwargs)[0])
         if count is None:
             return GENERIC.run(layer, *args, **kwargs)
-        if _gets_rows(layer, count, args, kwargs):
-            return OF_ROWS.run(layer, *args, **kwargs)
         layer.written = {}
         try:
             with _Rows(layer, count):
                 return type(layer.module).forward(layer.module, *args, **kwargs)
         finally:
             layer.written = None
-
-
-def _gets_rows(layer: CapturedLayer, count: int, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
-    """True for a module without submodules that gets rows of several samples, such as nodes, as its only argument."""
-    leaves = flattened(args, kwargs)[0]
-    if len(leaves) != 1 or layer.engine.batch_dim or list(layer.module.children()):
-        return False
-    (x,) = leaves
-    of_rows = isinstance(x, Tensor) and x.ndim == 2 and x.is_floating_point() and not is_row(x)
-    return of_rows and count > 1 and len(x) % count != 0 and not layer.engine.forward.direct
 
 
 class _Rows(Mode):
@@ -67,15 +49,22 @@ class _Rows(Mode):
         self._rows: dict[int, Tensor] = {}
         self._around = checkpoint_around()
 
+    def _param(self, x: Tensor) -> nn.Parameter:
+        """The parameter that a tensor stands for."""
+        layer = self._layer
+        param = next((param for param, value in layer.values if value is x), None)
+        if param is None:  # of a submodule
+            name = next(name for name, value in layer.module.named_parameters() if value is x)
+            param = layer.engine.attachment.params_of(layer.module)[name]
+        return param
+
     def _row(self, x: Any) -> Any:
         """The row of a parameter; any other value itself."""
         layer = self._layer
         if id(x) in self._params and id(x) not in self._rows:
-            param = next((param for param, value in layer.values if value is x), None)
-            if param is None:  # of a submodule
-                name = next(name for name, value in layer.module.named_parameters() if value is x)
-                param = layer.engine.attachment.params_of(layer.module)[name]
-            self._rows[id(x)] = row_of_param(layer, x, copy_of(layer, param, x, self._count), param)
+            param = self._param(x)
+            make = partial(row_copies, layer, param, x)
+            self._rows[id(x)] = row_of_param(layer, param, x, copy_of(layer, param, x, self._count), make)
         return self._rows.get(id(x), x)
 
     @override
@@ -103,6 +92,23 @@ class _Rows(Mode):
                     "later repeats the function without the layer. Give it a module that holds the parameter, or call "
                     "the function without a checkpoint"
                 )
+            if func is F.linear and (output := self._linear(*args, **kwargs)) is not NotImplemented:
+                return output
             changed = rebuilt([self._row(x) for x in leaves])
             return func(*changed[0], **changed[1])
         return func(*args, **kwargs)
+
+    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+        """The output of a linear layer that is written as a function; NotImplemented if rows are among its arguments.
+
+        It needs no copy of the weight for each token.
+        """
+        given = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
+        params = {name: self._param(x) for name, x in given.items() if id(x) in self._params}
+        if any(x.requires_grad and name not in params for name, x in given.items()) or input.ndim < 2:
+            return NotImplemented
+        if id(input) in self._params or is_row(input):
+            return NotImplemented
+        if not (input.requires_grad or self._layer.engine.learns_rows):
+            return NotImplemented
+        return LINEAR.run(self._layer, input, (weight, bias), params)

@@ -32,6 +32,7 @@ class ConvRule(Rule):
         return layer.watch_params(
             module._conv_forward(found.tensor, module.weight.detach(), bias),
             found,
+            layer.params,
             weight=lambda x, grad: Convolved(layer.params["weight"], x, grad, options),
             bias=lambda grad: grad.flatten(2).sum(2),
         )

@@ -1,5 +1,6 @@
 """A copy of each parameter for each sample, and the rule for empty batches, in which there are no copies."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,12 +17,31 @@ from torchzero_clip.per_sample.samples.call import Samples, rows_first
 
 def copy_of(layer: CapturedLayer, param: nn.Parameter, value: Tensor, count: int, *, ordered: bool = True) -> Tensor:
     """A view of the value of a parameter for each sample, whose gradients are the per-sample gradients."""
+    return _copies(layer, param, value, count, _never, ordered=ordered)
 
+
+def row_copies(
+    layer: CapturedLayer, param: nn.Parameter, value: Tensor, count: int, on_shared: Callable[[], bool] | None
+) -> Tensor:
+    """A view of the value of a parameter for each row, whose sample the proof finds, or that all samples share it."""
+    return _copies(layer, param, value, count, on_shared or _never, ordered=False)
+
+
+def _copies(
+    layer: CapturedLayer,
+    param: nn.Parameter,
+    value: Tensor,
+    count: int,
+    on_shared: Callable[[], bool],
+    *,
+    ordered: bool,
+) -> Tensor:
     def contribute(where: Any, grad: Tensor) -> list[Dense]:
-        return [Dense(param, *rows_first(where, *wide(grad)))]
+        (grads,) = rows_first(where, *wide(grad))
+        return [Dense(param, grads.sum(1) if grads.ndim > param.ndim + 1 else grads)]  # of rows that all share
 
     copies = value.detach().expand(count, *value.shape)
-    return layer.watch(copies, [], contribute, Samples(copies, 1), copies=ordered, on_shared=_never)
+    return layer.watch(copies, [], contribute, Samples(copies, 1), copies=ordered, on_shared=on_shared)
 
 
 def _never() -> bool:

@@ -1,6 +1,8 @@
 """The rule for any module: vmap runs it with a view of the parameters for each sample, which takes no memory."""
 
-from collections.abc import Callable, Generator, Iterable, Sequence
+import functools
+import itertools
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +18,7 @@ from torchzero_clip.compat import (
     checkpoint_around,
     current_graph_task_id,
     fully_sharded,
+    get_interpreter_stack,
     get_unwrapped,
     is_batchedtensor,
     warn_user,
@@ -30,7 +33,15 @@ from torchzero_clip.per_sample.rules.copies import EMPTY, Bare, copy_of
 from torchzero_clip.per_sample.rules.reruns import find_functions, watch_modules
 from torchzero_clip.per_sample.rules.state import State
 from torchzero_clip.per_sample.samples.arguments import counts_up
-from torchzero_clip.per_sample.samples.broadcast_row import HOOKS, by_vmap, is_in_place, is_row, row_of, without_padding
+from torchzero_clip.per_sample.samples.broadcast_row import (
+    HOOKS,
+    by_vmap,
+    has_layers,
+    is_in_place,
+    is_row,
+    row_of,
+    without_padding,
+)
 from torchzero_clip.per_sample.samples.comparison import differ
 
 BY_VMAP = "by vmap"  # a key of `CapturedLayer.known`: False if vmap cannot run the module
@@ -48,17 +59,17 @@ class GenericRule(Rule):
     """
 
     covers_submodules = True
-    by_rows = False
-    """Whether arguments without a graph are rows of several samples, too, if none has the size of the batch."""
 
     @override
     def run(self, layer: CapturedLayer, /, *args: Any, **kwargs: Any) -> Any:
-        is_known = not (type(self) is GenericRule or self.by_rows)
+        is_known = type(self) is not GenericRule
         _check_inside(layer, hooks=not is_known)
         leaves, structure = pytree.tree_flatten((args, kwargs))
         dims, shared = self.dims(layer, args, kwargs, leaves)
         if not any(dim is not None for dim in dims):
-            dims = _dims_of_rows(layer, leaves, all_rows=self.by_rows)
+            dims = _dims_of_rows(layer, leaves)
+            if any(dim is not None for dim in dims):  # so their number says nothing of what samples share
+                shared = set()
         inputs = _inputs(layer, leaves, dims)
         count = _batch_size(layer, leaves, {len(x) for x in inputs.values()})
         if not count:
@@ -120,11 +131,11 @@ class GenericRule(Rule):
         return layer.engine.batch_dim
 
 
-def _dims_of_rows(layer: CapturedLayer, leaves: Sequence[object], *, all_rows: bool) -> list[int | None]:
+def _dims_of_rows(layer: CapturedLayer, leaves: Sequence[object]) -> list[int | None]:
     """The dimensions of the arguments if these are rows of several samples, such as nodes: each runs as a sample."""
     tensors = [x for x in leaves if isinstance(x, Tensor) and x.ndim and not is_row(x)]
-    counts = {len(x) for x in tensors if all_rows or x.requires_grad}
-    if layer.engine.batch_dim or len(counts) != 1 or 1 in counts:
+    counts = {len(x) for x in tensors if has_layers(x)}
+    if layer.engine.batch_dim or len(counts) != 1:
         return [None] * len(leaves)
     return [0 if isinstance(x, Tensor) and x.ndim and len(x) in counts and not is_row(x) else None for x in leaves]
 
@@ -163,9 +174,30 @@ class _One:
         self._output_dims: dict[int, int | None] = {}  # of its tensors
 
     def __call__(self, copies: dict[str, Tensor], *samples: Tensor) -> tuple[Tensor, ...]:
+        """The output for tensors of one sample, without their batch dimensions."""
+        given = zip(self._dims.values(), samples, strict=True)
+        return self._run(copies, [x if dim is None else x.unsqueeze(dim) for dim, x in given])
+
+    def of_each(
+        self, copies: dict[str, Tensor], inputs: Sequence[Tensor]
+    ) -> Iterator[Callable[[], tuple[Tensor, ...]]]:
+        """What computes the output of each sample. An image is a part of the batch, with the strides of the batch.
+
+        Other strides would be misread by torch, see `torchzero_clip.per_sample.rules.normalization.laid`.
+        """
+        params = zip(*[x.unbind() for x in copies.values()], strict=True)  # at once, so that the backward stacks once
+        given = [
+            x.unbind() if dim is None else [part.movedim(0, dim) for part in x.split(1)]
+            for dim, x in zip(self._dims.values(), inputs, strict=True)
+        ]
+        rows = zip(*given, strict=True) if given else itertools.repeat(())
+        for own, samples in zip(params, rows, strict=False):
+            yield functools.partial(self._run, dict(zip(copies, own, strict=True)), samples)
+
+    def _run(self, copies: dict[str, Tensor], samples: Sequence[Tensor]) -> tuple[Tensor, ...]:
         given = list(self._leaves)
-        for (i, dim), sample in zip(self._dims.items(), samples, strict=True):
-            given[i] = sample if dim is None else sample.unsqueeze(dim)
+        for i, sample in zip(self._dims, samples, strict=True):
+            given[i] = sample
         args, kwargs = pytree.tree_unflatten(given, self._structure)
         with self._inside:
             # the copies have all names of tied parameters already
@@ -236,7 +268,8 @@ class _Inside(Mode):
         if name == "__get__" and func.__self__.__name__ == "requires_grad" and is_batchedtensor(args[0]):
             # torch says False under vmap, after which a model that asks sets no hook
             return get_unwrapped(args[0]).requires_grad
-        if self._layer.known.get(BY_VMAP, True) and checkpoint_around() is not self._around:
+        by_vmap = self._layer.known.get(BY_VMAP, True) and get_interpreter_stack()
+        if by_vmap and checkpoint_around() is not self._around:
             raise RuntimeError("vmap cannot run a checkpoint")
         if name in HOOKS:
             raise ValueError("a module that runs sample by sample sets a hook on a tensor, which would get samples")
@@ -362,7 +395,7 @@ def _mapped(
     inputs: Sequence[Tensor],
 ) -> Sequence[Tensor]:
     """Run ``one`` for every sample, by vmap or one by one. The results have the samples in the first dimension."""
-    if layer.known.get(BY_VMAP, True):
+    if layer.known.get(BY_VMAP, True) and len(next(iter(copies.values()))) > 1:
         try:
             state.begin()
             outputs = by_vmap(one, copies, *inputs)
@@ -372,10 +405,9 @@ def _mapped(
             if one.gets_cache:  # to which each sample would append
                 raise
             layer.known[BY_VMAP] = False
-    rows = [tensor.unbind() for tensor in (*copies.values(), *inputs)]  # at once, so that the backward stacks once
     results: list[tuple[Tensor, ...]] = []
-    for sample in zip(*rows, strict=True):
+    for run in one.of_each(copies, inputs):
         state.begin()
-        results.append(one(dict(zip(copies, sample, strict=False)), *sample[len(copies) :]))
+        results.append(run())
         state.end()
     return [torch.stack(column) for column in zip(*results, strict=True)]

@@ -1,6 +1,7 @@
 """Normalization within a sample: LayerNorm, RMSNorm, GroupNorm, InstanceNorm, and BatchNorm in eval mode."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,8 +47,9 @@ class NormalizationRule(Rule):
             return grads.sum(tuple(others)) if others else grads
 
         return layer.watch_params(
-            self._function(found.tensor, **affine, **settings),
+            laid(self._function(found.tensor, **affine, **settings)),
             found,
+            layer.params,
             weight=lambda x, grad: Dense(layer.params["weight"], summed(grad * self._function(x, **settings))),
             bias=summed,
         )
@@ -78,6 +80,21 @@ class GroupNormRule(NormalizationRule):
         )
         one = x.reshape(1, weight.numel(), *x.shape[2:])
         return F.group_norm(one, len(x) * module.num_groups, weight.flatten(), bias.flatten(), module.eps).view_as(x)
+
+
+def laid(output: Tensor) -> Tensor:
+    """The output, whose gradient gets its layout if it is of one image.
+
+    `native_batch_norm_backward` of torch 2.13 misreads other strides of the gradient of one image.
+    """
+    node = output.grad_fn
+    if node is not None and len(output) == 1 and node.name() == "NativeBatchNormBackward0":
+        node.register_prehook(partial(_with_strides, output.stride()))
+    return output
+
+
+def _with_strides(strides: Sequence[int], grads: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return grads[0].new_empty_strided(grads[0].shape, strides).copy_(grads[0]), *grads[1:]
 
 
 def _instance_norm(input: Tensor, **settings: Any) -> Tensor:

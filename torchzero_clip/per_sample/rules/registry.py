@@ -16,7 +16,7 @@ from torchzero_clip.per_sample.rules.conv import ConvRule
 from torchzero_clip.per_sample.rules.embedding import EmbeddingBagRule, EmbeddingRule
 from torchzero_clip.per_sample.rules.experts import ExpertsRule, is_experts
 from torchzero_clip.per_sample.rules.generic import GenericRule
-from torchzero_clip.per_sample.rules.linear import LinearRule
+from torchzero_clip.per_sample.rules.linear import LINEAR
 from torchzero_clip.per_sample.rules.normalization import BATCH_NORM, GROUP_NORM, INSTANCE_NORM, LAYER_NORM, RMS_NORM
 from torchzero_clip.per_sample.rules.recurrent import RecurrentRule
 from torchzero_clip.per_sample.rules.registered import PerSampleGradients, RegisteredRule
@@ -26,7 +26,7 @@ BARE = BareRule()
 EXPERTS = ExpertsRule()
 RUNS = "forward", "_conv_forward"
 RULES: dict[type[nn.Module], Rule] = {
-    nn.Linear: LinearRule(),
+    nn.Linear: LINEAR,
     **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), ConvRule()),
     nn.Embedding: EmbeddingRule(),
     nn.EmbeddingBag: EmbeddingBagRule(),

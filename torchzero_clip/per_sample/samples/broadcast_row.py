@@ -10,7 +10,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -21,11 +21,12 @@ from typing_extensions import override
 
 from torchzero_clip.compat import DisableTorchFunctionSubclass, never_a_frame, never_traced
 from torchzero_clip.functional.dtypes import widened
+from torchzero_clip.per_sample.gradients.autograd_graph import nodes_of
 from torchzero_clip.per_sample.gradients.captured_gradients import Forward
 from torchzero_clip.per_sample.gradients.contributions import Dense
 from torchzero_clip.per_sample.gradients.row_norms import wide
 from torchzero_clip.per_sample.processes.sharding import memory_of
-from torchzero_clip.per_sample.samples.arguments import Rebuild, flattened, tensors_in
+from torchzero_clip.per_sample.samples.arguments import Rebuild, counts_up, flattened, tensors_in
 from torchzero_clip.per_sample.samples.call import Contribute, Samples, rows_first
 from torchzero_clip.per_sample.samples.comparison import differ
 from torchzero_clip.per_sample.samples.pattern import Place
@@ -66,6 +67,11 @@ class Host(Protocol):
     @property
     def forward(self) -> Forward:
         """The forward that runs."""
+        ...
+
+    @property
+    def learns_rows(self) -> bool:
+        """True if a proof may find that all samples share a row."""
         ...
 
     @property
@@ -110,6 +116,10 @@ class Layer(Protocol):
         ...
 
 
+Make: TypeAlias = Callable[[int, Callable[[], bool] | None], Tensor]
+"""Makes so many copies of a value, for rows in no order. The rest is the ``on_shared`` of the `Call`."""
+
+
 class BroadcastRow(Tensor):
     """A value that all samples share, with a copy for each sample behind it.
 
@@ -121,20 +131,21 @@ class BroadcastRow(Tensor):
     _each: Tensor  # (B, *shape): the copies
     _layer: Layer  # that it comes from
     _param: Any = None  # the parameter that it is, if it is one
+    _make: Make | None = None  # makes copies for rows of several samples; None if there can be none
     _version_then: int  # another version means a change in place that the copies have missed
 
     def samples(self, dim: int) -> tuple[Tensor, bool]:
         """The copies as the input of a layer with this batch dimension, and whether the value has that dimension."""
         with DisableTorchFunctionSubclass():
             if self.ndim > dim and self.shape[dim] == 1:
-                return self.aligned(self.ndim, dim), True
+                return self.aligned(self._each, self.ndim, dim), True
             return self._each.movedim(0, dim), False
 
-    def aligned(self, ndim: int, dim: int) -> Tensor:
-        """The copies as a tensor with ``ndim`` dimensions, of which ``dim`` is the batch."""
+    def aligned(self, copies: Tensor, ndim: int, dim: int) -> Tensor:
+        """Copies of the value as a tensor with ``ndim`` dimensions, of which ``dim`` has the copies."""
         with DisableTorchFunctionSubclass():
             shape = (1,) * (ndim - self.ndim) + tuple(self.shape)
-            return self._each.reshape(len(self._each), *shape[:dim], *shape[dim + 1 :]).movedim(0, dim)
+            return copies.reshape(len(copies), *shape[:dim], *shape[dim + 1 :]).movedim(0, dim)
 
     def fits(self, ndim: int, dim: int) -> bool:
         """True if the value can be added to a tensor with ``ndim`` dimensions, of which ``dim`` is the batch."""
@@ -184,11 +195,11 @@ def row_of(layer: Layer, each: Tensor) -> Tensor:
     return _as_row(_refusing(layer, row.detach().clone()).clone(), each, layer)
 
 
-def row_of_param(layer: Layer, param: Tensor, each: Tensor, own: Any) -> Tensor:
-    """Return a parameter as a row."""
-    row = _as_row(_refusing(layer, param.detach()), each, layer)
+def row_of_param(layer: Layer, param: nn.Parameter, value: Tensor, each: Tensor, make: Make) -> Tensor:
+    """Return the value of a parameter as a row. ``make`` makes other numbers of copies."""
+    row = _as_row(_refusing(layer, value.detach()), each, layer, make)
     if isinstance(row, BroadcastRow):
-        row._param = own
+        row._param = param
     return row
 
 
@@ -203,13 +214,14 @@ def _refusing(layer: Layer, leaf: Any) -> Tensor:
     return leaf
 
 
-def _as_row(row: Any, each: Tensor, layer: Layer) -> Tensor:
+def _as_row(row: Any, each: Tensor, layer: Layer, make: Make | None = None) -> Tensor:
     if len(each) == 1:
         return each[0]  # a single sample needs no row
     never_traced(BroadcastRow)
     with DisableTorchFunctionSubclass():
         result = row.as_subclass(BroadcastRow)
         result._each, result._layer, result._version_then = each, layer, row._version
+        result._make = make
         return result
 
 
@@ -227,6 +239,10 @@ def _with_copies(func: Any, args: Any, kwargs: Any, leaves: list[Any], rebuilt: 
     others = {i: x for i, x in tensors.items() if not isinstance(x, BroadcastRow) and name not in OF_DTYPE}
     if (output := _by_position(func, kind, leaves, rebuilt, others)) is not NotImplemented:
         return output
+    tokens = [] if changes else _tokens(layer, others)
+    is_flat = all(x.ndim == 2 or count not in x.shape for x in tokens)
+    if tokens and is_flat and (output := _by_row(func, name, leaves, rebuilt, tokens)) is not NotImplemented:
+        return output
     for squares in (False, True):  # a square table may be of positions or of samples
         places = _places(layer, others, count, squares=squares, changes=changes)
         if changes and 0 not in (places or tensors):
@@ -235,6 +251,8 @@ def _with_copies(func: Any, args: Any, kwargs: Any, leaves: list[Any], rebuilt: 
             output = _Call(func, leaves, rebuilt, places, changes).of_batch_or_not(name)
             if output is not NotImplemented:
                 return output
+    if tokens and not is_flat and (output := _by_row(func, name, leaves, rebuilt, tokens)) is not NotImplemented:
+        return output
     of_batch = [others[i] for i in places]
     if any(x.requires_grad for x in of_batch) or memory_of(of_batch) & layer.engine.forward.memory:
         return NotImplemented
@@ -251,7 +269,7 @@ def _with_copies(func: Any, args: Any, kwargs: Any, leaves: list[Any], rebuilt: 
     if kind in EXPANSIONS and first.fits(output.ndim, dim := layer.engine.batch_dim):
         expansion = kind, tuple(first.shape), output.ndim
         if _is_to_batch(layer, expansion, output.shape[dim], count):
-            copies = first.aligned(output.ndim, dim)
+            copies = first.aligned(first._each, output.ndim, dim)
             if kind == "repeat":
                 output = copies.repeat(*(b // max(a, 1) for a, b in zip(copies.shape, output.shape, strict=True)))
             else:
@@ -272,7 +290,9 @@ def _by_position(func: Any, kind: str, leaves: list[Any], rebuilt: Rebuild, othe
     if (param := row._param) is None or x.is_nested or x.is_sparse:
         return NotImplemented
     layer = row._layer
-    if not x.requires_grad and (layer.is_table(x, learned=True) or (x.ndim > 1 and layer.is_table(x))):
+    if not x.requires_grad and layer.is_table(x, learned=True):
+        return NotImplemented
+    if not (x.requires_grad or layer.engine.learns_rows) and x.ndim > 1 and layer.is_table(x):
         return NotImplemented
     with DisableTorchFunctionSubclass():
         own = tuple(row.shape)
@@ -302,6 +322,48 @@ def _by_position(func: Any, kind: str, leaves: list[Any], rebuilt: Rebuild, othe
     return func(*args, **kwargs)
 
 
+def _by_row(func: Any, name: str, leaves: list[Any], rebuilt: Rebuild, tokens: Sequence[Tensor]) -> Any:
+    """The output of a function of rows in no order, such as tokens of an expert, with a copy for each of them.
+
+    The backward finds the sample of each row. NotImplemented if the function cannot run so.
+    """
+    rows = [x for x in leaves if isinstance(x, BroadcastRow)]
+    layer, counts = rows[0]._layer, {len(x) for x in tokens}
+    if len(counts) > 1 or (count := counts.pop()) == len(rows[0]._each):
+        return NotImplemented
+    if not count:  # such as an expert without tokens
+        args, kwargs = rebuilt([x.as_subclass(Tensor).detach() if isinstance(x, BroadcastRow) else x for x in leaves])
+        return func(*args, **kwargs)
+    data = None if any(x.requires_grad for x in tokens) else tokens[0]
+    on_shared = None if data is None else functools.partial(layer.share_table, data, layer.engine.forward)
+    copies = [make(count, on_shared) for x in rows if (make := x._make) is not None]
+    if len(copies) < len(rows):
+        return NotImplemented
+    tensors = {i: x for i, x in enumerate(leaves) if isinstance(x, Tensor) and not isinstance(x, BroadcastRow)}
+    places = {i: Place(0) for i, x in tensors.items() if x.ndim and len(x) == count}
+    return _Call(func, leaves, rebuilt, places, False, copies).of_batch_or_not(name)
+
+
+def _tokens(layer: Layer, others: dict[int, Tensor]) -> list[Tensor]:
+    """The tensors whose rows may be of samples in no order: those that layers have made, or else data."""
+    engine = layer.engine
+    found = [x for x in others.values() if x.ndim]
+    if engine.forward.direct:
+        return []
+    if made := [x for x in found if x.requires_grad]:
+        # of trainable tensors outside of the model, all samples share the rows
+        return made if all(map(has_layers, made)) else []
+    model = engine.attachment.model
+    own = memory_of((*model.parameters(), *model.buffers()))
+    data = [x for x in found if x.is_floating_point() and x.ndim > 1 and len(x) > 1 and not memory_of((x,)) & own]
+    return data if engine.learns_rows and not any(layer.is_table(x, learned=True) for x in data) else []
+
+
+def has_layers(x: Tensor) -> bool:
+    """True for a tensor that layers of the model have made, and not only trainable tensors outside of it."""
+    return x.requires_grad and any(hasattr(node, "call") for node in nodes_of([x]))
+
+
 def _written(call: "_Call", target: Tensor, first: BroadcastRow, write: Callable[[], Any]) -> Any:
     """Write rows into a tensor that is of no sample. The module of the parameters then uses a row in its place."""
     written: dict[int, Any] | None = first._layer.written
@@ -316,8 +378,9 @@ def _written(call: "_Call", target: Tensor, first: BroadcastRow, write: Callable
 
 def _changed(call: "_Call", target: Any, first: BroadcastRow, change: Callable[[], Any]) -> Any:
     """Change a row in place, with its copies. Return the output."""
+    (make,) = call.makers(1)
     each, output = _alike(call), change()
-    target._each, target._layer, target._version_then = each, first._layer, target._version
+    target._each, target._layer, target._version_then, target._make = each, first._layer, target._version, make
     return output
 
 
@@ -328,6 +391,7 @@ def _places(layer: Layer, tensors: dict[int, Tensor], count: int, *, squares: bo
     for i, x in tensors.items():
         is_own = not x.requires_grad and memory_of((x,)) & own  # copies of a parameter lie in its memory too
         is_own = is_own or (not x.requires_grad and layer.is_table(x, learned=True))
+        is_own = is_own or (counts_up(x) and not _is_given(layer, x))  # positions
         if not x.ndim or is_own or (layer.engine.forward.direct and count == 1):
             continue
         sizes = [d for d, size in enumerate(x.shape) if size == count]
@@ -352,11 +416,19 @@ def _is_given(layer: Layer, x: Tensor) -> bool:
 class _Call:
     """A function of rows, and of tensors of the batch in some places among the leaves of its arguments."""
 
-    def __init__(self, func: Any, leaves: list[Any], rebuilt: Rebuild, places: dict[int, Place], changes: bool) -> None:
+    def __init__(
+        self,
+        func: Any,
+        leaves: list[Any],
+        rebuilt: Rebuild,
+        places: dict[int, Place],
+        changes: bool,
+        copies: list[Tensor] | None = None,
+    ) -> None:
         self._func, self._leaves, self._rebuilt, self.places, self._changes = func, leaves, rebuilt, places, changes
         self._rows = [i for i, x in enumerate(leaves) if isinstance(x, BroadcastRow)]
         self._layer: Layer = leaves[self._rows[0]]._layer
-        self.copies: list[Tensor] = [leaves[i]._each for i in self._rows]
+        self.copies = [leaves[i]._each for i in self._rows] if copies is None else copies
 
     def __call__(self, *tensors: Tensor) -> Any:
         """The output for other tensors in the places of rows and of tensors of the batch."""
@@ -383,7 +455,27 @@ class _Call:
             each = _alike(self)
         except (RuntimeError, ValueError):
             return NotImplemented
-        return pytree.tree_map(functools.partial(_as_row, layer=self._layer), output, each)
+        given, structure = pytree.tree_flatten(output)
+        rows = zip(given, pytree.tree_leaves(each), self.makers(len(given)), strict=True)
+        return pytree.tree_unflatten([_as_row(row, x, self._layer, make) for row, x, make in rows], structure)
+
+    def makers(self, outputs: int) -> list[Make | None]:
+        """What makes more copies of each output, from more copies of the rows as they are now."""
+        makes = [make for i in self._rows if (make := self._leaves[i]._make) is not None]
+        if len(makes) < len(self._rows):
+            return [None] * outputs
+        tensors = [x for x in self._leaves if isinstance(x, Tensor) and not isinstance(x, BroadcastRow)]
+        versions = [x._version for x in tensors]
+
+        def made(output: int, count: int, on_shared: Callable[[], bool] | None) -> Tensor:
+            if versions != [x._version for x in tensors]:
+                self._layer.refuse_row()
+            call = _Call(
+                self._func, self._leaves, self._rebuilt, {}, self._changes, [make(count, on_shared) for make in makes]
+            )
+            return pytree.tree_leaves(_alike(call))[output]
+
+        return [functools.partial(made, i) for i in range(outputs)]
 
     def of_batch(self, name: str) -> Any:
         """The output of the batch, from those of its samples; NotImplemented if its samples are in no dimension."""
@@ -396,7 +488,8 @@ class _Call:
             ((dim, ndim),) = kind
             rows = [self._leaves[i] for i in self._rows]
             if all(row.fits(ndim, dim) for row in rows):
-                return self(*(row.aligned(ndim, dim) for row in rows), *of_batch)  # much faster than vmap
+                aligned = [row.aligned(x, ndim, dim) for row, x in zip(rows, self.copies, strict=True)]
+                return self(*aligned, *of_batch)  # much faster than vmap
         kinds = [x if isinstance(x, int | str | None) else x.ndim if isinstance(x, Tensor) else 0 for x in self._leaves]
         pairs = zip(of_batch, places, strict=True)
         inputs = [x.movedim(d, 0).unflatten(0, (count, run)).movedim(1, d + 1) for x, d in pairs]

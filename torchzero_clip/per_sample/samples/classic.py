@@ -5,8 +5,8 @@ graph. It multiplies this gradient by powers, and so proves the samples of all l
 must have the samples in the declared dimension. The gradient of a layer must then be what came through the outputs.
 """
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -18,7 +18,7 @@ from torchzero_clip.per_sample.gradients.captured_gradients import Forward
 from torchzero_clip.per_sample.gradients.contributions import Contribution
 from torchzero_clip.per_sample.samples.call import Call
 from torchzero_clip.per_sample.samples.graph import Graph
-from torchzero_clip.per_sample.samples.pattern import Place
+from torchzero_clip.per_sample.samples.pattern import ZERO, Place, some_place
 from torchzero_clip.per_sample.samples.proof import Backward, Proof
 from torchzero_clip.per_sample.samples.prover import Prover
 from torchzero_clip.per_sample.samples.refusals import not_repeatable, runs_in_backward
@@ -135,29 +135,41 @@ class Classic:
         graph = Graph([root[0]], max(count, 1), to_outputs=True)
         for earlier in graph.ends:
             self._host.joins(forward, earlier)
-        proof = prover.planned(graph, count, due=due) if count > 1 else None
-        if is_first:
-            self._task, self._proves = task, proof is not None
-        further = self._host.agreed(0 if proof is None else 1 + proof.backwards)
+        quiet = not self._host.shards_backwards
+        proof = prover.planned(graph, count, due=due, silent=quiet) if count > 1 else None
 
         def backward(weights: Tensor) -> None:
             edge = GradientEdge(*root)
             self._sent = grad * weights[samples].view(samples.shape)
             torch.autograd.backward([edge], [self._sent], inputs=[anchor], retain_graph=True)
 
-        if proof is None:
-            if further:
-                with self._host.nested():
-                    for _ in range(further):
-                        backward(grad.new_ones(max(count, 1)))
-            return
-        self._root, prover.proof = root, proof
+        silent = [call for call in graph.calls if call.is_silent] if proof is None and count > 1 else []
+        if silent:
+            with self._nested(root, prover.proof_of(graph)) as first:
+                first.first(backward, grad)
+                if any(call.trace is not None and bool((call.trace.grad != 0).any()) for call in silent):
+                    proof = prover.proof_of(graph)
+        if is_first:
+            self._task, self._proves = task, proof is not None
+        further = self._host.agreed(0 if proof is None else 1 + proof.backwards)
+        if proof is not None:
+            with self._nested(root, proof):
+                self._run(proof, backward, grad, further)
+        elif further:
+            with self._host.nested():
+                for _ in range(further):
+                    backward(grad.new_ones(max(count, 1)))
+
+    @contextmanager
+    def _nested(self, root: tuple[Node, int], proof: Proof) -> Generator[Proof]:
+        """A block for the backwards of a proof, from the node of an output on."""
+        self._root, self._prover.proof = root, proof
         try:
             with self._host.nested():
-                self._run(proof, backward, grad, further)
+                yield proof
         finally:
             proof.close()
-            self._root = self._sent = prover.proof = None
+            self._root = self._sent = self._prover.proof = None
 
     def _run(self, proof: Proof, backward: Backward, grad: Tensor, further: int) -> None:
         proof.watch()
@@ -187,6 +199,10 @@ class Classic:
             return call.where, count
         if call.in_backward:
             raise runs_in_backward(call.layer)
+        if call.is_silent and count is not None:  # what came through the outputs was zeros
+            if bool((grad != 0).any()):
+                raise call.layer.unknown_rows(ELSEWHERE)
+            return some_place(torch.full(call.shape, ZERO, device=grad.device), count), count
         if given is not None and len(call.shape) == 1 and call.shape[0] in given.of:
             return given.of[call.shape[0]].to(grad.device), given.batch_size
         if call.reduce is not None and count is not None and call.shape[0] == count:  # sequences in their order

@@ -152,12 +152,13 @@ class Proof:
         if not (self.known.moves or self._is_late) and self._sites_move():
             self.known.moves = True
         shared: list[Call] = []
-        for call in self.order:
+        for call in reversed(self.order):  # from those that others depend on
             if (trace := call.trace) is not None:
                 earlier = call.samples
                 rows, samples = self._samples(call, trace)
                 if call.each is not None or bool((samples == MIXED).any()):
-                    if backward is None or not may_share or not _is_shared(call, earlier):
+                    is_shared = _is_shared(call, earlier) or self._is_behind(call, shared)
+                    if backward is None or not may_share or not is_shared:
                         raise self._error(call, trace, samples, backward, like)
                     shared.append(call)
                     continue
@@ -221,6 +222,20 @@ class Proof:
             samples = torch.where(clash, MIXED, torch.where(samples == ZERO, others, samples))
         call.samples = samples
         return rows, samples
+
+    def _is_behind(self, call: Call, shared: Sequence[Call]) -> bool:
+        """True for a call whose input depends on shared rows alone, in a model that has calls of samples too."""
+        if not any(other.samples is not None and _tells(other.samples) for other in self.graph.calls):
+            return False
+        rest: list[Node] = [node for node in self.graph.nodes if getattr(node, "call", None) is call]
+        before: set[Node] = set()
+        while rest:
+            for node, _ in rest.pop().next_functions:
+                if node is not None and node not in before and node.next_functions:
+                    before.add(node)
+                    rest += [] if hasattr(node, "call") else [node]
+        calls = [other for node in before if (other := getattr(node, "call", None)) is not None]
+        return bool(calls) and all(other in shared for other in calls)
 
     def _lets_through(self, trace: Trace, rows: Tensor) -> bool:
         """True if NaN has reached rows of other samples, so that values decide where gradients go."""

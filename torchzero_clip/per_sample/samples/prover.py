@@ -12,7 +12,7 @@ from torchzero_clip.compat import without_autocast
 from torchzero_clip.per_sample.gradients.contributions import Contribution
 from torchzero_clip.per_sample.samples.call import Call
 from torchzero_clip.per_sample.samples.graph import Graph
-from torchzero_clip.per_sample.samples.pattern import ZERO, Known, Memory, Place, some_place
+from torchzero_clip.per_sample.samples.pattern import ZERO, Memory, Place, some_place
 from torchzero_clip.per_sample.samples.proof import Backward, Proof
 from torchzero_clip.per_sample.samples.refusals import not_repeatable, reentrant
 
@@ -94,8 +94,7 @@ class Prover:
         """Begin the proof of silent calls that got a gradient. False if there are none."""
         if self._watched is None or not self._late:
             return False
-        known = self._memory.of((self._watched.outline, self._host.modes))
-        self.proof = self._proof(self._watched, known, self._late)
+        self.proof = self.proof_of(self._watched, self._late)
         return True
 
     def planned(self, graph: Graph, count: int, *, due: bool, silent: bool = False) -> Proof | None:
@@ -117,9 +116,11 @@ class Prover:
         if not graph.calls or not (is_unknown or due or known.moves):
             known.is_trusted = True
             return None
-        return self._proof(graph, known, ())
+        return self.proof_of(graph)
 
-    def _proof(self, graph: Graph, known: Known, late: Sequence[Call]) -> Proof:
+    def proof_of(self, graph: Graph, late: Sequence[Call] = ()) -> Proof:
+        """A proof of the graph, or of ``late`` calls alone."""
+        known = self._memory.of((graph.outline, self._host.modes))
         half = torch.zeros(graph.count, dtype=torch.bool, device="cpu")
         half[self._random.sample(range(graph.count), (graph.count + 1) // 2)] = True
         return Proof(graph, known, half, self._random, strict=self._strict, late=late)

@@ -26,7 +26,7 @@ from torchzero_clip.per_sample.private.promises import (
     refuse_other_leaves,
     watched,
 )
-from torchzero_clip.per_sample.processes.processes import Agreement
+from torchzero_clip.per_sample.processes.agreement import Agreement
 from torchzero_clip.per_sample.processes.sharding import group_of_shards, reshard
 from torchzero_clip.per_sample.rules.whole import Whole
 from torchzero_clip.per_sample.samples.prover import Verify
