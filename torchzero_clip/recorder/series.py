@@ -79,18 +79,21 @@ class Series:
         return self.norms[self.start :][~self.spikes]
 
     @cached_property
-    def half(self) -> "Half":
-        """The logarithms of the usual norms of the second half; of all usual ones if it has only a few."""
+    def halves(self) -> "list[Half]":
+        """The halves of the run that have usual norms; the last one tells what comes."""
         is_usual = torch.cat([torch.zeros(self.start, dtype=torch.bool, device="cpu"), ~self.spikes])
-        places = is_usual.nonzero().flatten()
-        later = places[places >= len(self.norms) // 2]
-        places = later if len(later) >= FEW else places
-        return Half.of(places.double() / (len(self.norms) / 4), self.norms[places].log())
+        places, middle = is_usual.nonzero().flatten(), len(self.norms) // 2
+        parts = [part for part in (places[places < middle], places[places >= middle]) if len(part) >= FEW]
+        return [Half.of(part.double() / (len(self.norms) / 4), self.norms[part].log()) for part in parts or [places]]
+
+    @cached_property
+    def _rest(self) -> Tensor:
+        return torch.cat([half.rest for half in self.halves])
 
     @cached_property
     def independent(self) -> float:
-        """How many independent norms tell as much as the usual ones, apart from a slow trend."""
-        return len(self.usual) * self.half.independent / len(self.half.rest)
+        """How many independent norms tell as much as the usual ones, apart from slow trends."""
+        return len(self.usual) * effective_count(self._rest) / len(self._rest)
 
     def answer(self, share: float) -> tuple[Answer, list[Doubt]]:
         """Whether about ``share`` of the later norms will be above the limit that this share exceeds, and why not."""
@@ -106,9 +109,8 @@ class Series:
         """How the norms drift, empty if they do not, and whether chance does not explain it."""
         if self.dropped == MOST_DROPPED:
             return "the norms still changed in the first half of the run, which was left out", True
-        if _spreads(self.usual.log()):
-            return "large norms become more frequent", True
-        half = self.half
+        half = self.halves[-1]
+        independent = self.independent * len(half.rest) / len(self.usual)
         share = max(share, min(FEW / len(half.rest), 0.5))  # fewer than ten norms would show chance
         limit = quantile(self.usual, 1 - share)
         recorded = float((self.usual > limit).double().mean())  # less than asked if norms are equal to the limit
@@ -117,7 +119,7 @@ class Series:
             return not recorded / FACTOR <= found <= FACTOR * max(recorded, share)
 
         above = half.share_above(math.log(limit))
-        low, high = share_range(round(above * len(half.rest)), len(half.rest), half.independent)
+        low, high = share_range(round(above * len(half.rest)), len(half.rest), independent)
         if is_far(above) and not low <= recorded <= high:
             return f"{percent(above)} of the second half exceed {limit:.4g}, not {percent(share)}", True
         last, following = (half.share_above(math.log(limit), quarter) for quarter in (0, 1))
@@ -125,11 +127,16 @@ class Series:
             f"{percent(last)} of the last quarter and {percent(following)} of the next {len(self.norms) // 4:,} norms"
         )
         then = f"at the slope of the second half, {then} exceed {limit:.4g}, not {percent(share)}"
-        return then if is_far(last) or is_far(following) else "", half.is_sloping
+        drift = then if is_far(last) or is_far(following) else ""
+        if not (drift and half.is_sloping(independent)) and _spreads(self._rest):
+            return "large norms become more frequent", True
+        return drift, half.is_sloping(independent)
 
     def _few(self, share: float) -> Doubt | None:
         count, independent, times = len(self.usual), self.independent, 1.0
-        while not _is_enough(share, math.ceil(count * times), independent * times):
+        while independent * times < FEWEST_INDEPENDENT or not _is_enough(
+            share, math.ceil(count * times), independent * times
+        ):
             times *= MORE
         if times == 1:
             return None
@@ -182,8 +189,7 @@ class Half:
     slope: float  # for each quarter of the run
     line: Tensor
     rest: Tensor
-    independent: float  # how many independent numbers tell as much as the rest
-    is_sloping: bool  # True if chance does not explain the slope
+    error: float  # the standard error of the slope, if one number were independent
 
     @classmethod
     def of(cls, quarters: Tensor, logs: Tensor) -> "Half":
@@ -192,9 +198,11 @@ class Half:
         slope = float((place * logs).sum() / place.square().sum())
         line = middle + slope * place
         rest = logs - line
-        independent = effective_count(rest)
-        error = (rest.square().sum() / place.square().sum() / independent).sqrt()
-        return cls(middle, slope, line, rest, independent, abs(slope) > SURE * float(error))
+        return cls(middle, slope, line, rest, float((rest.square().sum() / place.square().sum()).sqrt()))
+
+    def is_sloping(self, independent: float) -> bool:
+        """True if chance does not explain the slope of so many independent norms."""
+        return abs(self.slope) > SURE * self.error / independent**0.5
 
     def share_above(self, border: float, quarter: int | None = None) -> float:
         """The share above a border; in the last quarter of the run (0) or a later one, if the line goes on."""
