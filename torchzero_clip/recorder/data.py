@@ -3,6 +3,7 @@
 import math
 import operator
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
@@ -15,8 +16,8 @@ from torch import Tensor
 from torchzero_clip.checks import count
 from torchzero_clip.recorder.arithmetic import medians
 from torchzero_clip.recorder.precision import FLOAT32, relative
-from torchzero_clip.recorder.series import EarlySign, early_signs, spikes_among
-from torchzero_clip.recorder.words import as_table
+from torchzero_clip.recorder.series import Doubt, EarlySign, early_signs, spikes_among
+from torchzero_clip.recorder.words import as_table, counted, was
 
 MOST_NAMED = 5
 
@@ -227,6 +228,27 @@ class Data:
         norms = [self.layer_norms_of(r.step) if r.step in self._layer_index_by_step else unknown for r in self.ratios]
         is_rounding = relative(torch.stack(norms), torch.zeros_like(unknown), self.precision).isnan()
         return torch.where(is_rounding, torch.nan, torch.stack([ratios.relative for ratios in self.ratios]))
+
+    def skips(self) -> str:
+        """How many steps were skipped, and by what; empty if none was. Those of a gradient scaler do not count."""
+        counts = Counter(reason for reason in self.reasons if reason not in ("", "found_inf"))
+        if not counts:
+            return ""
+        by = ", ".join(f"{reason} {count:,}" for reason, count in counts.most_common())
+        total = counts.total()
+        return f"{total:,} of {len(self.steps):,} steps {was(total)} skipped ({by})"
+
+    def doubts(self) -> list[Doubt]:
+        """Why the norms may not be those of a run that trains."""
+        doubts: list[Doubt] = []
+        updates = [ratios.updates for ratios in self.ratios if bool((ratios.updates >= 0).any())]
+        frozen = sum(not bool((norms > 0).any()) for norms in updates)
+        if 2 * frozen > len(updates):
+            steps = f"{frozen:,} of the {counted(len(updates), 'step')} whose updates were measured"
+            doubts.append((f"the run is frozen, since {steps} changed no parameter", True))
+        if sum(reason not in ("", "found_inf") for reason in self.reasons) > len(self.reasons) / 10:
+            doubts.append((self.skips(), True))
+        return doubts
 
     def alarm(self, since: int) -> str | None:
         """Describe the first step, from ``since`` on, that has a norm of inf or NaN. None if there is no such step."""

@@ -165,7 +165,10 @@ class Readable(ABC):
         if scope != "joint":
             advice = f"call recorder.suggest_max_norm(scope={scope!r}) in the process that trains"
             raise ValueError(f"scope must be 'joint' for a Record, which may lack norms of parameters: {advice}")
-        return suggested({"joint": self._with_older().norms_of_gradients()}, share_clipped, "joint")
+        record = self._with_older()
+        return suggested(
+            {"joint": record.norms_of_gradients()}, share_clipped, "joint", record.doubts(), record.skips()
+        )
 
 
 class Record(Data, Readable):

@@ -219,13 +219,14 @@ class Recorder(Readable):
         tape = self._recording.tape
         if scope == "joint" or tape is None:
             return super().suggest_max_norm(share_clipped)
-        norms, params = tape.norms(), tape.params
+        norms, params, record = tape.norms(), tape.params, self.record()
+        about = record.doubts(), record.skips()
         if scope == "parameter":
-            return suggested({"parameter": norms.flatten()}, share_clipped, scope)
+            return suggested({"parameter": norms.flatten()}, share_clipped, scope, *about)
         if len(set(params.groups)) > 1 and not params.has_group_names:
             raise ValueError('scope="group" needs names of groups: write "name" into each param group')
         groups, of_groups = params.joined(norms, "group")
-        return suggested(dict(zip(groups, of_groups.unbind(dim=1), strict=True)), share_clipped, scope)
+        return suggested(dict(zip(groups, of_groups.unbind(dim=1), strict=True)), share_clipped, scope, *about)
 
     def flush(self, *, warn: bool = False) -> None:
         """Write all steps that are not in the file yet, and send the points that are complete.

@@ -10,13 +10,18 @@ from typing import Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, tensor_split
 
-from torchzero_clip.recorder.arithmetic import effective_count, joined_norms, median_of, quantile
+from torchzero_clip.recorder.arithmetic import effective_count, joined_norms, median_of, quantile, share_range
+from torchzero_clip.recorder.words import percent
 
-Trend: TypeAlias = Literal["settled", "growing", "falling"]
+Answer: TypeAlias = Literal["enough", "too few", "drifting"]
 Doubt: TypeAlias = tuple[str, bool]  # a reason why a limit may be wrong, and whether it is serious
 
 FEWEST = 20
 FEWEST_INDEPENDENT = 30  # the estimate has an error of a third, and 20 are too few
+FACTOR = 2  # the share of later norms above the limit is within this factor of what was asked, if there are enough
+MORE = 1.1
+SURE = 3  # standard errors
+ADAPTS = "A limit that adapts follows them: ZClip(max_norm=None)"
 BLOCKS = 20
 DEVIATION = 1.4826  # the standard deviation of a normal distribution, in median distances from the median
 SPREAD = 6 * DEVIATION
@@ -43,14 +48,13 @@ class Series:
     start: int  # the index of the first norm that is not left out
     spikes: Tensor  # for each norm from ``start`` on, True if it is a spike
     spike_limit: float
-    trend: Trend
     zeros: int
     bad: int  # how many other norms were inf or NaN
     ending: int  # how many of the last norms in a row are spikes, inf or NaN
 
     @classmethod
     def of(cls, values: Tensor) -> "Series":
-        """Find the spikes and the trend. At least four norms must be finite and above 0; those below 0 do not count."""
+        """Find the spikes. At least four norms must be finite and above 0; those below 0 do not count."""
         values = values[~(values < 0)]
         usable = values.isfinite() & (values > 0)
         norms = values[usable]
@@ -67,10 +71,7 @@ class Series:
         ending = len(values) - 1 - calm[-1] if calm else len(values)
         bad, zeros = int((~values.isfinite()).sum()), int((values == 0).sum())
         spike_limit = math.exp(min(border, LARGEST)) * unit
-        trend = _trend(logs)
-        if trend == "settled" and _spreads(logs[start:][~spikes]):
-            trend = "growing"
-        return cls(norms, dropped, start, spikes, spike_limit, trend, zeros, bad, ending)
+        return cls(norms, dropped, start, spikes, spike_limit, zeros, bad, ending)
 
     @cached_property
     def usual(self) -> Tensor:
@@ -78,9 +79,73 @@ class Series:
         return self.norms[self.start :][~self.spikes]
 
     @cached_property
+    def halves(self) -> "list[Half]":
+        """The halves of the run that have usual norms; the last one tells what comes."""
+        is_usual = torch.cat([torch.zeros(self.start, dtype=torch.bool, device="cpu"), ~self.spikes])
+        places, middle = is_usual.nonzero().flatten(), len(self.norms) // 2
+        parts = [part for part in (places[places < middle], places[places >= middle]) if len(part) >= FEW]
+        return [Half.of(part.double() / (len(self.norms) / 4), self.norms[part].log()) for part in parts or [places]]
+
+    @cached_property
+    def _rest(self) -> Tensor:
+        return torch.cat([half.rest for half in self.halves])
+
+    @cached_property
     def independent(self) -> float:
-        """How many independent norms tell as much as the usual ones."""
-        return effective_count(self.usual.log())
+        """How many independent norms tell as much as the usual ones, apart from slow trends."""
+        return len(self.usual) * effective_count(self._rest) / len(self._rest)
+
+    def answer(self, share: float) -> tuple[Answer, list[Doubt]]:
+        """Whether about ``share`` of the later norms will be above the limit that this share exceeds, and why not."""
+        drift, is_sure = self._drift(share)
+        if drift and is_sure:
+            return "drifting", [(f"{drift}. {ADAPTS}", True)]
+        if (few := self._few(share)) is not None:
+            return "too few", [few]
+        more = f"{drift}, or this is chance: record about {len(self.norms):,} more steps"
+        return ("too few", [(more, False)]) if drift else ("enough", [])
+
+    def _drift(self, share: float) -> tuple[str, bool]:
+        """How the norms drift, empty if they do not, and whether chance does not explain it."""
+        if self.dropped == MOST_DROPPED:
+            return "the norms still changed in the first half of the run, which was left out", True
+        half = self.halves[-1]
+        independent = self.independent * len(half.rest) / len(self.usual)
+        share = max(share, min(FEW / len(half.rest), 0.5))  # fewer than ten norms would show chance
+        limit = quantile(self.usual, 1 - share)
+        recorded = float((self.usual > limit).double().mean())  # less than asked if norms are equal to the limit
+
+        def is_far(found: float) -> bool:
+            return not recorded / FACTOR <= found <= FACTOR * max(recorded, share)
+
+        above = half.share_above(math.log(limit))
+        low, high = share_range(round(above * len(half.rest)), len(half.rest), independent)
+        if is_far(above) and not low <= recorded <= high:
+            return f"{percent(above)} of the second half exceed {limit:.4g}, not {percent(share)}", True
+        last, following = (half.share_above(math.log(limit), quarter) for quarter in (0, 1))
+        then = (
+            f"{percent(last)} of the last quarter and {percent(following)} of the next {len(self.norms) // 4:,} norms"
+        )
+        then = f"at the slope of the second half, {then} exceed {limit:.4g}, not {percent(share)}"
+        drift = then if is_far(last) or is_far(following) else ""
+        if not (drift and half.is_sloping(independent)) and _spreads(self._rest):
+            return "large norms become more frequent", True
+        return drift, half.is_sloping(independent)
+
+    def _few(self, share: float) -> Doubt | None:
+        count, independent, times = len(self.usual), self.independent, 1.0
+        while independent * times < FEWEST_INDEPENDENT or not _is_enough(
+            share, math.ceil(count * times), independent * times
+        ):
+            times *= MORE
+        if times == 1:
+            return None
+        as_much = (
+            "" if independent > count - 1 else f", which tell as much as about {independent:,.0f} independent ones,"
+        )
+        more = float(f"{len(self.norms) * (times - 1):.1g}")
+        text = f"{count:,} norms{as_much} are too few to find the norm that {percent(share)} of them exceed"
+        return f"{text}: record about {more:,.0f} more steps", independent < max(1 / share, FEWEST_INDEPENDENT)
 
     def after_spikes(self) -> float:
         """The median of the usual norms after the first spike, divided by that before; 1 with few norms on a side."""
@@ -88,22 +153,11 @@ class Series:
         before, after = kept[:first], kept[first:][~self.spikes[first:]]
         return median_of(after) / median_of(before) if min(len(before), len(after)) >= FEW else 1.0
 
-    def doubts(self, limit: float, share_clipped: float) -> Iterator[Doubt]:
+    def doubts(self, limit: float) -> Iterator[Doubt]:
         """The reasons why a limit found from these norms may be wrong."""
         yield from self._doubts_of_norms(limit)
-        count, above = len(self.norms), int((self.usual > limit).sum())
-        few = f"{len(self.usual):,} norms tell as much as about {self.independent:,.0f} independent ones"
-        few = f"norms of neighboring steps are similar, so {few}"
-        if self.independent < FEWEST_INDEPENDENT:
-            yield few, True
-        if count * share_clipped < 1:
-            yield f"{count} norms are too few to find the norm that {100 * share_clipped:.3g}% of them exceed", True
-        elif not above:
+        if not bool((self.usual > limit).any()):
             yield "the limit is as large as the largest usual norm", False
-        elif above < FEW:
-            yield f"only {above} of the usual norms {'is' if above == 1 else 'are'} above the limit", False
-        elif FEWEST_INDEPENDENT <= self.independent < FEW / 2 / share_clipped:
-            yield few, False
 
     def _doubts_of_norms(self, limit: float) -> Iterator[Doubt]:
         kept, every = self.norms[self.start :], len(self.norms) + self.zeros + self.bad
@@ -113,8 +167,6 @@ class Series:
                 yield f"{count:,} of {total:,} norms are {what}", count > total / 10
         if self.ending >= FEW:
             yield f"the last {self.ending:,} norms are all spikes, inf or NaN", True
-        if self.dropped == MOST_DROPPED:
-            yield "the norms still changed in the first half of the run, which was left out", True
         if several := levels(kept):
             first, *others = (f"{100 * share:.2g}% are near {level:.4g}" for level, share in several)
             rest = ", ".join([*others[:-1], f"and {others[-1]}"]).replace("are ", "")
@@ -122,13 +174,46 @@ class Series:
         times = float((kept / limit).mean())
         if times > 10:
             yield f"the mean norm is {times:.3g} times the limit, so a few large norms outweigh all others", True
-        if self.trend != "settled":
-            yield f"the norms are still {self.trend}", False
         same = _equal_largest(self.norms)
         if same >= 3:
             largest = f"{same:,} of {len(self.norms):,} norms are equal to the largest, {float(self.norms.max()):.4g}"
             clipped = "so clip_grad_norm_ or a setting of a trainer probably clipped the gradients before"
             yield f"{largest}, {clipped}", same >= len(self.norms) / 20
+
+
+@dataclass(frozen=True)
+class Half:
+    """The logarithms of the norms of half a run: a line, and the distances from it."""
+
+    middle: float  # the mean
+    slope: float  # for each quarter of the run
+    line: Tensor
+    rest: Tensor
+    error: float  # the standard error of the slope, if one number were independent
+
+    @classmethod
+    def of(cls, quarters: Tensor, logs: Tensor) -> "Half":
+        """The line through the logarithms, whose places are in quarters of the run."""
+        place, middle = quarters - quarters.mean(), float(logs.mean())
+        slope = float((place * logs).sum() / place.square().sum())
+        line = middle + slope * place
+        rest = logs - line
+        return cls(middle, slope, line, rest, float((rest.square().sum() / place.square().sum()).sqrt()))
+
+    def is_sloping(self, independent: float) -> bool:
+        """True if chance does not explain the slope of so many independent norms."""
+        return abs(self.slope) > SURE * self.error / independent**0.5
+
+    def share_above(self, border: float, quarter: int | None = None) -> float:
+        """The share above a border; in the last quarter of the run (0) or a later one, if the line goes on."""
+        line = self.line if quarter is None else self.middle + self.slope * (quarter + 0.5)
+        return float((line + self.rest > border + EQUAL).double().mean())
+
+
+def _is_enough(share: float, count: int, independent: float) -> bool:
+    """True if the share of later norms above a limit is within a factor of two with a probability of 95%."""
+    low, high = share_range(max(round(share * count), 1), count, independent)
+    return share / FACTOR <= low and high <= share * FACTOR
 
 
 def spikes_among(norms: Tensor) -> Tensor:
@@ -170,19 +255,6 @@ def _unsteady(logs: Tensor, starts: list[int]) -> int:
     borders = [max(math.log(CLOSE), 3 * 1.2533 * spread / len(block) ** 0.5) for block in blocks]
     steady = (k for k, block in enumerate(blocks) if abs(median_of(block) - usual) <= borders[k])
     return min(next(steady, MOST_DROPPED), MOST_DROPPED)
-
-
-def _trend(logs: Tensor) -> Trend:
-    """How the last quarter differs from the one before: by a factor of 1.25, and by more than chance, or settled."""
-    count = len(logs)
-    quarters = (logs[count // 2 : 3 * count // 4], logs[3 * count // 4 :])
-    change = median_of(quarters[1]) - median_of(quarters[0])
-    medians = logs.new_tensor([[median_of(part) for part in tensor_split(q, 5) if len(part)] for q in quarters])
-    step = float(medians[1].mean() - medians[0].mean())
-    error = float((medians.var(dim=1).sum() / medians.shape[1]).sqrt())
-    if abs(change) <= math.log(CLOSE) or step * change <= 0 or abs(step) < 4 * error:
-        return "settled"
-    return "growing" if change > 0 else "falling"
 
 
 def _spreads(logs: Tensor) -> bool:

@@ -1,6 +1,6 @@
 """A limit that is found from the norms of a run."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
@@ -13,7 +13,7 @@ from torchzero_clip.core.transform import Transform
 from torchzero_clip.recorder.arithmetic import median_of, quantile, share_range
 from torchzero_clip.recorder.figures import draw_series
 from torchzero_clip.recorder.files import FilePath
-from torchzero_clip.recorder.series import FEWEST, Series, Trend
+from torchzero_clip.recorder.series import FEWEST, Answer, Doubt, Series
 from torchzero_clip.recorder.words import counted, percent
 
 if TYPE_CHECKING:
@@ -23,12 +23,7 @@ Scope: TypeAlias = Literal["joint", "parameter", "group"]
 Confidence: TypeAlias = Literal["high", "medium", "low"]
 
 SHARES = (0.01, 0.1, 0.5)
-ADAPTS = "Use a limit that adapts, such as ZClip(max_norm=None)."
-TRENDS: Mapping[Trend, str] = {
-    "settled": "In the last quarter, the norms were not clearly larger or smaller than in the quarter before.",
-    "growing": f"The norms are growing, so a fixed limit will soon be too low. {ADAPTS}",
-    "falling": f"The norms are falling, so a fixed limit will soon be too high. {ADAPTS}",
-}
+ANSWERS: Mapping[Answer, str] = {"enough": "enough norms", "too few": "too few norms", "drifting": "norms that drift"}
 
 
 class Choice(NamedTuple):
@@ -57,10 +52,10 @@ class Suggestion:
     Args:
         limit: The limit. For scope "group", a dict with one limit for each group, by the name of the group.
         spikes: How many norms were spikes.
-        trend: "growing" if the median norm of the last quarter of the run is more than 1.25 times that of the quarter
-            before, "falling" if it is less than 0.8 times, else "settled", also if chance explains the difference. It
-            is also "growing" if the largest tenth of the norms is clearly more frequent late in the run. With several
-            groups, "growing" if a group grows, else "falling" if a group falls.
+        answer: "enough" if the share of later norms above the limit will be about ``share_clipped``, within a factor of
+            two. "drifting" if the norms are growing or falling, so that it will not be, and a limit that adapts is
+            better. "too few" if more steps should be recorded. With several groups, "drifting" if a group drifts, else
+            "too few" if a group has too few norms.
         confidence: How well the record determines the limit, not whether training with it is better: "high" if there is
             no reason to doubt it, "medium" for one reason that is not serious, "low" for a serious one or several.
         reason: The reasons; empty if there are none.
@@ -80,21 +75,23 @@ class Suggestion:
         ...     weight.grad = torch.full((1,), 50.0 if step == 800 else 1.0 + 0.7 * step % 1)
         ...     optimizer.step()
         >>> suggestion = recorder.suggest_max_norm(share_clipped=0.1)
-        >>> round(suggestion.limit, 3), suggestion.spikes, suggestion.trend, suggestion.confidence
-        (1.9, 1, 'settled', 'high')
+        >>> round(suggestion.limit, 3), suggestion.spikes, suggestion.answer, suggestion.confidence
+        (1.9, 1, 'enough', 'high')
         >>> suggestion.transform()
         ClipNorm(1.899999976158142, dim='global')
     """
 
     limit: float | dict[str, float]
     spikes: int
-    trend: Trend
+    answer: Answer
     confidence: Confidence
     reason: str
     scope: Scope
     share_clipped: float
     series: Mapping[str, Series] = field(repr=False)
     choices: tuple[Choice, ...] = ()
+    note: str = ""
+    """Which steps were skipped."""
 
     @property
     def limits(self) -> dict[str, float]:
@@ -126,43 +123,52 @@ class Suggestion:
                 f"{where}Side by side: {shown} of the usual norms. If the norms keep their distribution, the share of "
                 "later norms is in the brackets with a probability of 95%."
             )
+        if self.note:
+            lines.append(f"{self.note}. Their norms count.")
         because = f", because {self.reason}" if self.reason else ""
         lines.append(
-            f"Confidence: {self.confidence}{because}. The confidence says how well the record determines the limit, "
-            "not whether training with it is better."
+            f"Confidence: {self.confidence} ({ANSWERS[self.answer]}){because}. The confidence says how well the record "
+            "determines the limit, not whether training with it is better."
         )
         return "\n".join(lines)
 
 
-def suggested(norms: Mapping[str, Tensor], share_clipped: float, scope: Scope) -> Suggestion:
-    """Find a limit for the norms of each group, or for those under the name of the scope; -1 is no gradient."""
+def suggested(
+    norms: Mapping[str, Tensor], share_clipped: float, scope: Scope, doubts: Sequence[Doubt] = (), note: str = ""
+) -> Suggestion:
+    """Find a limit for the norms of each group, or for those under the name of the scope; -1 is no gradient.
+
+    ``doubts`` and ``note`` are about the run.
+    """
     number("share_clipped", share_clipped)
     if not 0 < share_clipped < 1:
         raise ValueError(f"share_clipped must be above 0 and below 1, got {share_clipped!r}")
-    series: dict[str, Series] = {}
-    for name, values in norms.items():
-        usable = int((values.isfinite() & (values > 0)).sum())
-        if usable < FEWEST:
-            of_group = f" of group {name!r}" if scope == "group" else ""
-            needed = f"a limit needs at least {FEWEST} norms that are finite and above 0"
-            raise ValueError(f"{needed}, got {usable}{of_group}: record more steps")
-        series[name] = Series.of(values)
+    series = {
+        name: _series_of(values, f" of group {name!r}" if scope == "group" else "") for name, values in norms.items()
+    }
     limits = {name: quantile(s.usual, 1 - share_clipped) for name, s in series.items()}
-    doubts = [
-        (f"in {name!r} {why}" if len(series) > 1 else why, is_serious)
-        for name, s in series.items()
-        for why, is_serious in s.doubts(limits[name], share_clipped)
-    ]
+    answers = {name: s.answer(share_clipped) for name, s in series.items()}
+    found = [*doubts]
+    for name, s in series.items():
+        of_series = [*answers[name][1], *s.doubts(limits[name])]
+        found += [(f"in {name!r} {why}" if len(series) > 1 else why, is_serious) for why, is_serious in of_series]
     shares = sorted({*SHARES, share_clipped})
     choices = tuple(Choice.of(name, s, share) for name, s in series.items() for share in shares)
-    trends = {s.trend for s in series.values()}
-    trend: Trend = "growing" if "growing" in trends else "falling" if "falling" in trends else "settled"
+    answer = min((answer for answer, _ in answers.values()), key=("drifting", "too few", "enough").index)
     spikes = sum(int(s.spikes.sum()) for s in series.values())
+    low = len(found) > 1 or any(is_serious for _, is_serious in found)
+    confidence: Confidence = "low" if low else "medium" if found else "high"
+    reason = "; ".join(why for why, _ in found)
     limit = limits if scope == "group" else limits[scope]
-    reason = "; ".join(why for why, _ in doubts)
-    low = len(doubts) > 1 or any(is_serious for _, is_serious in doubts)
-    confidence: Confidence = "low" if low else "medium" if doubts else "high"
-    return Suggestion(limit, spikes, trend, confidence, reason, scope, share_clipped, series, choices)
+    return Suggestion(limit, spikes, answer, confidence, reason, scope, share_clipped, series, choices, note)
+
+
+def _series_of(norms: Tensor, of_group: str) -> Series:
+    usable = int((norms.isfinite() & (norms > 0)).sum())
+    if usable < FEWEST:
+        needed = f"a limit needs at least {FEWEST} norms that are finite and above 0"
+        raise ValueError(f"{needed}, got {usable}{of_group}: record more steps")
+    return Series.of(norms)
 
 
 def _sentences(series: Series, limit: float, scope: Scope) -> list[str]:
@@ -189,4 +195,4 @@ def _sentences(series: Series, limit: float, scope: Scope) -> list[str]:
             )
     else:
         text.append("There were no spikes among the others." if series.dropped else "There were no spikes.")
-    return [*text, TRENDS[series.trend]]
+    return text
