@@ -181,6 +181,7 @@ def test_there_is_a_workflow_for_each_occasion():
         "pages": {"push", "workflow_dispatch"},
         "publish": {"push"},
         "pull_request": {"pull_request", "push"},
+        "nightly": {"schedule", "workflow_dispatch"},
         "systems": {"schedule", "workflow_dispatch"},
         "versions": {"schedule", "workflow_dispatch"},
     }
