@@ -34,8 +34,6 @@ FIRST = [
     'before_step(AdamW(fused=True), ClipNorm(1, dim="global"))',
     "four lines that set grad_scale, AdamW(fused=True)",
     CLIP_AND_FOREACH,
-    f"{CLIP_AND_FUSED}, captured",
-    f"{GLOBAL_CLIP}, captured",
     "ClipNorm(1), AdamW()",
     "ZClip(), AdamW()",
     "AdaGC(warmup_steps=1), AdamW()",
@@ -94,7 +92,7 @@ def capturable(params: Params) -> Timed:
 
 
 def captured_cases() -> list[Case]:
-    """Steps as CUDA graphs; a graph needs a GPU."""
+    """Steps as CUDA graphs."""
     chains = {
         GLOBAL_CLIP: ours(partial(ClipNorm, 1, dim="global"), AdamW),
         "ClipNorm(1), AdamW()": ours(partial(ClipNorm, 1), AdamW),
@@ -108,8 +106,6 @@ def captured_cases() -> list[Case]:
 def cases(device: str) -> dict[str, Case]:
     """All rows by name, the most important ones first."""
     found = [*step_cases(), *before_cases(), *(case for case in adaptive_cases() if "matrices" not in case.name)]
-    if device == "cuda":
-        found += captured_cases()
     found += [case for case in compiled_cases() if case.name.startswith("torch")]
     found += chain(*installed_peers(device).values())
     by_name = {case.name: case for case in found}

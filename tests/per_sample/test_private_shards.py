@@ -19,7 +19,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from torchzero_clip import SGD, ConstantFlatClipper, ConstantPerLayerClipper, Modular, PrivateGradientClipper
-from torchzero_clip.per_sample.private import clipper as clipper_module
+from torchzero_clip.per_sample.private import private_clipper
 
 LIMIT, NOISE, EXPECTED = 0.5, 2.0, 4.0
 SHARES = {2: ([4, 2], [6, 0], [0, 0]), 4: ([1, 2, 0, 3], [0, 0, 6, 0], [0, 0, 0, 0])}
@@ -73,7 +73,7 @@ def equal_to_one_process(dtype, nested):
     model, x = sharded(copy.deepcopy(plain), nested=nested), inputs(dtype=dtype)
     # the same seed on all processes, which must not give shards the same noise
     clipper = made(model, generator=torch.Generator().manual_seed(0))
-    gaussian, failures = clipper_module.gaussian, []
+    gaussian, failures = private_clipper.gaussian, []
     for step, shares in enumerate(SHARES[dist.get_world_size()]):
         recorded = []
 
@@ -88,7 +88,7 @@ def equal_to_one_process(dtype, nested):
             clipper.backward(losses_of(model(own(part, shares if len(part) else [0] * len(shares)))))
             if len(part):
                 sums = [a + b for a, b in zip(sums, reference(plain, part, LIMIT)[1], strict=True)]
-        with patch.object(clipper_module, "gaussian", record):
+        with patch.object(private_clipper, "gaussian", record):
             assert clipper.pre_step()[1] == len(parts) * sum(shares)
         noise = together(recorded)
         scale = max(float(value.abs().max()) for value in noise)

@@ -59,7 +59,7 @@ class Course:
         self.in_place = not (self.maximize or self.keep_grads)
         """True if updates are the gradients themselves; else they need memory beside them."""
         self.may_read = self.layout.is_on_cpu
-        """True if the host may read numbers of a step. On CUDA this would wait for the device."""
+        """True if the host may read numbers of a step. On CUDA this would synchronize with the GPU."""
 
 
 @dataclass(eq=False)
