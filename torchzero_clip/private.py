@@ -4,9 +4,9 @@ import importlib
 from functools import partial
 
 from torchzero_clip.checks import at_least_one, count, finite, instance, positive
-from torchzero_clip.per_sample.private.private_clipper import PrivateGradientClipper
 from torchzero_clip.per_sample.private.poisson import check_sample_rate
 from torchzero_clip.per_sample.private.poisson import poisson_loader as poisson_loader
+from torchzero_clip.per_sample.private.private_clipper import PrivateGradientClipper
 
 try:
     _dp = importlib.import_module("dp_accounting")
