@@ -427,11 +427,12 @@ class Engine:
             self._check_counts(self.prover.calls, len(losses))
             if proves:
                 self.prover.conclude(None if self.processes.sharded else partial(self._repeat, losses), losses)
+        if not proves:
+            return
         for call, parts in self.prover.proved():
             for part in parts:
                 self.receive(call.layer, part)
-        if proves:
-            self.backward_ended(-1)
+        self.backward_ended(-1)
 
     def _repeat(self, losses: Tensor, weights: Tensor) -> None:
         """Run one more backward, of losses times weights. It adds to no ``.grad`` of leaves."""

@@ -83,6 +83,7 @@ class Host(Protocol):
 class Layer(Protocol):
     """What rows ask of the layer that they come from."""
 
+    module: nn.Module
     known: dict[Hashable, Any]
     misuse: tuple[str, bool] | None
     written: dict[int, tuple[Tensor, Tensor]] | None
@@ -239,7 +240,7 @@ def _with_copies(func: Any, args: Any, kwargs: Any, leaves: list[Any], rebuilt: 
     others = {i: x for i, x in tensors.items() if not isinstance(x, BroadcastRow) and name not in OF_DTYPE}
     if (output := _by_position(func, kind, leaves, rebuilt, others)) is not NotImplemented:
         return output
-    tokens = [] if changes else _tokens(layer, others)
+    tokens = [] if changes else _tokens(layer, others, count)
     is_flat = all(x.ndim == 2 or count not in x.shape for x in tokens)
     if tokens and is_flat and (output := _by_row(func, name, leaves, rebuilt, tokens)) is not NotImplemented:
         return output
@@ -344,11 +345,11 @@ def _by_row(func: Any, name: str, leaves: list[Any], rebuilt: Rebuild, tokens: S
     return _Call(func, leaves, rebuilt, places, False, copies).of_batch_or_not(name)
 
 
-def _tokens(layer: Layer, others: dict[int, Tensor]) -> list[Tensor]:
+def _tokens(layer: Layer, others: dict[int, Tensor], count: int) -> list[Tensor]:
     """The tensors whose rows may be of samples in no order: those that layers have made, or else data."""
     engine = layer.engine
     found = [x for x in others.values() if x.ndim]
-    if engine.forward.direct:
+    if engine.forward.direct or all(len(x) == count for x in found):
         return []
     if made := [x for x in found if x.requires_grad]:
         # of trainable tensors outside of the model, all samples share the rows
@@ -356,7 +357,9 @@ def _tokens(layer: Layer, others: dict[int, Tensor]) -> list[Tensor]:
     model = engine.attachment.model
     own = memory_of((*model.parameters(), *model.buffers()))
     data = [x for x in found if x.is_floating_point() and x.ndim > 1 and len(x) > 1 and not memory_of((x,)) & own]
-    return data if engine.learns_rows and not any(layer.is_table(x, learned=True) for x in data) else []
+    # where a proof cannot find that samples share data, a module alone, such as PReLU, is taken to get no table
+    may_be = engine.learns_rows or not [*layer.module.children()]
+    return data if may_be and not any(layer.is_table(x, learned=True) for x in data) else []
 
 
 def has_layers(x: Tensor) -> bool:
