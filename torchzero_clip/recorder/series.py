@@ -119,11 +119,11 @@ class Series:
         def is_far(found: float) -> bool:
             return not recorded / FACTOR <= found <= FACTOR * max(recorded, share)
 
-        above = half.share_above(math.log(limit))
+        border, error = math.log(limit), half.error / independent**0.5
+        above = half.share_above(border)
         low, high = share_range(round(above * len(half.rest)), len(half.rest), independent)
         if is_far(above) and not low <= recorded <= high:
             return f"{percent(above)} of the second half exceed {limit:.4g}, not {percent(share)}", True
-        border, error = math.log(limit), half.error / independent**0.5
         last, following = half.share_above(border, half.slope / 2), half.share_above(border, half.slope * 1.5)
         is_drift = is_far(last) or is_far(following)
         count = f"of the next {len(self.norms) // 4:,} norms"
@@ -140,15 +140,11 @@ class Series:
 
     def _few(self, share: float) -> Doubt | None:
         count, independent, times = len(self.usual), self.independent, 1.0
-        while independent * times < FEWEST_INDEPENDENT or not _is_enough(
-            share, math.ceil(count * times), independent * times
-        ):
+        while not _is_enough(share, math.ceil(count * times), independent * times):
             times *= MORE
         if times == 1:
             return None
-        as_much = (
-            "" if independent > count - 1 else f", which tell as much as about {independent:,.0f} independent ones,"
-        )
+        as_much = f", which tell as much as about {independent:,.0f} independent ones," if independent < count else ""
         more = float(f"{len(self.norms) * (times - 1):.1g}")
         text = f"{count:,} norms{as_much} are too few to find the norm that {percent(share)} of them exceed"
         return f"{text}: record about {more:,.0f} more steps", independent < max(1 / share, FEWEST_INDEPENDENT)
@@ -215,7 +211,7 @@ class Half:
 def _is_enough(share: float, count: int, independent: float) -> bool:
     """True if the share of later norms above a limit is within a factor of two with a probability of 95%."""
     low, high = share_range(max(round(share * count), 1), count, independent)
-    return share / FACTOR <= low and high <= share * FACTOR
+    return independent >= FEWEST_INDEPENDENT and share / FACTOR <= low and high <= share * FACTOR
 
 
 def spikes_among(norms: Tensor) -> Tensor:

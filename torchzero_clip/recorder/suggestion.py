@@ -154,8 +154,8 @@ def suggested(
         found += [(f"in {name!r} {why}" if len(series) > 1 else why, is_serious) for why, is_serious in of_series]
     shares = sorted({*SHARES, share_clipped})
     choices = tuple(Choice.of(name, s, share) for name, s in series.items() for share in shares)
-    worst = (of_series for of_series, _ in answers.values())
-    answer = min(worst, key=list(ANSWERS).index)
+    given = {of_series for of_series, _ in answers.values()}
+    answer: Answer = "drifting" if "drifting" in given else "too few" if "too few" in given else "enough"
     spikes = sum(int(s.spikes.sum()) for s in series.values())
     low = len(found) > 1 or any(is_serious for _, is_serious in found)
     confidence: Confidence = "low" if low else "medium" if found else "high"
