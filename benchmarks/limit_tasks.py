@@ -187,7 +187,7 @@ def guessing(seed: int) -> Training:
 
 
 def tanh_function(seed: int) -> Training:
-    """A function, from so many samples that none is seen twice."""
+    """A function, from so many samples that few are seen twice."""
     return supervised(network(16, 4), function(seed, 16, 4, 300_000), F.mse_loss, seed, 32)
 
 
@@ -257,7 +257,7 @@ TASKS: dict[str, Task] = {
     "RL: control, SGD": Task("SGD", 0.003, 400, control),
 }
 
-# Trainings that go on after the record. Every second one was left out while the rule of the answer was chosen.
+# Trainings that go on after the record. The rule of the answer was developed on every second one.
 CONTINUED: dict[str, Task] = {
     "text: LSTM, 600": Task("Adam", 1e-2, 600, partial(text, "lstm")),
     "text: LSTM, 2,000": Task("Adam", 3e-3, 2000, partial(text, "lstm"), falls=False),

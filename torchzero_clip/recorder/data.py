@@ -17,7 +17,7 @@ from torchzero_clip.checks import count
 from torchzero_clip.recorder.arithmetic import medians
 from torchzero_clip.recorder.precision import FLOAT32, relative
 from torchzero_clip.recorder.series import Doubt, EarlySign, early_signs, spikes_among
-from torchzero_clip.recorder.words import as_table, counted, was
+from torchzero_clip.recorder.words import as_table, counted, short, was
 
 MOST_NAMED = 5
 
@@ -234,7 +234,7 @@ class Data:
         counts = Counter(reason for reason in self.reasons if reason not in ("", "found_inf"))
         if not counts:
             return ""
-        by = ", ".join(f"{reason} {count:,}" for reason, count in counts.most_common())
+        by = ", ".join(f"{short(reason)} {count:,}" for reason, count in counts.most_common())
         total = counts.total()
         return f"{total:,} of {len(self.steps):,} steps {was(total)} skipped ({by})"
 

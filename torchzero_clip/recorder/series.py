@@ -20,7 +20,8 @@ FEWEST = 20
 FEWEST_INDEPENDENT = 30  # the estimate has an error of a third, and 20 are too few
 FACTOR = 2  # the share of later norms above the limit is within this factor of what was asked, if there are enough
 MORE = 1.1
-SURE = 3  # standard errors
+SURE = 3  # a slope above so many standard errors is not chance
+ERRORS = 1  # of the slope; with 0, 1 of 15 records of which it was said that they are enough was wrong
 ADAPTS = "A limit that adapts follows them: ZClip(max_norm=None)"
 BLOCKS = 20
 DEVIATION = 1.4826  # the standard deviation of a normal distribution, in median distances from the median
@@ -102,7 +103,7 @@ class Series:
             return "drifting", [(f"{drift}. {ADAPTS}", True)]
         if (few := self._few(share)) is not None:
             return "too few", [few]
-        more = f"{drift}, or this is chance: record about {len(self.norms):,} more steps"
+        more = f"{drift}: record about {len(self.norms):,} more steps"
         return ("too few", [(more, False)]) if drift else ("enough", [])
 
     def _drift(self, share: float) -> tuple[str, bool]:
@@ -118,31 +119,32 @@ class Series:
         def is_far(found: float) -> bool:
             return not recorded / FACTOR <= found <= FACTOR * max(recorded, share)
 
-        above = half.share_above(math.log(limit))
+        border, error = math.log(limit), half.error / independent**0.5
+        above = half.share_above(border)
         low, high = share_range(round(above * len(half.rest)), len(half.rest), independent)
         if is_far(above) and not low <= recorded <= high:
             return f"{percent(above)} of the second half exceed {limit:.4g}, not {percent(share)}", True
-        last, following = (half.share_above(math.log(limit), quarter) for quarter in (0, 1))
-        then = (
-            f"{percent(last)} of the last quarter and {percent(following)} of the next {len(self.norms) // 4:,} norms"
-        )
-        then = f"at the slope of the second half, {then} exceed {limit:.4g}, not {percent(share)}"
-        drift = then if is_far(last) or is_far(following) else ""
-        if not (drift and half.is_sloping(independent)) and _spreads(self._rest):
+        last, following = half.share_above(border, half.slope / 2), half.share_above(border, half.slope * 1.5)
+        is_drift = is_far(last) or is_far(following)
+        count = f"of the next {len(self.norms) // 4:,} norms"
+        if is_drift and abs(half.slope) > SURE * error:
+            then = f"{percent(last)} of the last quarter and {percent(following)} {count} exceed {limit:.4g}"
+            return f"at the slope of the second half, {then}, not {percent(share)}", True
+        if _spreads(self._rest):
             return "large norms become more frequent", True
-        return drift, half.is_sloping(independent)
+        least, most = (half.share_above(border, 1.5 * (half.slope + sign * ERRORS * error)) for sign in (-1, 1))
+        if not (is_drift or is_far(least) or is_far(most)):
+            return "", False
+        range_ = f"{percent(least)} to {percent(most)} {count} may exceed {limit:.4g}"
+        return f"the slope of the second half is so uncertain that {range_}, not {percent(share)}", False
 
     def _few(self, share: float) -> Doubt | None:
         count, independent, times = len(self.usual), self.independent, 1.0
-        while independent * times < FEWEST_INDEPENDENT or not _is_enough(
-            share, math.ceil(count * times), independent * times
-        ):
+        while not _is_enough(share, math.ceil(count * times), independent * times):
             times *= MORE
         if times == 1:
             return None
-        as_much = (
-            "" if independent > count - 1 else f", which tell as much as about {independent:,.0f} independent ones,"
-        )
+        as_much = f", which tell as much as about {independent:,.0f} independent ones," if independent < count else ""
         more = float(f"{len(self.norms) * (times - 1):.1g}")
         text = f"{count:,} norms{as_much} are too few to find the norm that {percent(share)} of them exceed"
         return f"{text}: record about {more:,.0f} more steps", independent < max(1 / share, FEWEST_INDEPENDENT)
@@ -200,20 +202,16 @@ class Half:
         rest = logs - line
         return cls(middle, slope, line, rest, float((rest.square().sum() / place.square().sum()).sqrt()))
 
-    def is_sloping(self, independent: float) -> bool:
-        """True if chance does not explain the slope of so many independent norms."""
-        return abs(self.slope) > SURE * self.error / independent**0.5
-
-    def share_above(self, border: float, quarter: int | None = None) -> float:
-        """The share above a border; in the last quarter of the run (0) or a later one, if the line goes on."""
-        line = self.line if quarter is None else self.middle + self.slope * (quarter + 0.5)
+    def share_above(self, border: float, moved: float | None = None) -> float:
+        """The share above a border; with ``moved``, if they were near the middle plus this number."""
+        line = self.line if moved is None else self.middle + moved
         return float((line + self.rest > border + EQUAL).double().mean())
 
 
 def _is_enough(share: float, count: int, independent: float) -> bool:
     """True if the share of later norms above a limit is within a factor of two with a probability of 95%."""
     low, high = share_range(max(round(share * count), 1), count, independent)
-    return share / FACTOR <= low and high <= share * FACTOR
+    return independent >= FEWEST_INDEPENDENT and share / FACTOR <= low and high <= share * FACTOR
 
 
 def spikes_among(norms: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ Scope: TypeAlias = Literal["joint", "parameter", "group"]
 Confidence: TypeAlias = Literal["high", "medium", "low"]
 
 SHARES = (0.01, 0.1, 0.5)
-ANSWERS: Mapping[Answer, str] = {"enough": "enough norms", "too few": "too few norms", "drifting": "norms that drift"}
+ANSWERS: Mapping[Answer, str] = {"drifting": "norms that drift", "too few": "too few norms", "enough": "enough norms"}
 
 
 class Choice(NamedTuple):
@@ -154,7 +154,8 @@ def suggested(
         found += [(f"in {name!r} {why}" if len(series) > 1 else why, is_serious) for why, is_serious in of_series]
     shares = sorted({*SHARES, share_clipped})
     choices = tuple(Choice.of(name, s, share) for name, s in series.items() for share in shares)
-    answer = min((answer for answer, _ in answers.values()), key=("drifting", "too few", "enough").index)
+    given = {of_series for of_series, _ in answers.values()}
+    answer: Answer = "drifting" if "drifting" in given else "too few" if "too few" in given else "enough"
     spikes = sum(int(s.spikes.sum()) for s in series.values())
     low = len(found) > 1 or any(is_serious for _, is_serious in found)
     confidence: Confidence = "low" if low else "medium" if found else "high"
