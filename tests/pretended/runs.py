@@ -23,6 +23,7 @@ from torchzero_clip import (
     GradientStabilizer,
     Modular,
     Normalize,
+    SkipStep,
     ZClip,
     before_step,
 )
@@ -107,6 +108,13 @@ class Run:
             key = draw.choice([key for key, value in state.items() if isinstance(value, Tensor)])
             state[key] = on_cuda(numbers(state[key]))
 
+    def answers(self) -> tuple[Any, ...]:
+        """What the host reads when it is asked."""
+        chain, groups = self.chain, self.optimizer.state_dict()["param_groups"]
+        saved = [group.get("before_step", {}).get("settings", group) for group in groups]
+        counts = [(group.get("skipped_steps"), group.get("consecutive_skips")) for group in saved]
+        return chain.skipped_by, chain.steps_taken, str(chain.bad_gradients), counts
+
     def facts(self, *, asks: bool) -> dict[str, Any]:
         """What a user can see; if he ``asks``, also what the optimizer computes when it is asked."""
         facts: dict[str, Any] = {f"param {i}": param for i, param in enumerate(self.params)}
@@ -115,8 +123,13 @@ class Run:
             held = self.optimizer.state.get(param, {})
             facts |= {f"state {i} {key}": value for key, value in {**held, **held.get("before_step", {})}.items()}
             facts.pop(f"state {i} before_step", None)
+        for key, value in self.chain.runner.chain_state.values.items():
+            facts |= {f"chain {key}": value} if isinstance(value, Tensor) else {}
         if asks:
-            facts |= {f"metric {key}": value for key, value in self.chain.metrics().items()}
+            facts["answers"] = self.answers()
+            # metrics of a skipped step are those of the gates only, if the host has decided
+            shown = {} if self.chain.skipped_by else self.chain.metrics()
+            facts |= {f"metric {key}": value for key, value in shown.items()}
         return {key: bits(value) if isinstance(value, Tensor) else value for key, value in facts.items()}
 
 
@@ -143,6 +156,42 @@ def agree(seed: str, runs: list[Run], steps: int, events: list[str], often: floa
         assert errors[0] == errors[1], (seed, log, errors)
         different = [key for key in {**facts[0], **facts[1]} if facts[0].get(key) != facts[1].get(key)]
         assert not different, (seed, log, different)
+
+
+GATES: dict[str, Callable[[random.Random], tuple[list[Any], dict[str, Any]]]] = {
+    "nonfinite": lambda draw: ([], {"nonfinite": "skip"}),
+    "ratio": lambda draw: ([SkipStep(max_ratio=draw.choice([3.0, 10.0]), beta=0.5)], {}),
+    "norm": lambda draw: ([SkipStep(max_norm=draw.choice([3.0, 30.0]))], {"nonfinite": "skip"}),
+    "two gates": lambda draw: ([SkipStep(max_ratio=4.0), SkipStep(max_norm=50.0)], {"nonfinite": "skip"}),
+}
+
+
+def decisions_are_those_of_the_host(clips: list[str]) -> None:
+    """Clips with gates, rules and optimizers: the device decides in one run, and the host in the other one."""
+    late = 0
+    for clip in clips:
+        for gate in GATES:
+            rule = random.Random(f"{clip} {gate}").choice(sorted(RULES))
+            seed = f"{clip} {gate} {rule}"
+
+            def make(draw: random.Random, groups: list[Any], clip: str = clip, gate: str = gate, rule: str = rule):
+                (gates, options), transform, taken_by = GATES[gate](draw), CLIPS[clip](draw), RULES[rule](draw)
+                transforms = [*gates, *([] if transform is None else [transform])]
+                draw.shuffle(transforms)
+                if transforms and rule in HOSTS and draw.random() < 0.5:
+                    host = HOSTS[rule](groups)
+                    return host, before_step(host, *transforms, **options)
+                options |= {name: draw.random() < 0.2 for name in ("keep_grads", "maximize")}
+                optimizer = Modular(groups, *transforms, taken_by, **options)
+                return optimizer, optimizer
+
+            runs = [Run(seed, make) for _ in range(2)]
+            runs[1].chain.runner._host_reasons = lambda: ["this run is the oracle"]
+            agree(seed, runs, 24, EVENTS, 0.35)
+            assert runs[0].answers() == runs[1].answers(), seed
+            assert runs[1].chain.runner.decisions is None
+            late += runs[0].chain.runner._posting
+    assert late > 5 * len(clips)
 
 
 def _error_of(step: Callable[[], Any]) -> str | None:

@@ -244,6 +244,11 @@ class NormStatistics(Scaling):
             same_in_all_groups(self, settings, self.defaults if self.common is None else self.common)
 
     @override
+    def keeps_refused(self, settings: Sequence[Setting]) -> bool:
+        """True, because statistics do not follow norms that are not finite."""
+        return True
+
+    @override
     def init_state(self, param: Tensor, setting: Setting) -> NewState:
         """The norm of the step before. Empty for a tensor without a statistic, and if all tensors share a norm."""
         return self.possible_state(param, setting) if self.takes_part(setting) else {}
