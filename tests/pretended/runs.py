@@ -99,14 +99,15 @@ class Run:
         elif event == "missing":
             param.grad = None
         elif event == "settings":
-            group = draw.choice(draw.choice([optimizer, self.chain]).param_groups)
+            groups = draw.choice([optimizer, self.chain]).param_groups
             key, values = draw.choice([("lr", [0.0, 0.02]), ("max_norm", [0.5, 2.0]), ("weight_decay", [0.0, 0.1])])
-            if key in group:
-                group[key] = draw.choice(values)
+            value = draw.choice(values)
+            for group in groups:
+                group.update({key: value} if key in group else {})
         elif event == "replaced" and optimizer.state.get(param):
             state = optimizer.state[param]
-            key = draw.choice([key for key, value in state.items() if isinstance(value, Tensor)])
-            state[key] = on_cuda(numbers(state[key]))
+            for key in [key for key, value in state.items() if isinstance(value, Tensor)][:1]:
+                state[key] = on_cuda(numbers(state[key]))
 
     def answers(self) -> tuple[Any, ...]:
         """What the host reads when it is asked."""
@@ -166,13 +167,13 @@ GATES: dict[str, Callable[[random.Random], tuple[list[Any], dict[str, Any]]]] = 
 }
 
 
-def decisions_are_those_of_the_host(clips: list[str]) -> None:
+def decisions_are_those_of_the_host(clips: list[str], repeats: int = 1) -> None:
     """Clips with gates, rules and optimizers: the device decides in one run, and the host in the other one."""
     late = 0
     for clip in clips:
-        for gate in GATES:
-            rule = random.Random(f"{clip} {gate}").choice(sorted(RULES))
-            seed = f"{clip} {gate} {rule}"
+        for gate, repeat in [(gate, repeat) for gate in GATES for repeat in range(repeats)]:
+            rule = random.Random(f"{clip} {gate} {repeat}").choice(sorted(RULES))
+            seed = f"{clip} {gate} {rule} {repeat}"
 
             def make(draw: random.Random, groups: list[Any], clip: str = clip, gate: str = gate, rule: str = rule):
                 (gates, options), transform, taken_by = GATES[gate](draw), CLIPS[clip](draw), RULES[rule](draw)

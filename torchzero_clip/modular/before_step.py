@@ -1,7 +1,7 @@
 """Transforms that change the gradients before each step of any optimizer."""
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import cache, partial
 from typing import Any, Self, TypeVar
 
@@ -340,7 +340,7 @@ class BeforeStep:
         if held and held[0].dtype == torch.float64:
             return ["gradients of float64 are multiplied before the step"]
         # its first step makes state: SGD of torch would leave its buffers without values
-        if not all(_has_begun(optimizer.state.get(param)) for param in held):
+        if not _have_begun(optimizer):
             return ["the optimizer takes the first step of a parameter"]
         return []
 
@@ -475,8 +475,16 @@ def before_step(
     return handle
 
 
-def _has_begun(state: Mapping[str, Any] | None) -> bool:
-    return bool(state) and state.get("momentum_buffer", True) is not None
+def _have_begun(optimizer: Any) -> bool:
+    """True if all parameters with a gradient have the state of an optimizer that is `REFUSABLE`."""
+    for group in optimizer.param_groups:
+        states = [optimizer.state.get(param) or {} for param in group["params"] if param.grad is not None]
+        if "momentum" not in group:
+            if not all(states):
+                return False
+        elif group["momentum"] and any(state.get("momentum_buffer") is None for state in states):
+            return False
+    return True
 
 
 def _params(optimizer: Optimizer) -> list[Tensor]:
