@@ -57,8 +57,9 @@ class SkipStep(Gate):
         ValueError: If no limit is given, or for a setting out of range.
         TypeError: For a setting of the wrong type.
 
-    Each step waits for the device once. The norm covers the gradients of the parameters that `only` and `without`
-    select, before any transform. ``metrics()["skipped_steps"]`` is the number of skipped steps. Checkpoints store it.
+    A step synchronizes with a GPU once, unless the GPU decides: see `Modular.host_decides`. The norm covers the
+    gradients of the parameters that `only` and `without` select, before any transform. ``metrics()["skipped_steps"]``
+    is the number of skipped steps. Checkpoints store it.
 
     Examples:
         >>> import torch

@@ -240,21 +240,23 @@ class RepeatedScaling:
         rows = list(range(len(seen.grads)))
         updates = seen.grads if course.in_place else step.executor.read(rows)
         measured, factors = find_factors(node, rows, updates, seen, step.judged, None, step.chain_state)
-        left, used = None, factors
-        if step.decisions is not None and not (course.in_place and course.ending.applies_in_kernel(measured, factors)):
-            used = _unless_refused(factors, step.decisions.taken)
+        left, used, taken = None, factors, None if step.decisions is None else step.decisions.taken
+        if taken is not None and not (course.in_place and course.ending.applies_in_kernel(measured, factors)):
+            used = _unless_refused(factors, taken)  # a gradient times 1 keeps its bits
         if course.in_place:
             left = _left(Scale(measured, used, over_grads=True), step)
         else:
             step.executor.scale(rows, measured, used, not course.keep_grads)
         shown = seen.metrics
-        if step.decisions is not None:
-            measured.targets, taken = [measured.total], step.decisions.taken
-            return left, lambda: node.qualified({**shown, **effect(measured, _unless_refused(factors, taken))})
+
+        def metrics() -> dict[str, Tensor]:
+            acting = factors if taken is None else _unless_refused(factors, taken)
+            return node.qualified({**shown, **effect(measured, acting)})
+
         if not (measured.is_whole and measured.targets):
-            return left, partial(node.qualified, {**shown, **effect(measured, factors)})
+            return left, partial(dict, metrics())
         measured.targets = [measured.total]  # so that metrics do not keep the gradients alive
-        return left, lambda: node.qualified({**shown, **effect(measured, factors)})
+        return left, metrics
 
 
 class ByRule:
@@ -283,7 +285,7 @@ class ByRule:
 
     def applies_in_kernel(self, measured: Measured, factors: Tensor) -> bool:
         """True if the kernel itself divides by the factors, so that gradients stay as they are in a refused step."""
-        return self._divides and measured.is_whole and foreach.is_one_number(factors)
+        return self._divides and measured.is_whole and measured.joint and foreach.is_one_number(factors)
 
     def finish(self, step: Planned, factor: Tensor | float | None) -> None:
         """Multiply the gradients by their factor, None for 1, and do the rest of the step."""

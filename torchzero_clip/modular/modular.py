@@ -71,9 +71,10 @@ class Modular(Explained, ClassMaker, Optimizer):
             Norm clips before an optimizer then work on a copy.
         nonfinite: What happens if a gradient has an inf or a NaN: "propagate" passes it on, "skip" skips the step and
             counts it, "raise" raises a RuntimeError that names the parameters. The last two leave parameters and all
-            state unchanged, and `bad_gradients` then has the names. They wait for the device once a step, and decide
-            equally on all ranks of a mesh and of the ``process_group``.
-        max_consecutive_skips: Raise if more steps than this in a row were skipped; None for any number.
+            state unchanged, and `bad_gradients` then has the names. They decide equally on all ranks of a mesh and of
+            the ``process_group``. They synchronize with a GPU once a step, if `host_decides` is not empty.
+        max_consecutive_skips: Raise if more steps than this in a row were skipped; None for any number. On a GPU, the
+            error may come 16 steps late.
         fast: Combine transforms into few passes over memory. Pass False to check a result: each transform is then
             applied in its turn by the method that its author wrote. The results differ by rounding, and a step takes
             four to ten times as long.
@@ -171,7 +172,7 @@ class Modular(Explained, ClassMaker, Optimizer):
 
     @property
     def host_decides(self) -> tuple[str, ...]:
-        """Why the host will decide whether the next step is taken, which waits for a CUDA device; empty if not."""
+        """Why the host will decide whether the next step is taken, which synchronizes with a GPU; empty if not."""
         return self.runner.host_decides()
 
     @property
