@@ -227,6 +227,9 @@ def optimizers_that_cannot_refuse_are_named() -> None:
     handle = before_step(optimizer, SkipStep(max_norm=1e6), ClipNorm(1.0))
     warm(optimizer, params)
     assert handle.host_decides == ()
+    vars(optimizer)["found_inf"] = on_cuda(torch.zeros(()))
+    assert handle.host_decides[0] == "a gradient scaler decides too"
+    del vars(optimizer)["found_inf"]
     optimizer.register_step_pre_hook(lambda *_: None)
     assert any("no later hook" in said for said in handle.host_decides)
 

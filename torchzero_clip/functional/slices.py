@@ -8,7 +8,6 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from torchzero_clip.functional import foreach
-from torchzero_clip.functional.choice import where
 from torchzero_clip.functional.dtypes import is_narrow, widened, widest_of
 from torchzero_clip.functional.shards import Part, all_reduce, pack
 from torchzero_clip.functional.ways import BLOCK, may_look, power_dtype, sum_dtype
@@ -156,4 +155,4 @@ def _times(scale: Tensor, norm: Tensor) -> Tensor:
 
 
 def _usable_scale(largest: Tensor) -> Tensor:
-    return where((largest > 0) & largest.isfinite(), largest, 1.0)
+    return torch.where((largest > 0) & largest.isfinite(), largest, 1.0)

@@ -22,7 +22,7 @@ from torchzero_clip.engine.device_decisions import DeviceDecisions
 from torchzero_clip.engine.end import Deliver, Subtract
 from torchzero_clip.engine.judged import Judged, Judging
 from torchzero_clip.engine.listener import Listener
-from torchzero_clip.engine.nonfinite import Nonfinite, StepPolicy
+from torchzero_clip.engine.nonfinite import Nonfinite, StepPolicy, UndecidedStep
 from torchzero_clip.engine.others import Others
 from torchzero_clip.engine.parts import Parts
 from torchzero_clip.engine.readable import ReadableExecutor
@@ -32,7 +32,6 @@ from torchzero_clip.engine.table import Table, refuse_unusable
 from torchzero_clip.engine.updates import Updates
 from torchzero_clip.engine.walk import Walk
 from torchzero_clip.fast.door import FastWay
-from torchzero_clip.fast.repeated import Planned
 from torchzero_clip.functional.gradients import own_gradients
 from torchzero_clip.functional.processes import SharedGroup, check_group, device_of
 from torchzero_clip.hints import Named
@@ -343,21 +342,21 @@ class Runner:
             idle.look(self._known_metrics().get(key), self.steps_taken)
         return True
 
-    def _let_device_decide(self, groups: list[Group], step: Planned) -> None:
+    def _let_device_decide(self, groups: list[Group], step: UndecidedStep) -> None:
         """Take a step by the plan, or skip it, as the device decides."""
         values, policy, decisions = self.chain_state.values, self.policy, self.decisions
-        params = step.columns["params"]
-        if decisions is None or decisions.found_inf.device != params[0].device:
+        device = step.columns["params"][0].device
+        if decisions is None or decisions.found_inf.device != device:
             self.settle(groups)
             self.skipped_by = ()
-            decisions = self.decisions = DeviceDecisions(policy.names, params[0].device)
+            decisions = self.decisions = DeviceDecisions(policy.names, device)
         if (counts := decisions.arrived()) is not None:
             policy.look(int(counts[2]), decisions.step_at(counts, self.steps_taken + values[SKIPPED]))
         decisions.begin(values[CONSECUTIVE])
         if self.undo is not None:
             self.undo.tensors([decisions.counts])
         step.decisions = decisions
-        policy.let_device_decide(step.judged, step.walk if policy.has_gates else None, params, decisions)
+        policy.let_device_decide(step, decisions)
         self.found_inf = decisions.found_inf
         try:
             step.run_decided()
