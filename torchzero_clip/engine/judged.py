@@ -30,8 +30,7 @@ class Judging:
         first = next((node for node in nodes if not node.outer and not isinstance(node.transform, Gate)), None)
         self.joint_clip = first.path if first is not None and _clips_all_gradients(first.transform) else None
         """The path of the first transform, if it needs just the joint norm that gates may have measured."""
-        is_first = first is not None and isinstance(first.transform, Scaling) and first.transform.target == "update"
-        self.first_scaling = first.path if is_first and _measures_gradients(first.transform) else None
+        self.first_scaling = first.path if first is not None and _scales_all_gradients(first.transform) else None
         """The path of the first transform, if it measures the gradients of all parameters."""
         self.norm_metric = "" if first is None else f"{first.path}/norm" * _tells_zeros(first.transform)
         """The metric that is 0 only if all gradients are 0; empty if there is none."""
@@ -165,6 +164,10 @@ class Judged:
 def _clips_all_gradients(transform: Transform) -> bool:
     measures_all = isinstance(transform, Scaling) and transform.slicing == Slicing(L2, "global")
     return measures_all and not (transform.scope.limited or transform.keeps_statistics or transform.target != "update")
+
+
+def _scales_all_gradients(transform: Transform) -> bool:
+    return isinstance(transform, Scaling) and transform.target == "update" and _measures_gradients(transform)
 
 
 def _tells_zeros(transform: Transform) -> bool:

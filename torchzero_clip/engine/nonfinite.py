@@ -48,17 +48,10 @@ class UndecidedStep(Protocol):
     """A step that follows a plan, and about which the device may decide."""
 
     columns: dict[str, list[Tensor]]  # parameters, gradients and state by key
-    decisions: DeviceDecisions | None  # set before the step runs
     metrics: Callable[[], dict[str, Tensor]] | None  # computes the metrics, once it has run
 
-    @property
-    def judged(self) -> Judged: ...
-
-    @property
-    def walk(self) -> Undecided: ...
-
-    def run_decided(self) -> None:
-        """Take the step, or skip it, as the device has decided."""
+    def run_by_device(self, policy: "StepPolicy", decisions: DeviceDecisions) -> None:
+        """Take the step, or skip it, as the device decides."""
 
 
 class StepPolicy:
@@ -153,10 +146,10 @@ class StepPolicy:
         self._record(walk, judged, taken=True)
         return True
 
-    def let_device_decide(self, undecided: UndecidedStep, decisions: DeviceDecisions) -> None:
-        """Let the device decide about a step. It does not wait."""
-        walk = undecided.walk if self.has_gates else None  # before the norms, because it takes others to measure them
-        judged = undecided.judged
+    def let_device_decide(
+        self, judged: Judged, walk: Undecided | None, params: list[Tensor], decisions: DeviceDecisions
+    ) -> None:
+        """Let the device decide about a step with these parameters. It does not wait. Gates need the ``walk``."""
         total, finite = judged.together()
         judged.joint_norm = total
         nodes = [] if walk is None else [walk.nodes.by_path[gate] for gate in self._gates]
@@ -164,7 +157,7 @@ class StepPolicy:
         passed = [refusal(node, total, step).logical_not() for node, step in asked]
         if self.nonfinite == "skip":
             passed.append(finite)
-            decisions.note_norms(finite, judged.measure(), undecided.columns["params"])
+            decisions.note_norms(finite, judged.measure(), params)
         decisions.decide(passed)
         judged.taken = decisions.taken
         for node, step in asked:

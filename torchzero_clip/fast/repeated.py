@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from torchzero_clip.core.kinds import Gate, Scaling, UpdateRule
+from torchzero_clip.core.kinds import Gate, Kernel, Scaling, UpdateRule
 from torchzero_clip.core.nodes import Node, Nodes
 from torchzero_clip.core.step import Step
 from torchzero_clip.core.transform import Transform, is_pure
@@ -18,6 +18,7 @@ from torchzero_clip.engine.device_decisions import DeviceDecisions
 from torchzero_clip.engine.end import End
 from torchzero_clip.engine.judged import Judged, Judging
 from torchzero_clip.engine.listener import Listener
+from torchzero_clip.engine.nonfinite import StepPolicy
 from torchzero_clip.engine.reported_loss import Loss
 from torchzero_clip.engine.scaling import find_factors
 from torchzero_clip.engine.table import Table
@@ -146,10 +147,17 @@ class Planned:
         self.metrics = metrics
         return metrics
 
-    def run_decided(self) -> None:
-        """Take the step, or skip it, as the device has decided."""
-        of_gates = self.walk.metrics if self.is_watched else {}
-        metrics = self.run()
+    def run_by_device(self, policy: StepPolicy, decisions: DeviceDecisions) -> None:
+        """Take the step, or skip it, as the device decides."""
+        walk = self.walk if policy.has_gates else None
+        policy.let_device_decide(self.judged, walk, self.columns["params"], decisions)
+        self.decisions = decisions
+        of_gates = {} if walk is None else walk.metrics
+        try:
+            metrics = self.run()
+        except BaseException:
+            decisions.uncount()
+            raise
         # metrics of gates may be state, which the next step changes
         self.metrics = lambda: {**{name: value.clone() for name, value in of_gates.items()}, **metrics()}
 
@@ -292,7 +300,7 @@ class ByRule:
         decisions, kernel = step.decisions, self._kernel
         one: Any = 1
         if decisions is not None:
-            one, kernel = decisions.taken, partial(kernel, found_inf=decisions.found_inf)
+            one, kernel = decisions.taken, _refusable(kernel, decisions)
         for counter in step.counters:  # before the kernel, which reads the counts
             counter.add_(one)
         try:
@@ -374,6 +382,11 @@ def _factor_of(transform: Transform) -> Callable[[float, Setting], float] | None
     if not isinstance(transform, Scaling) or transform.slicing != Slicing(L2, "global"):
         return None
     return transform.factor if transform.has_factor and is_pure(transform) else None
+
+
+def _refusable(kernel: Callable[..., None], decisions: DeviceDecisions) -> Kernel:
+    """A kernel that `Fused.takes_found_inf`, which changes nothing if the step is refused."""
+    return partial(kernel, found_inf=decisions.found_inf)
 
 
 def _unless_refused(factors: Tensor, taken: Tensor) -> Tensor:

@@ -355,14 +355,8 @@ class Runner:
         decisions.begin(values[CONSECUTIVE])
         if self.undo is not None:
             self.undo.tensors([decisions.counts])
-        step.decisions = decisions
-        policy.let_device_decide(step, decisions)
         self.found_inf = decisions.found_inf
-        try:
-            step.run_decided()
-        except BaseException:
-            decisions.uncount()
-            raise
+        step.run_by_device(policy, decisions)
         self._unread = step.metrics
         self.chain_state.show(groups)
         self._posting += 1
