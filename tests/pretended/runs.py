@@ -224,7 +224,7 @@ def planned_steps_are_the_ordinary_ones() -> None:
                 if transform is not None and rule in HOSTS and draw.random() < 0.5:
                     host = HOSTS[rule](groups)
                     return host, before_step(host, transform)
-                options = {name: draw.random() < 0.2 for name in ("keep_grads", "maximize")}
+                options: dict[str, Any] = {name: draw.random() < 0.2 for name in ("keep_grads", "maximize")}
                 optimizer = Modular(groups, *filter(None, [transform, RULES[rule](draw)]), **options)
                 return optimizer, optimizer
 

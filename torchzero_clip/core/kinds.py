@@ -293,14 +293,6 @@ class Gate(NeverApplied):
         tensor([-1.])
     """
 
-    has_record: ClassVar[bool] = False
-    """True if `record` says what the gate stores. False if a subclass overrides only the other methods."""
-
-    def __init_subclass__(cls, **kwargs: object) -> None:
-        super().__init_subclass__(**kwargs)
-        is_overridden = cls.record is not Gate.record
-        cls.has_record = is_overridden and latest(cls, "record", "refuses", "accept", "refused") == "record"
-
     needs_loss: bool = False
     """True if the gate reads ``step.loss``, which is then the mean over all processes. For other gates it is None."""
 
@@ -348,3 +340,8 @@ class Gate(NeverApplied):
         It is called before `refused`. It may read tensors, because it is called only now and then.
         """
         return f"the norm of the gradients was {norm.item():.4g}"
+
+
+def implements_record(kind: type[Gate]) -> bool:
+    """True if `Gate.record` says what a gate stores. False if a subclass overrides only the other methods."""
+    return kind.record is not Gate.record and latest(kind, "record", "refuses", "accept", "refused") == "record"

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from torchzero_clip.checks import count, one_of
 from torchzero_clip.compat import is_capturing, never_compiled, warn_user
 from torchzero_clip.core.chain_state import CONSECUTIVE, SKIPPED
-from torchzero_clip.core.kinds import Gate
+from torchzero_clip.core.kinds import Gate, implements_record
 from torchzero_clip.core.nodes import Node
 from torchzero_clip.core.scope import named_params
 from torchzero_clip.core.step import Step
@@ -66,6 +66,7 @@ class StepPolicy:
         self.nonfinite: Nonfinite = nonfinite
         self.max_consecutive_skips = max_consecutive_skips
         self._gates = {name: transform for name, transform in transforms.items() if isinstance(transform, Gate)}
+        self._recording = {name for name, gate in self._gates.items() if implements_record(type(gate))}
         self.bad_gradients: BadGradients | None = None  # the gradients of the last step that ``nonfinite`` has refused
         self.idle = Idle()  # counts steps without gradients, or with zeros
         self._norms: deque[float] = deque(maxlen=REMEMBERED)
@@ -84,10 +85,10 @@ class StepPolicy:
     def host_reasons(self) -> list[str]:
         """Why the host has to decide whether a step is taken; empty if the device may."""
         reasons = ['nonfinite="raise" raises in the same step'] if self.nonfinite == "raise" else []
-        for gate in self._gates.values():
+        for name, gate in self._gates.items():
             if gate.needs_loss:
                 reasons.append(f"{gate!r} reads losses")
-            elif not (gate.has_record and is_pure(gate)):
+            elif not (name in self._recording and is_pure(gate)):
                 reasons.append(f"{gate!r} does not implement Gate.record, or is not pure")
         return reasons
 
