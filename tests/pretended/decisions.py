@@ -1,5 +1,6 @@
 """Steps about which the device decides: late errors, replays, errors of the optimizer behind, and who prevents it."""
 
+import copy
 import random
 import re
 from collections.abc import Callable, Iterator
@@ -80,8 +81,14 @@ def errors_are_late_and_say_so() -> None:
             assert 3 < in_a_row <= bad <= 3 + 1 + MOST_LATE
             assert optimizer.steps_taken == WARM
             assert [bits(param) for param in params] == before
-            warm(optimizer, params, 1)  # which raises no more, because this step is taken
-            assert optimizer.steps_taken == WARM + 1
+            saved = copy.deepcopy(optimizer.state_dict())
+            warm(optimizer, params, 20)  # which raise no more, because these steps are taken
+            assert optimizer.steps_taken == WARM + 20
+            bad_steps(optimizer, params, 4, torch.nan)
+            saved["param_groups"][0]["consecutive_skips"] = 0
+            optimizer.load_state_dict(saved)  # of a time before these skips
+            warm(optimizer, params, 20)
+            assert optimizer.steps_taken == WARM + 40
 
 
 def skips_without_a_limit_warn() -> None:

@@ -82,8 +82,9 @@ class DeviceDecisions:
         self._on_their_way: deque[Arriving] = deque()
 
     def begin(self, in_a_row: int) -> None:
-        """Continue from the count of the host, which may have decided about steps in between."""
+        """Continue from the count of the host, which may have decided about steps in between, or loaded it."""
         if in_a_row != self._known_in_a_row:
+            self.forget_sent()
             self._in_a_row.fill_(in_a_row)
             self._known_in_a_row = in_a_row
 
@@ -139,6 +140,10 @@ class DeviceDecisions:
     def post(self) -> None:
         """Send the counts to the host, for `arrived`."""
         self._on_their_way.append(self.send(self.counts))
+
+    def forget_sent(self) -> None:
+        """Forget counts that are on their way, which tell of the time before an error or a load."""
+        self._on_their_way.clear()
 
     def arrived(self) -> list[float] | None:
         """The latest counts that are on the host; None without new ones. It waits only for those of 16 steps before."""

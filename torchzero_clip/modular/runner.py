@@ -350,9 +350,13 @@ class Runner:
             self.settle(groups)
             self.skipped_by = ()
             decisions = self.decisions = DeviceDecisions(policy.names, device)
-        if (counts := decisions.arrived()) is not None:
-            policy.look(int(counts[2]), decisions.step_at(counts, self.steps_taken + values[SKIPPED]))
         decisions.begin(values[CONSECUTIVE])
+        if (counts := decisions.arrived()) is not None:
+            try:
+                policy.look(int(counts[2]), decisions.step_at(counts, self.steps_taken + values[SKIPPED]))
+            except RuntimeError:
+                decisions.forget_sent()
+                raise
         if self.undo is not None:
             self.undo.tensors([decisions.counts])
         self.found_inf = decisions.found_inf
