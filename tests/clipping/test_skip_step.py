@@ -88,3 +88,30 @@ def test_a_running_job_may_begin_to_skip_steps():
     train(optimizer, params, gradients(params, 1))
     train(optimizer, params, [[g * 1e6 for g in gradients(params, 1)[0]]])
     assert optimizer.metrics()["skipped_steps"].item() == 1
+
+
+class Late(SkipStep):
+    """Records each step by `record`, as if only the device knew whether it is taken."""
+
+    def accept(self, norm, step):
+        self.record(norm, step, torch.tensor(True))
+
+    def refused(self, norm, step):
+        self.record(norm, step, torch.tensor(False))
+
+
+@pytest.mark.parametrize("limits", [{"max_ratio": 3.0}, {"max_norm": 10.0}, {"max_norm": 50.0, "max_ratio": 5.0}])
+def test_record_stores_what_accept_and_refused_store(limits):
+    values = [0.0, 0.0, 1.0, 2.0, math.nan, 4.0, 100.0, 0.0, math.inf, 1.5, 7.0, 1.0]
+    found = []
+    for kind in (SkipStep, Late):
+        weight = nn.Parameter(torch.zeros(1))
+        optimizer = Modular([weight], kind(beta=0.7, name="skip", **limits), SGD(0.1))
+        for value in values:
+            weight.grad = torch.tensor([value])
+            optimizer.step()
+            state = {key: x.item() for key, x in optimizer.runner.chain_state.values.items() if torch.is_tensor(x)}
+            found.append((kind, weight.item(), state, optimizer.metrics()["skip/mean"].item()))
+    half = len(values)
+    assert [row[1:] for row in found[:half]] == [row[1:] for row in found[half:]]
+    assert 0 < optimizer.steps_taken < half

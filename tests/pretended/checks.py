@@ -15,10 +15,10 @@ from clipping.test_adaptive_vectors import tensor as adaptive_tensor
 from contract.entries import ENTRIES, Entry
 from contract.test_vectors import CASES
 from contract.training import gradients, parameters
-from pretended import no_float64, per_sample, worked
+from pretended import decisions, no_float64, per_sample, worked
 from pretended.costs import costs_are_bounded, warm_costs_are_bounded
 from pretended.device import CPU, CUDA, DEVICE, Graph, install, numbers, on_cuda, pretended
-from pretended.runs import planned_steps_are_the_ordinary_ones
+from pretended.runs import CLIPS, decisions_are_those_of_the_host, planned_steps_are_the_ordinary_ones
 from pretended.several_devices import PLACES, numbers_are_those_of_the_cpu
 from torch import Tensor, nn
 
@@ -191,6 +191,8 @@ CHECKS: dict[str, Callable[[], None]] = {
     "several devices": lambda: numbers_are_those_of_the_cpu(agree),
     **{name: lambda name=name: no_float64.run(name, agree) for name in no_float64.CHECKS},
     "plans": planned_steps_are_the_ordinary_ones,
+    "decisions": lambda: decisions_are_those_of_the_host(sorted(CLIPS)),
+    **decisions.CHECKS,
     "costs": costs_are_bounded,
     "warm costs": warm_costs_are_bounded,
     **{name: lambda check=check: check(agree) for name, check in per_sample.CHECKS.items()},

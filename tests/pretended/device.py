@@ -3,7 +3,7 @@
 What is emulated: devices and the errors about them; synchronizations and copies from and to the host; kernel launches,
 by the rules with which torch packs lists of tensors into launches; the bytes that kernels read and write; the memory
 that is kept; and `Graph`, which repeats the operations of a call without its Python code, as a CUDA graph does.
-What is not: the rounding of CUDA's kernels, streams, and time.
+What is not: the rounding of CUDA's kernels, streams, and time. `Posted` stands in for pinned memory with an event.
 
 It changes torch in the process, so tests use it in a process of its own. A CPU build of torch has no guard of a CUDA
 device, which autograd asks for: three lines of C++ are compiled for it. Backwards on a CUDA device ask for streams, so
@@ -29,6 +29,7 @@ from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchzero_clip import compat
+from torchzero_clip.engine.device_decisions import DeviceDecisions
 from torchzero_clip.functional import dtypes, foreach
 
 KIND = os.environ.get("PRETENDED", "cuda")
@@ -275,6 +276,7 @@ def install() -> None:
         kinds = getattr(module, "_foreach_supported_types", None)
         if isinstance(kinds, list):
             kinds.append(OnCuda)
+    DeviceDecisions.send = Posted
     torch.nn.utils.clip_grad._has_foreach_support = lambda tensors, device: True
     foreach.PLAIN.add(OnCuda)
     compat._ORDINARY.add(OnCuda)
@@ -328,6 +330,23 @@ def without_float64() -> Iterator[None]:
         yield
     finally:
         DEVICE.lacks_float64 = False
+
+
+class Posted:
+    """Numbers on their way to the host, which arrive when they are asked for the third time."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._values: list[float] = numbers(tensor).tolist()
+        self._asked = 0
+
+    def arrived(self) -> bool:
+        self._asked += 1
+        return self._asked > 2
+
+    def read(self) -> list[float]:
+        if self._asked <= 2:
+            DEVICE.counts.waits.append("synchronize")
+        return self._values
 
 
 class Graph:

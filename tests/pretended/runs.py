@@ -4,6 +4,7 @@ import copy
 import random
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from torchzero_clip import (
     GradientStabilizer,
     Modular,
     Normalize,
+    Recorder,
+    SkipStep,
     ZClip,
     before_step,
 )
@@ -58,7 +61,7 @@ SHAPES = [(), (1,), (5,), (3, 4), (2, 3, 3, 3), (17, 9), (300,), (70_000,)]
 DTYPES = [torch.float32, torch.float32, torch.float64, torch.bfloat16]
 SPOILT = {"inf": torch.inf, "nan": torch.nan}
 FACTORS = {"zeros": 0.0, "spike": 100.0, "huge": 1e30, "tiny": 1e-30}
-EVENTS = [*SPOILT, *FACTORS, "load", "missing", "settings", "replaced"]
+EVENTS = [*SPOILT, *FACTORS, "load", "missing", "settings", "replaced", "closure"]
 
 
 class Run:
@@ -74,6 +77,7 @@ class Run:
         if len(shapes) > 1 and draw.random() < 0.4:
             cut = draw.randint(1, len(shapes) - 1)
             groups = [{"params": self.params[:cut]}, {"params": self.params[cut:], "lr": 0.003}]
+        self.recorder: Recorder | None = None
         self.optimizer, self.chain = make(draw, groups)  # the second has the metrics
 
     def fill(self, event: str | None, draw: random.Random) -> None:
@@ -97,15 +101,25 @@ class Run:
             optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         elif event == "missing":
             param.grad = None
+        elif event == "recorder" and self.chain.runner.listener is None:
+            self.recorder = Recorder(optimizer)
         elif event == "settings":
-            group = draw.choice(draw.choice([optimizer, self.chain]).param_groups)
+            groups = draw.choice([optimizer, self.chain]).param_groups
             key, values = draw.choice([("lr", [0.0, 0.02]), ("max_norm", [0.5, 2.0]), ("weight_decay", [0.0, 0.1])])
-            if key in group:
-                group[key] = draw.choice(values)
+            value = draw.choice(values)
+            for group in groups:
+                group.update({key: value} if key in group else {})
         elif event == "replaced" and optimizer.state.get(param):
             state = optimizer.state[param]
-            key = draw.choice([key for key, value in state.items() if isinstance(value, Tensor)])
-            state[key] = on_cuda(numbers(state[key]))
+            for key in [key for key, value in state.items() if isinstance(value, Tensor)][:1]:
+                state[key] = on_cuda(numbers(state[key]))
+
+    def answers(self) -> tuple[Any, ...]:
+        """What the host reads when it is asked."""
+        chain, groups = self.chain, self.optimizer.state_dict()["param_groups"]
+        saved = [group.get("before_step", {}).get("settings", group) for group in groups]
+        counts = [(group.get("skipped_steps"), group.get("consecutive_skips")) for group in saved]
+        return chain.skipped_by, chain.steps_taken, str(chain.bad_gradients), counts
 
     def facts(self, *, asks: bool) -> dict[str, Any]:
         """What a user can see; if he ``asks``, also what the optimizer computes when it is asked."""
@@ -115,8 +129,13 @@ class Run:
             held = self.optimizer.state.get(param, {})
             facts |= {f"state {i} {key}": value for key, value in {**held, **held.get("before_step", {})}.items()}
             facts.pop(f"state {i} before_step", None)
+        for key, value in self.chain.runner.chain_state.values.items():
+            facts |= {f"chain {key}": value} if isinstance(value, Tensor) else {}
         if asks:
-            facts |= {f"metric {key}": value for key, value in self.chain.metrics().items()}
+            facts["answers"] = self.answers()
+            # metrics of a skipped step are those of the gates only, if the host has decided
+            shown = {} if self.chain.skipped_by else self.chain.metrics()
+            facts |= {f"metric {key}": value for key, value in shown.items()}
         return {key: bits(value) if isinstance(value, Tensor) else value for key, value in facts.items()}
 
 
@@ -138,11 +157,49 @@ def agree(seed: str, runs: list[Run], steps: int, events: list[str], often: floa
             draw = random.Random(seed_of_draw)
             run.fill(event, draw)
             run.happen(event, draw)
-            errors.append(_error_of(run.optimizer.step))
+            errors.append(_error_of(partial(run.optimizer.step, *[lambda: 0.5] * (event == "closure"))))
             facts.append(run.facts(asks=asks))
         assert errors[0] == errors[1], (seed, log, errors)
         different = [key for key in {**facts[0], **facts[1]} if facts[0].get(key) != facts[1].get(key)]
         assert not different, (seed, log, different)
+
+
+GATES: dict[str, Callable[[random.Random], tuple[list[Any], dict[str, Any]]]] = {
+    "nonfinite": lambda draw: ([], {"nonfinite": "skip"}),
+    "ratio": lambda draw: ([SkipStep(max_ratio=draw.choice([3.0, 10.0]), beta=0.5)], {}),
+    "norm": lambda draw: ([SkipStep(max_norm=draw.choice([3.0, 30.0]))], {"nonfinite": "skip"}),
+    "scoped": lambda draw: ([SkipStep(max_norm=9.0).only(lambda p: p.numel() > 1)], {"nonfinite": "skip"}),
+    "two gates": lambda draw: ([SkipStep(max_ratio=4.0), SkipStep(max_norm=50.0)], {"nonfinite": "skip"}),
+}
+
+
+def decisions_are_those_of_the_host(clips: list[str], repeats: int = 1, most_gates: int = 2) -> None:
+    """Clips with gates, rules and optimizers: the device decides in one run, and the host in the other one."""
+    late = 0
+    for clip in clips:
+        gates = random.Random(clip).sample(sorted(GATES), min(most_gates, len(GATES)))
+        for gate, repeat in [(gate, repeat) for gate in gates for repeat in range(repeats)]:
+            rule = random.Random(f"{clip} {gate} {repeat}").choice(sorted(RULES))
+            seed = f"{clip} {gate} {rule} {repeat}"
+
+            def make(draw: random.Random, groups: list[Any], clip: str = clip, gate: str = gate, rule: str = rule):
+                (gates, options), transform, taken_by = GATES[gate](draw), CLIPS[clip](draw), RULES[rule](draw)
+                transforms = [*gates, *([] if transform is None else [transform])]
+                draw.shuffle(transforms)
+                if transforms and rule in HOSTS and draw.random() < 0.5:
+                    host = HOSTS[rule](groups)
+                    return host, before_step(host, *transforms, **options)
+                options |= {name: draw.random() < 0.2 for name in ("keep_grads", "maximize")}
+                optimizer = Modular(groups, *transforms, taken_by, **options)
+                return optimizer, optimizer
+
+            runs = [Run(seed, make) for _ in range(2)]
+            runs[1].chain.runner._host_reasons = lambda: ["this run is the oracle"]
+            agree(seed, runs, 24, [*EVENTS, *["recorder"] * (gate == "norm")], 0.35)
+            assert runs[0].answers() == runs[1].answers(), seed
+            assert runs[1].chain.runner.decisions is None
+            late += runs[0].chain.runner._posting
+    assert late > 3 * len(clips)
 
 
 def _error_of(step: Callable[[], Any]) -> str | None:
@@ -167,7 +224,7 @@ def planned_steps_are_the_ordinary_ones() -> None:
                 if transform is not None and rule in HOSTS and draw.random() < 0.5:
                     host = HOSTS[rule](groups)
                     return host, before_step(host, transform)
-                options = {name: draw.random() < 0.2 for name in ("keep_grads", "maximize")}
+                options: dict[str, Any] = {name: draw.random() < 0.2 for name in ("keep_grads", "maximize")}
                 optimizer = Modular(groups, *filter(None, [transform, RULES[rule](draw)]), **options)
                 return optimizer, optimizer
 

@@ -245,6 +245,11 @@ class ClipNormGrowth(NormStatistics):
         return _limits(setting)
 
     @override
+    def keeps_refused(self, settings: Sequence[Setting]) -> bool:
+        """True if no tracking ends."""
+        return all(map(_limits, settings))
+
+    @override
     def factors(self, measured: Measured, updates: list[Tensor], step: Step) -> Tensor:
         _end_without_limit(step, joint=self.joint)
         return super().factors(measured, updates, step)

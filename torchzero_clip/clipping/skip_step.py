@@ -57,8 +57,9 @@ class SkipStep(Gate):
         ValueError: If no limit is given, or for a setting out of range.
         TypeError: For a setting of the wrong type.
 
-    Each step synchronizes with the GPU once. The norm covers the gradients of the parameters that `only` and `without`
-    select, before any transform. ``metrics()["skipped_steps"]`` is the number of skipped steps. Checkpoints store it.
+    A step synchronizes with a GPU once, unless the GPU decides: see `Modular.host_decides`. The norm covers the
+    gradients of the parameters that `only` and `without` select, before any transform. ``metrics()["skipped_steps"]``
+    is the number of skipped steps. Checkpoints store it.
 
     Examples:
         >>> import torch
@@ -129,7 +130,13 @@ class SkipStep(Gate):
 
     @override
     def refuses(self, norm: Tensor, step: Step) -> Tensor:
-        bad = (norm > _limit(norm, step)) | norm.isfinite().logical_not()
+        setting = step.settings[0]
+        bad = (norm < torch.inf).logical_not()
+        if setting["max_norm"] is not None:
+            bad = bad | (norm > setting["max_norm"])
+        if setting["max_ratio"] is not None:
+            mean = step.global_state["mean"]  # 0 until it has started
+            bad = bad | ((norm > setting["max_ratio"] * mean) & (mean > 0))
         if not self.needs_loss:
             return bad
         values = self._values(norm, step)
@@ -173,6 +180,15 @@ class SkipStep(Gate):
             foreach.copy_([state[key]], [torch.where(becomes_window, window, state[key])])
             foreach.copy_([state[f"{key}_stored"]], [torch.where(becomes_window, state[count], state[f"{key}_stored"])])
             foreach.copy_([state[count]], [torch.where(lasts, 0.0, state[count])])
+
+    @override
+    def record(self, norm: Tensor, step: Step, taken: Tensor) -> None:
+        """Move the running mean as `accept` does, if the step is taken."""
+        mean, started = step.global_state["mean"], step.global_state["started"]
+        moved = torch.where(started > 0, mean.lerp(norm, 1 - step.settings[0]["beta"]), norm)
+        torch.where(taken, moved, mean, out=mean)  # a norm of 0 is the mean before the start
+        started.masked_fill_((norm > 0) & taken, 1.0)
+        step.metrics["mean"] = mean
 
     @override
     def why(self, norm: Tensor, step: Step) -> str:

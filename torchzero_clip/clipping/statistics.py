@@ -127,8 +127,9 @@ class Tracked:
 
     def _keep_in_place(self, values: dict[str, Tensor]) -> bool:
         """Do the same in one launch for each key. False if numbers are not elements of vectors in the widest dtype."""
-        stored = {key: self._stored(key) for key in {**values, "started": self.started}}
-        if any(vector is None or vector.dtype != self.norms.dtype for vector in stored.values()):
+        keys = {**values, "started": self.started}
+        stored = {key: vector for key in keys if (vector := self._stored(key)) is not None}
+        if len(stored) < len(keys) or any(vector.dtype != self.norms.dtype for vector in stored.values()):
             return False
         for key, vector in stored.items():
             if key in values:
@@ -242,6 +243,11 @@ class NormStatistics(Scaling):
         super().check_groups(settings)
         if self.joint:
             same_in_all_groups(self, settings, self.defaults if self.common is None else self.common)
+
+    @override
+    def keeps_refused(self, settings: Sequence[Setting]) -> bool:
+        """True, because statistics do not follow norms that are not finite."""
+        return True
 
     @override
     def init_state(self, param: Tensor, setting: Setting) -> NewState:

@@ -131,6 +131,17 @@ class Scaling(NeverApplied):
         """
         raise NotImplementedError
 
+    def keeps_refused(self, settings: Sequence[Setting]) -> bool:
+        """Return True if a step in which no gradient is finite changes no state, and all factors are then 1.
+
+        Optional, for scalings with state. On CUDA, the device may then refuse a step: the norms in
+        ``step.gradient_norms`` are NaN in it. A scaling without state is not asked.
+
+        Args:
+            settings: The settings of each group.
+        """
+        return False
+
 
 class Shifting(Transform):
     """Subtracts numbers from updates, as `Centralize` does; `shifts` returns them if there is one for each update."""
@@ -160,6 +171,8 @@ class Fused(NamedTuple):
     """For all other tensors on CPU. It is never given a ``scale``."""
     counters: Sequence[str] = ()
     """The keys of numbers that count the steps, this one included."""
+    takes_found_inf: bool = False
+    """The kernel has a keyword ``found_inf``, a 0-d float32 tensor, and changes nothing if it is 1."""
 
 
 class UpdateRule(Transform):
@@ -308,9 +321,27 @@ class Gate(NeverApplied):
     def refused(self, norm: Tensor, step: Step) -> None:
         """Record a step that this gate or another one refused: change ``step.global_state``, set ``step.metrics``."""
 
+    def record(self, norm: Tensor, step: Step, taken: Tensor) -> None:
+        """Record a step of which only the device knows whether it is taken, as `accept` and `refused` do.
+
+        Optional. With it, a gate without a loss does not wait for a CUDA device. Change the tensors in
+        ``step.global_state`` in place. A metric may be one of them.
+
+        Args:
+            norm: As in `refuses`. It may not be finite.
+            step: As in `Transform.apply_tensors`.
+            taken: A 0-d boolean tensor on the device.
+        """
+        raise NotImplementedError
+
     def why(self, norm: Tensor, step: Step) -> str:
         """Return why this gate refuses a step: what was judged, and its limit, for a warning after many such steps.
 
         It is called before `refused`. It may read tensors, because it is called only now and then.
         """
         return f"the norm of the gradients was {norm.item():.4g}"
+
+
+def implements_record(kind: type[Gate]) -> bool:
+    """True if `Gate.record` says what a gate stores. False if a subclass overrides only the other methods."""
+    return kind.record is not Gate.record and latest(kind, "record", "refuses", "accept", "refused") == "record"

@@ -19,7 +19,16 @@ from torchzero_clip.types import Group, NewState, Schedule, Setting, State, Targ
 
 CALLED = {
     *("apply_tensors", "apply_tensor", "factors", "formula", "start", "change", "refuses", "accept", "refused", "why"),
-    *("take_step", "shifts", "init_state", "possible_state", "init_global_state", "slice_dims"),
+    *(
+        "take_step",
+        "shifts",
+        "record",
+        "keeps_refused",
+        "init_state",
+        "possible_state",
+        "init_global_state",
+        "slice_dims",
+    ),
 }
 """Methods that the optimizer calls with positional arguments."""
 

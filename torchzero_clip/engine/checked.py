@@ -130,6 +130,13 @@ def record(node: Node, norm: Tensor, step: Step, *, taken: bool) -> None:
     check_state(node, step)
 
 
+def record_decided(node: Node, norm: Tensor, step: Step, taken: Tensor) -> None:
+    """Let a gate record a step about which the device decides."""
+    gate = cast(Gate, node.transform)
+    _asked(lambda norm, step: gate.record(norm, step, taken), node, norm, step)
+    check_state(node, step)
+
+
 def why(node: Node, norm: Tensor, step: Step) -> str:
     """What the gate says of why it refuses the step."""
     gate = cast(Gate, node.transform)

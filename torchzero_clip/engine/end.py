@@ -1,7 +1,7 @@
 """The end of the outermost chain: updates are subtracted from the parameters, or written into the gradients."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -85,6 +85,8 @@ class Deliver(End):
 
     scale: DeliveredScale = foreach.multiply_  # multiplies the gradients if the updates are these times one factor
     over_grads: bool = False
+    host_reasons: Callable[[], list[str]] = list
+    """Why the optimizer cannot leave it to the device whether a step is taken; empty if it can."""
 
     @override
     def finish(self, walk: WalkLike, node: Node, rows: list[int], rest: Sequence[Node]) -> set[int]:

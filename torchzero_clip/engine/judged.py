@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from torchzero_clip.core.chain import Chain
@@ -12,6 +13,7 @@ from torchzero_clip.core.nodes import Node, Nodes
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.engine.checked import slice_dims
 from torchzero_clip.engine.executor import Measurer
+from torchzero_clip.functional.choice import where
 from torchzero_clip.functional.measure import L2, DimsOf, Measured, Slicing, measure
 from torchzero_clip.functional.shards import elements_at, memories
 from torchzero_clip.functional.slices import joint_of_norms
@@ -28,6 +30,8 @@ class Judging:
         first = next((node for node in nodes if not node.outer and not isinstance(node.transform, Gate)), None)
         self.joint_clip = first.path if first is not None and _clips_all_gradients(first.transform) else None
         """The path of the first transform, if it needs just the joint norm that gates may have measured."""
+        self.first_scaling = first.path if first is not None and _scales_all_gradients(first.transform) else None
+        """The path of the first transform, if it measures the gradients of all parameters."""
         self.norm_metric = "" if first is None else f"{first.path}/norm" * _tells_zeros(first.transform)
         """The metric that is 0 only if all gradients are 0; empty if there is none."""
         scalings = [(node.path, node.transform) for node in nodes if isinstance(node.transform, Scaling)]
@@ -55,6 +59,8 @@ class Judged:
     joint_norm: Tensor | None = None
     """The joint L2 norm of the gradients of all processes, once gates have measured it: 0-d."""
     before: Tensor | None = None  # the L2 norm of each gradient, once it was measured for a listener
+    taken: Tensor | None = None
+    """A 0-d boolean, if the device decides whether the step is taken. Statistics see norms of NaN if it is not."""
 
     def measure(self, *, jointly: bool = False) -> Tensor:
         """The L2 norm of each gradient, equal on all ranks, in float64. ``jointly``: the joint norm if it is enough."""
@@ -73,6 +79,7 @@ class Judged:
     def of(self, rows: Sequence[int]) -> Tensor:
         """The norm of the gradient of each row, or the joint norm if statistics need only that."""
         norms = self.measure()
+        norms = norms if self.taken is None else where(self.taken, norms, torch.nan)
         return norms if norms.numel() < len(self.grads) else elements_at(norms, rows)
 
     def of_each(self) -> Tensor:
@@ -82,10 +89,19 @@ class Judged:
 
     def joined(self, scopes: Sequence[list[int]]) -> list[Tensor]:
         """The joint norm of all gradients; 1 if some gradient is not finite, else 0; the joint norm of each scope."""
-        norms = self.measure()
-        total = joint_of_norms(norms, 2.0) if len(norms) != 1 else norms.squeeze(0)
+        total, finite = self.together()
         of_scopes = [total if len(rows) == len(self.grads) else joint_of_norms(self.of(rows), 2.0) for rows in scopes]
-        return [total, norms.isfinite().all().logical_not().to(total.dtype), *of_scopes]
+        return [total, finite.logical_not().to(total.dtype), *of_scopes]
+
+    def together(self) -> tuple[Tensor, Tensor]:
+        """The joint norm of all gradients, and whether all are finite: 0-d."""
+        norms = self.measure()
+        # the squares of other dtypes are in the range of float64, so their sum is finite if all are
+        if not norms.is_cpu and norms.dtype == torch.float64 and self.grads[0].dtype != torch.float64:
+            total = torch.linalg.vector_norm(norms)
+            return total, total < torch.inf
+        total = joint_of_norms(norms, 2.0) if len(norms) != 1 else norms.squeeze(0)
+        return total, norms.isfinite().all()
 
     def total(self) -> Tensor | None:
         """The joint norm of the gradients, to the bit as in `measured`; None if that measures each of them alone."""
@@ -125,6 +141,10 @@ class Judged:
         beside = self.listens and self.before is None
         each, slicing = node.path in self.judging.needs_each, node.transform.slicing  # pyright: ignore
         resources = self.measurer.resources(updates)._replace(name=node.path, beside=beside, each=each)
+        total, is_alone = self.joint_norm, self.measurer.process_group is None
+        if norms is not None and total is not None and node.path == self.judging.first_scaling and is_alone:
+            is_known = not norms.is_cpu and len(norms) == count == len(self.grads)  # gates have measured each gradient
+            resources = resources._replace(norms=(total, norms) if is_known else None)
         measured = measure(updates, slicing, self.judging.dims_of.get(node.path), resources)
         if self.judging.is_asked and self.norms is None:
             # these are gradients: see `before_change`
@@ -144,6 +164,10 @@ class Judged:
 def _clips_all_gradients(transform: Transform) -> bool:
     measures_all = isinstance(transform, Scaling) and transform.slicing == Slicing(L2, "global")
     return measures_all and not (transform.scope.limited or transform.keeps_statistics or transform.target != "update")
+
+
+def _scales_all_gradients(transform: Transform) -> bool:
+    return isinstance(transform, Scaling) and transform.target == "update" and _measures_gradients(transform)
 
 
 def _tells_zeros(transform: Transform) -> bool:

@@ -1,7 +1,7 @@
 """The decision to take a step, to skip it, or to raise. It is made before anything changes."""
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import compress
 from typing import Literal, Protocol, TypeAlias
 
@@ -12,20 +12,22 @@ from torch.distributed import ProcessGroup
 from torchzero_clip.checks import count, one_of
 from torchzero_clip.compat import is_capturing, never_compiled, warn_user
 from torchzero_clip.core.chain_state import CONSECUTIVE, SKIPPED
-from torchzero_clip.core.kinds import Gate
+from torchzero_clip.core.kinds import Gate, implements_record
 from torchzero_clip.core.nodes import Node
 from torchzero_clip.core.scope import named_params
 from torchzero_clip.core.step import Step
-from torchzero_clip.core.transform import Transform
-from torchzero_clip.engine.checked import record, refusal, why
+from torchzero_clip.core.transform import Transform, is_pure
+from torchzero_clip.engine.checked import record, record_decided, refusal, why
 from torchzero_clip.engine.company import Company, Walking
+from torchzero_clip.engine.device_decisions import MOST_LATE, DeviceDecisions
 from torchzero_clip.engine.idle import Idle
+from torchzero_clip.engine.judged import Judged
 from torchzero_clip.engine.reported_loss import Loss
 from torchzero_clip.functional.bad import BadGradients, bad_gradients, labels
 from torchzero_clip.functional.processes import gathered
 from torchzero_clip.functional.shards import largest_on_all_ranks, mesh_groups
 from torchzero_clip.functional.slices import joint_of_norms
-from torchzero_clip.types import State
+from torchzero_clip.types import Group, State
 
 Nonfinite: TypeAlias = Literal["propagate", "raise", "skip"]
 
@@ -42,6 +44,16 @@ class Undecided(Walking, Protocol):
     are_zero: bool  # set if the joint norm is 0
 
 
+class UndecidedStep(Protocol):
+    """A step that follows a plan, and about which the device may decide."""
+
+    columns: dict[str, list[Tensor]]  # parameters, gradients and state by key
+    metrics: Callable[[], dict[str, Tensor]] | None  # computes the metrics, once it has run
+
+    def run_by_device(self, policy: "StepPolicy", decisions: DeviceDecisions) -> None:
+        """Take the step, or skip it, as the device decides."""
+
+
 class StepPolicy:
     """Decides whether a step is taken, by the arguments of `Modular` and the gates among the transforms."""
 
@@ -54,17 +66,31 @@ class StepPolicy:
         self.nonfinite: Nonfinite = nonfinite
         self.max_consecutive_skips = max_consecutive_skips
         self._gates = {name: transform for name, transform in transforms.items() if isinstance(transform, Gate)}
+        self._recording = {name for name, gate in self._gates.items() if implements_record(type(gate))}
         self.bad_gradients: BadGradients | None = None  # the gradients of the last step that ``nonfinite`` has refused
         self.idle = Idle()  # counts steps without gradients, or with zeros
         self._norms: deque[float] = deque(maxlen=REMEMBERED)
+        self._warned_at = 0  # steps in a row that the device has skipped, at the last warning
         self.has_gates = bool(self._gates)
         self.may_skip = nonfinite == "skip" or self.has_gates
         self.decides = self.may_skip or nonfinite == "raise"
         self.raising = frozenset({"nonfinite"} if nonfinite == "raise" else ())  # of ``refused_by``, what is an error
+        self.names = [*self._gates, *(["nonfinite"] if nonfinite == "skip" else [])]
+        """Who may skip a step."""
         # one joint norm is enough, unless a gate acts on some gradients only
         self._judges_all = not any(gate.scope.limited for gate in self._gates.values())
         if max_consecutive_skips is not None and not self.may_skip:
             raise ValueError("max_consecutive_skips needs nonfinite='skip' or a gate in the chain, such as SkipStep")
+
+    def host_reasons(self) -> list[str]:
+        """Why the host has to decide whether a step is taken; empty if the device may."""
+        reasons = ['nonfinite="raise" raises in the same step'] if self.nonfinite == "raise" else []
+        for name, gate in self._gates.items():
+            if gate.needs_loss:
+                reasons.append(f"{gate!r} reads losses")
+            elif not (name in self._recording and is_pure(gate)):
+                reasons.append(f"{gate!r} does not implement Gate.record, or is not pure")
+        return reasons
 
     def described(self) -> list[str]:
         """The arguments that differ from their defaults, for the repr."""
@@ -120,6 +146,54 @@ class StepPolicy:
         counts.update({CONSECUTIVE: 0} if self.may_skip else {})
         self._record(walk, judged, taken=True)
         return True
+
+    def let_device_decide(
+        self, judged: Judged, walk: Undecided | None, params: list[Tensor], decisions: DeviceDecisions
+    ) -> None:
+        """Let the device decide about a step with these parameters. It does not wait. Gates need the ``walk``."""
+        total, finite = judged.together()
+        judged.joint_norm = total
+        nodes = [] if walk is None else [walk.nodes.by_path[gate] for gate in self._gates]
+        asked = [] if walk is None else [(node, _step_of_gate(walk, node)) for node in nodes]
+        passed = [refusal(node, total, step).logical_not() for node, step in asked]
+        if self.nonfinite == "skip":
+            passed.append(finite)
+            decisions.note_norms(finite, judged.measure(), params)
+        decisions.decide(passed)
+        judged.taken = decisions.taken
+        for node, step in asked:
+            record_decided(node, total, step, decisions.taken)
+            if walk is not None:
+                walk.store(node, step)
+
+    def posts(self, steps: int) -> bool:
+        """True if the counts of a step about which the device decides are sent to the host."""
+        return self.max_consecutive_skips is not None or not steps % MOST_LATE
+
+    def look(self, in_a_row: int, at_step: int) -> None:
+        """Raise or warn after too many steps in a row that the device has skipped, up to this step."""
+        who = "skipped_by and bad_gradients say more of the last one"
+        if self.max_consecutive_skips is None:
+            if in_a_row < WARNED_AFTER:
+                self._warned_at = 0
+            elif in_a_row >= 2 * self._warned_at:
+                self._warned_at = in_a_row
+                warn_user(
+                    f"{in_a_row} steps in a row were skipped at step {at_step}. {who}. The model does not train until "
+                    "you act: change the limit, or go back to a checkpoint. max_consecutive_skips= ends such a run"
+                )
+        elif in_a_row > self.max_consecutive_skips:
+            raise RuntimeError(
+                f"{in_a_row} steps in a row were skipped at step {at_step}. The argument max_consecutive_skips allows "
+                f"{self.max_consecutive_skips}. The device has decided, so this error may be {MOST_LATE} steps late; "
+                f"{who}"
+            )
+
+    def note_bad(self, norms: Sequence[float], params: Sequence[Tensor], groups: Sequence[Group]) -> None:
+        """Name the gradients of the last step that the device has refused because they were not finite."""
+        names = _names(groups)
+        norm_of = {names[param]: norm for param, norm in zip(params, norms, strict=True) if param in names}
+        self.bad_gradients = bad_gradients(norm_of, [], None)
 
     def passes(self, norm: Tensor, counts: State) -> None:
         """Allow a step without gates whose gradients have this joint norm, which is finite."""
@@ -224,9 +298,14 @@ def _joint_norms(walk: Undecided, scopes: Sequence[list[int]]) -> tuple[list[Ten
 def _bad_gradients(walk: Undecided) -> BadGradients:
     """The names of the gradients that are not finite. All processes call it, because they have decided together."""
     table = walk.table
-    every = [named for group in table.groups for named in named_params(group)]
-    # over all parameters, with or without a gradient, so that all processes number them alike
-    names = labels("parameter", [(named.name, named.param) for named in every])
+    names = _names(table.groups)
     norms = walk.judged.of_each().tolist()
     norm_of = {names[param]: norm for param, norm in zip(table.params, norms, strict=True)}
     return bad_gradients(norm_of, mesh_groups(table.all_params()), _group_of(walk)[0])
+
+
+def _names(groups: Sequence[Group]) -> dict[Tensor, str]:
+    """The name of each parameter."""
+    every = [named for group in groups for named in named_params(group)]
+    # over all parameters, with or without a gradient, so that all processes number them alike
+    return labels("parameter", [(named.name, named.param) for named in every])

@@ -3,20 +3,22 @@
 from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from torchzero_clip.core.kinds import Gate, Scaling, UpdateRule
+from torchzero_clip.core.kinds import Gate, Kernel, Scaling, UpdateRule
 from torchzero_clip.core.nodes import Node, Nodes
 from torchzero_clip.core.step import Step
 from torchzero_clip.core.transform import Transform, is_pure
 from torchzero_clip.core.undo import Undo
+from torchzero_clip.engine.device_decisions import DeviceDecisions
 from torchzero_clip.engine.end import End
 from torchzero_clip.engine.judged import Judged, Judging
 from torchzero_clip.engine.listener import Listener
+from torchzero_clip.engine.nonfinite import StepPolicy
 from torchzero_clip.engine.reported_loss import Loss
 from torchzero_clip.engine.scaling import find_factors
 from torchzero_clip.engine.table import Table
@@ -30,6 +32,7 @@ from torchzero_clip.fast.vectors import VectorStates
 from torchzero_clip.fast.workspace import StepLayout, Workspace
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.blocks import joint_norm
+from torchzero_clip.functional.choice import where
 from torchzero_clip.functional.measure import L2, Measured, Slicing, by_setting, effect, scale_
 from torchzero_clip.functional.norms import norms_of_each
 from torchzero_clip.functional.scratch import Scratch
@@ -61,6 +64,15 @@ class Course:
         self.may_read = self.layout.is_on_cpu
         """True if the host may read numbers of a step. On CUDA this would synchronize with the GPU."""
 
+    def host_reasons(self) -> list[str]:
+        """Why the host has to decide whether a step is taken; empty if the device may."""
+        reasons = ["the parameters are on the CPU"] if self.may_read else []
+        if self.scaling is not None and not self.scaling.keeps_refused:
+            reasons.append(f"{self.scaling.node.transform!r} may change its state in a refused step")
+        if not self.ending.takes_found_inf:
+            reasons.append("the update rule has no kernel that can refuse a step")
+        return reasons
+
 
 @dataclass(eq=False)
 class Planned:
@@ -81,6 +93,7 @@ class Planned:
     is_measured: bool = False  # `measure` was called, by a step whose factor follows from the joint norm alone
     total: Tensor | None = None  # the joint norm of the gradients, if it was measured, is finite and not extreme
     metrics: Metrics | None = None  # computes the metrics, once the step was taken
+    decisions: DeviceDecisions | None = None  # set if the device decides whether the step is taken
 
     @cached_property
     def table(self) -> Table:
@@ -134,6 +147,20 @@ class Planned:
         self.metrics = metrics
         return metrics
 
+    def run_by_device(self, policy: StepPolicy, decisions: DeviceDecisions) -> None:
+        """Take the step, or skip it, as the device decides."""
+        walk = self.walk if policy.has_gates else None
+        policy.let_device_decide(self.judged, walk, self.columns["params"], decisions)
+        self.decisions = decisions
+        of_gates = {} if walk is None else walk.metrics
+        try:
+            metrics = self.run()
+        except BaseException:
+            decisions.uncount()
+            raise
+        # metrics of gates may be state, which the next step changes
+        self.metrics = lambda: {**{name: value.clone() for name, value in of_gates.items()}, **metrics()}
+
     def run_watched(self) -> None:
         """Take a step that has a ``walk``, which the listener sees."""
         walk, listener = self.walk, self.listener
@@ -166,7 +193,14 @@ class RepeatedScaling:
     def settle(self, settings: Mapping[str, list[Setting]]) -> None:
         of_groups = settings[self.node.path]
         self._settings = [of_groups[g] for g in self._group_of]
+        self.keeps_refused = self._keeps_refused(of_groups)
+        """True if a refused step changes no state of it."""
         self.factor_of = self._joint_factor_of if len(by_setting(self._settings)) == 1 else None
+
+    def _keeps_refused(self, settings: list[Setting]) -> bool:
+        node, transform = self.node, cast(Scaling, self.node.transform)
+        has_state = node.has_state or node.global_keys
+        return is_pure(transform) and (not has_state or transform.keeps_refused(settings))
 
     def find(self, step: Planned) -> tuple[Tensor | float | None, Metrics]:
         """The factors that the end has to apply, and the metrics. No factors if all are 1, or wait in the executor."""
@@ -214,16 +248,23 @@ class RepeatedScaling:
         rows = list(range(len(seen.grads)))
         updates = seen.grads if course.in_place else step.executor.read(rows)
         measured, factors = find_factors(node, rows, updates, seen, step.judged, None, step.chain_state)
-        left = None
+        left, used, taken = None, factors, None if step.decisions is None else step.decisions.taken
+        if taken is not None and not (course.in_place and course.ending.applies_in_kernel(measured, factors)):
+            used = _unless_refused(factors, taken)  # a gradient times 1 keeps its bits
         if course.in_place:
-            left = _left(Scale(measured, factors, over_grads=True), step)
+            left = _left(Scale(measured, used, over_grads=True), step)
         else:
-            step.executor.scale(rows, measured, factors, not course.keep_grads)
+            step.executor.scale(rows, measured, used, not course.keep_grads)
         shown = seen.metrics
+
+        def metrics() -> dict[str, Tensor]:
+            acting = factors if taken is None else _unless_refused(factors, taken)
+            return node.qualified({**shown, **effect(measured, acting)})
+
         if not (measured.is_whole and measured.targets):
-            return left, partial(node.qualified, {**shown, **effect(measured, factors)})
+            return left, partial(dict, metrics())
         measured.targets = [measured.total]  # so that metrics do not keep the gradients alive
-        return left, lambda: node.qualified({**shown, **effect(measured, factors)})
+        return left, metrics
 
 
 class ByRule:
@@ -233,6 +274,8 @@ class ByRule:
         self._rule, self._kernel, self._rest, self._group_of = ended.node, ended.kernel, ended.rest, group_of
         self.paths = {node.path for node in (ended.node, *ended.rest)}
         self.counters = [f"{self._rule.path}/{key}" for key in ended.fused.counters]
+        self.takes_found_inf = ended.fused.takes_found_inf
+        self._divides = ended.layout.divides_in_kernel
         self._state = [f"{self._rule.path}/{key}" for key in (*ended.fused.state, *ended.fused.counters)]
 
     def variants(self, settings: Mapping[str, list[Setting]]) -> Set[Hashable]:
@@ -248,25 +291,33 @@ class ByRule:
         """True if the end may multiply by the factors of a scaling."""
         return waiting.fits_kernels
 
+    def applies_in_kernel(self, measured: Measured, factors: Tensor) -> bool:
+        """True if the kernel itself divides by the factors, so that gradients stay as they are in a refused step."""
+        return self._divides and measured.is_whole and measured.joint and foreach.is_one_number(factors)
+
     def finish(self, step: Planned, factor: Tensor | float | None) -> None:
         """Multiply the gradients by their factor, None for 1, and do the rest of the step."""
+        decisions, kernel = step.decisions, self._kernel
+        one: Any = 1
+        if decisions is not None:
+            one, kernel = decisions.taken, _refusable(kernel, decisions)
         for counter in step.counters:  # before the kernel, which reads the counts
-            counter.add_(1)
+            counter.add_(one)
         try:
             columns = step.columns
             params, grads = columns["params"], columns["grads"]
             state = [columns[key] for key in self._state]
             if step.course.in_place:
                 scratch = step.workspace.scratch
-                run_kernel(self._kernel, [params, grads, *state], self._runs, factor, scratch, SCRATCH_NAME)
+                run_kernel(kernel, [params, grads, *state], self._runs, factor, scratch, SCRATCH_NAME)
             elif factor is None:
-                step.executor.run(self._kernel, step.table.rows, params, state, self._settings, self._runs)
+                step.executor.run(kernel, step.table.rows, params, state, self._settings, self._runs)
             else:
                 scale = Scale.by_number(float(factor))
-                run_pieces([scale], grads, self._settings, step.scratch(), self._kernel, [params, *state])
+                run_pieces([scale], grads, self._settings, step.scratch(), kernel, [params, *state])
         except BaseException:
             for counter in step.counters:
-                counter.add_(-1)
+                counter.add_(-1 if decisions is None else -decisions.taken.to(counter.dtype))
             raise
 
 
@@ -275,9 +326,11 @@ class ByDelivery:
 
     counters: Sequence[str] = ()
     paths: Set[str] = frozenset()
+    takes_found_inf = True  # if the optimizer does, which `Deliver` asks
 
     def __init__(self, ended: Delivered) -> None:
         self._scale = ended.scale
+        self._divides = ended.layout.divides_in_kernel
 
     def variants(self, settings: Mapping[str, list[Setting]]) -> Set[Hashable]:
         return frozenset()
@@ -287,6 +340,9 @@ class ByDelivery:
 
     def applies(self, waiting: Scale) -> bool:
         return waiting.is_one_number and waiting.fits_kernels
+
+    def applies_in_kernel(self, measured: Measured, factors: Tensor) -> bool:
+        return self._divides and measured.is_whole and measured.joint and foreach.is_one_number(factors)
 
     def finish(self, step: Planned, factor: Tensor | float | None) -> None:
         if factor is not None:
@@ -326,6 +382,18 @@ def _factor_of(transform: Transform) -> Callable[[float, Setting], float] | None
     if not isinstance(transform, Scaling) or transform.slicing != Slicing(L2, "global"):
         return None
     return transform.factor if transform.has_factor and is_pure(transform) else None
+
+
+def _refusable(kernel: Callable[..., None], decisions: DeviceDecisions) -> Kernel:
+    """A kernel that `Fused.takes_found_inf`, which changes nothing if the step is refused."""
+    return partial(kernel, found_inf=decisions.found_inf)
+
+
+def _unless_refused(factors: Tensor, taken: Tensor) -> Tensor:
+    """The factors, or 1 in a step that the device refuses."""
+    if not foreach.is_one_number(factors):
+        return where(taken, factors, 1.0)
+    return where(taken, factors.narrow(0, 0, 1), 1.0).expand(len(factors))  # still one number for kernels
 
 
 def _left(waiting: Scale, step: Planned) -> Tensor | None:

@@ -31,6 +31,8 @@ class StepLayout:
         self._fits: dict[str, SameLayout] = {key: same_layout(tensors[key]) for key in (*like, *wider)}
         first = tensors["params"][0]
         self.is_on_cpu = first.is_cpu
+        self.divides_in_kernel = first.dtype != torch.float64
+        """False for float64, whose updates are multiplied before the kernel, which divides in float32."""
         self.runs_in_pieces = first.dtype in foreach.WIDE or not first.is_cpu
         """True for float32 and float64, and on devices other than the CPU. On CPU, half precision is slow in pieces."""
 

@@ -76,11 +76,19 @@ def fit_kernels(columns: Sequence[Sequence[Tensor]]) -> bool:
 
 
 def adamw_(
-    params: list[Tensor], updates: list[Tensor], state: Columns, setting: Setting, scale: Tensor | None, *, fused: bool
+    params: list[Tensor],
+    updates: list[Tensor],
+    state: Columns,
+    setting: Setting,
+    scale: Tensor | None,
+    *,
+    fused: bool,
+    found_inf: Tensor | None = None,
 ) -> None:
     """Take a step of AdamW by torch's fused kernel, which divides updates by ``scale`` in place, or by its loop.
 
-    The loop takes tensors of any layout, and no scale. The last list of ``state`` has step counts with this step.
+    The kernel changes nothing if ``found_inf`` is 1. The loop takes tensors of any layout, and neither of the two. The
+    last list of ``state`` has step counts with this step.
     """
     first, second, *largest, steps = state
     beta1, beta2 = setting["betas"]
@@ -89,7 +97,7 @@ def adamw_(
     lists = (params, updates, first, second, largest[0] if largest else [])
     if fused:
         lr = _beside_params(setting["lr"], params)
-        _foreach._fused_adamw_(*lists, steps, lr=lr, grad_scale=scale, found_inf=None, **rates)
+        _foreach._fused_adamw_(*lists, steps, lr=lr, grad_scale=scale, found_inf=found_inf, **rates)
         return
     before = [step - 1 for step in steps]  # torch counts this step itself
     rates |= {"has_complex": params[0].is_complex(), "decoupled_weight_decay": True}
@@ -105,6 +113,7 @@ def sgd_(
     *,
     fused: bool,
     nesterov: bool,
+    found_inf: Tensor | None = None,
 ) -> None:
     """Take a step of SGD, as in `adamw_`. Without state there is no momentum."""
     rates: dict[str, Any] = {key: setting[key] for key in ("momentum", "dampening")}
@@ -113,7 +122,7 @@ def sgd_(
     if fused:
         # in a first step the kernel would write the gradients over the buffers, which exist already
         rates |= {"is_first_step": False, "lr": _beside_params(setting["lr"], params)}
-        _foreach._fused_sgd_(params, updates, buffers, grad_scale=scale, found_inf=None, **rates)
+        _foreach._fused_sgd_(params, updates, buffers, grad_scale=scale, found_inf=found_inf, **rates)
         return
     sgd(params, updates, [*buffers] or [None] * len(params), lr=setting["lr"], foreach=False, fused=False, **rates)
 

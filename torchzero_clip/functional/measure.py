@@ -371,7 +371,7 @@ def _measure_plain(
         return None
     targets, indices = locals_of(tensors), list(range(len(tensors)))
     are_local = all(map(operator.is_, targets, tensors))
-    both = resources.norms if metric == L2 else None
+    both = resources.norms if metric == L2 and are_local else None
     if joint and not resources.each:
         if not are_local:  # the joint norm takes one collective of one number, those of each one of many
             return None
@@ -387,7 +387,10 @@ def _measure_plain(
         norms = pack(merged(wholes(tensors), list(norms.unbind()), metric.p))
     # the squares of other dtypes are in the range of float64
     fits = metric == L2 and tensors[0].dtype != torch.float64 and norms.dtype == torch.float64
-    total = torch.linalg.vector_norm(norms) if fits else joint_of_norms(norms, metric.p)
+    if both is not None and not norms.is_cpu:
+        total = both[0]
+    else:
+        total = torch.linalg.vector_norm(norms) if fits else joint_of_norms(norms, metric.p)
     return Measured(metric, indices, total.expand(len(norms)) if joint else norms, total, targets, joint, norms)
 
 

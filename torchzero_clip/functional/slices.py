@@ -8,7 +8,6 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from torchzero_clip.functional import foreach
-from torchzero_clip.functional.choice import where
 from torchzero_clip.functional.dtypes import is_narrow, power_of_two, widened, widest_of
 from torchzero_clip.functional.shards import Part, all_reduce, pack
 from torchzero_clip.functional.ways import BLOCK, may_look, power_dtype, sum_dtype
@@ -160,4 +159,4 @@ def _usable_scale(largest: Tensor, p: float) -> Tensor:
     # a subnormal largest magnitude is then at least 2**-23, whose higher powers float32 cannot hold
     if largest.dtype == torch.float32 and abs(p) <= 4:
         return power_of_two(largest)
-    return where((largest > 0) & largest.isfinite(), largest, 1.0)
+    return torch.where((largest > 0) & largest.isfinite(), largest, 1.0)

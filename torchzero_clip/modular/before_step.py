@@ -51,6 +51,10 @@ FOUND_INF = "found_inf"
 """Who refuses a step whose gradients a gradient scaler has found to be not finite."""
 
 
+REFUSABLE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+"""Optimizers that change nothing in a step if ``found_inf`` is 1."""
+
+
 class BeforeStep:
     """Transforms that act before the steps of an optimizer, until `remove` is called. `before_step` makes it."""
 
@@ -61,7 +65,7 @@ class BeforeStep:
         self.runner = followed.runner
         """What takes the steps of the transforms."""
         self._spares = Spares()
-        delivery.scale = self._scale
+        delivery.scale, delivery.host_reasons = self._scale, self._host_reasons
         entries.begin(optimizer)
         self._infs = 0  # steps in a row that a gradient scaler has refused
         self._depth = 0  # 1 during a step, and 2 while `step` of a subclass calls that of its base class
@@ -69,6 +73,7 @@ class BeforeStep:
         self._hidden: list[tuple[Tensor, Tensor]] = []  # parameters and their gradients, in a refused step of this kind
         self._has_scaled = False  # this step has set ``grad_scale`` of the optimizer
         self._scale_before: Any = None  # its value before the step
+        self._has_found_inf = False  # this step has set ``found_inf`` of the optimizer
         entry_hooks = entries.register(optimizer)
         around = optimizer.register_step_pre_hook(self.before), optimizer.register_step_post_hook(self.after)
         self._hooks = [*around, *entry_hooks]
@@ -96,6 +101,7 @@ class BeforeStep:
     @property
     def bad_gradients(self) -> BadGradients | None:
         """As `Modular.bad_gradients`."""
+        self._settle()
         return self.runner.policy.bad_gradients
 
     @property
@@ -110,12 +116,22 @@ class BeforeStep:
         These are names of gates, "nonfinite", or "found_inf" if a gradient scaler has found gradients that are not
         finite.
         """
+        self._settle()
         return self.runner.skipped_by
 
     @property
     def steps_taken(self) -> int:
         """How many steps the transforms have let pass, as `Modular.steps_taken`."""
+        self._settle()
         return self.runner.steps_taken
+
+    @property
+    def host_decides(self) -> tuple[str, ...]:
+        """As `Modular.host_decides`."""
+        return self.runner.host_decides()
+
+    def _settle(self) -> None:
+        self.runner.settle(self._followed.param_groups)
 
     def has(self, group: Group) -> bool:
         """True if a param group is one of the optimizer's."""
@@ -236,6 +252,9 @@ class BeforeStep:
         except BaseException:
             self._restore(is_taken=False)
             raise
+        if runner.found_inf is not None:  # the device decides
+            self._has_found_inf = True
+            optimizer.found_inf = runner.found_inf  # pyright: ignore
         if not runner.skipped_by:
             return
         if self._is_wrapped:
@@ -308,6 +327,23 @@ class BeforeStep:
             number = factor if isinstance(factor, Tensor) else torch.full((), factor, dtype=torch.float64, device="cpu")
             foreach.multiply_each_(grads, number.expand(len(grads)))
 
+    def _host_reasons(self) -> list[str]:
+        """Why the optimizer cannot leave it to the device whether a step is taken."""
+        optimizer: Any = self._reference()
+        if type(optimizer) not in REFUSABLE:
+            return [f"{type(optimizer).__name__} has no kernel that can refuse a step"]
+        if getattr(optimizer, FOUND_INF, None) is not None:
+            return ["a gradient scaler decides too"]
+        held = [param for param in _params(optimizer) if param.grad is not None]
+        if not takes_factor(optimizer, self._hooks[0].id, len(held)):
+            return [f"{type(optimizer).__name__} needs fused=True in all groups, and no later hook before its step"]
+        if held and held[0].dtype == torch.float64:
+            return ["gradients of float64 are multiplied before the step"]
+        # its first step makes state: SGD of torch would leave its buffers without values
+        if not _have_begun(optimizer):
+            return ["the optimizer takes the first step of a parameter"]
+        return []
+
     def after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """End the step, unless it is that of a base class."""
         if self._depth > 1:
@@ -331,6 +367,9 @@ class BeforeStep:
             return
         if self._has_scaled:
             self._restore_scale(optimizer)
+        if self._has_found_inf:
+            vars(optimizer).pop(FOUND_INF, None)
+            self._has_found_inf = False
         self._restore(is_taken=is_taken)
         if self.runner.reported.count:
             self.runner.reported.clear()
@@ -434,6 +473,18 @@ def before_step(
     recorder = hook_owner(host, HasListener)
     runner.listener = None if recorder is None else recorder.listener
     return handle
+
+
+def _have_begun(optimizer: Any) -> bool:
+    """True if all parameters with a gradient have the state of an optimizer that is `REFUSABLE`."""
+    for group in optimizer.param_groups:
+        states = [optimizer.state.get(param) or {} for param in group["params"] if param.grad is not None]
+        if "momentum" not in group:
+            if not all(states):
+                return False
+        elif group["momentum"] and any(state.get("momentum_buffer") is None for state in states):
+            return False
+    return True
 
 
 def _params(optimizer: Optimizer) -> list[Tensor]:

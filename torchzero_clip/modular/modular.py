@@ -71,9 +71,10 @@ class Modular(Explained, ClassMaker, Optimizer):
             Norm clips before an optimizer then work on a copy.
         nonfinite: What happens if a gradient has an inf or a NaN: "propagate" passes it on, "skip" skips the step and
             counts it, "raise" raises a RuntimeError that names the parameters. The last two leave parameters and all
-            state unchanged, and `bad_gradients` then has the names. They synchronize with the GPU once a step, and
-            decide equally on all ranks of a mesh and of the ``process_group``.
-        max_consecutive_skips: Raise if more steps than this in a row were skipped; None for any number.
+            state unchanged, and `bad_gradients` then has the names. They decide equally on all ranks of a mesh and of
+            the ``process_group``. They synchronize with a GPU once a step, if `host_decides` is not empty.
+        max_consecutive_skips: Raise if more steps than this in a row were skipped; None for any number. On a GPU, the
+            error may come 16 steps late.
         fast: Combine transforms into few passes over memory. Pass False to check a result: each transform is then
             applied in its turn by the method that its author wrote. The results differ by rounding, and a step takes
             four to ten times as long.
@@ -151,11 +152,13 @@ class Modular(Explained, ClassMaker, Optimizer):
     @property
     def steps_taken(self) -> int:
         """How many steps this object has taken. Steps that were refused or had no gradients do not count."""
+        self.runner.settle(self.param_groups)
         return self.runner.steps_taken
 
     @property
     def skipped_by(self) -> tuple[str, ...]:
         """Who refused the last call of `step`: names of gates, and "nonfinite". Empty if the step was not refused."""
+        self.runner.settle(self.param_groups)
         return self.runner.skipped_by
 
     @property
@@ -164,7 +167,13 @@ class Modular(Explained, ClassMaker, Optimizer):
 
         They are those of all processes of the meshes and of the ``process_group``, and equal on all of them.
         """
+        self.runner.settle(self.param_groups)
         return self.runner.policy.bad_gradients
+
+    @property
+    def host_decides(self) -> tuple[str, ...]:
+        """Why the host will decide whether the next step is taken, which synchronizes with a GPU; empty if not."""
+        return self.runner.host_decides()
 
     @property
     def process_group(self) -> ProcessGroup | None:
@@ -311,6 +320,7 @@ class Modular(Explained, ClassMaker, Optimizer):
 
     def state_dict(self) -> StateDict:
         """Return settings and state. As in torch, the tensors are the optimizer's own, and later steps change them."""
+        self.runner.settle(self.param_groups)
         hook = self.register_state_dict_post_hook(
             lambda _, saved: complete(saved, self.param_groups, self.runner.chain_state), prepend=True
         )
@@ -343,12 +353,14 @@ class Modular(Explained, ClassMaker, Optimizer):
         """
         if self.runner.shared.is_lost:
             self.runner.shared.refuse()
+        self.runner.settle(self.param_groups)
         with self.runner.new_load(new, dropped).hooked(self):
             super().load_state_dict(state_dict)
         if self._origin is not None:
             self._origin.looks = 0
 
     def __getstate__(self) -> dict[str, Any]:
+        self.runner.settle(self.param_groups)
         return super().__getstate__() | {"runner": copy.copy(self.runner), "_written": self._written}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -10,18 +10,19 @@ from torch.distributed import ProcessGroup
 
 from torchzero_clip.checkpoints.saving import Load, new_chain_state
 from torchzero_clip.checks import boolean
-from torchzero_clip.compat import any_distributed
+from torchzero_clip.compat import any_distributed, is_capturing
 from torchzero_clip.core.chain import Chain
-from torchzero_clip.core.chain_state import SCHEDULE_STEP, SKIPPED
+from torchzero_clip.core.chain_state import CONSECUTIVE, SCHEDULE_STEP, SKIPPED
 from torchzero_clip.core.schedules import Schedules
 from torchzero_clip.core.scope import NamedParam, named_params
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.core.undo import Undo
 from torchzero_clip.engine.company import OtherParts
+from torchzero_clip.engine.device_decisions import DeviceDecisions
 from torchzero_clip.engine.end import Deliver, Subtract
 from torchzero_clip.engine.judged import Judged, Judging
 from torchzero_clip.engine.listener import Listener
-from torchzero_clip.engine.nonfinite import Nonfinite, StepPolicy
+from torchzero_clip.engine.nonfinite import Nonfinite, StepPolicy, UndecidedStep
 from torchzero_clip.engine.others import Others
 from torchzero_clip.engine.parts import Parts
 from torchzero_clip.engine.readable import ReadableExecutor
@@ -58,8 +59,15 @@ class Runner:
     undo: Undo | None = None
     """Notes state before it changes, if another optimizer takes the step."""
 
+    decisions: DeviceDecisions | None = None
+    """What the device has decided, once it has decided about a step."""
+
+    found_inf: Tensor | None = None
+    """1 on the device if it refuses the step that runs; None if the host has decided."""
+
     skipped_by: tuple[str, ...] = ()
     steps_taken: int = 0
+    _posting = 0  # steps about which the device has decided, as the host has called them
     has_meshes = False  # if a parameter is distributed
     _lengths: Sequence[int] = ()  # how many keys each param group had in the last step
     is_complete = False  # False until the first groups were added
@@ -155,7 +163,10 @@ class Runner:
     def metrics(self, groups: Sequence[Group]) -> dict[str, Tensor]:
         """As `Modular.metrics`."""
         self.chain_state.adopt_counters(groups)
-        skipped = torch.tensor(self.chain_state.values[SKIPPED], device="cpu") if self.policy.may_skip else None
+        skipped, decisions = None, self.decisions
+        if self.policy.may_skip:
+            known = self.chain_state.values[SKIPPED]
+            skipped = torch.tensor(known, device="cpu") if decisions is None else decisions.skipped_steps(known)
         return Named(self._known_metrics() | ({} if skipped is None else {"skipped_steps": skipped}))
 
     def _known_metrics(self) -> dict[str, Tensor]:
@@ -164,6 +175,41 @@ class Runner:
             return self._metrics
         with torch.inference_mode(False), torch.no_grad():  # whatever the mode of the caller
             return self._unread()
+
+    def settle(self, groups: Sequence[Group]) -> None:
+        """Count the steps about which the device has decided. It waits for the device once, if there were any."""
+        decisions, values = self.decisions, self.chain_state.values
+        answers = None if decisions is None else decisions.answers()
+        if decisions is None or answers is None:
+            return
+        self.steps_taken += answers.taken
+        self.skipped_by = answers.refused_by
+        self.chain_state.adopt_counters(groups)
+        values[SKIPPED] += answers.skipped
+        values[CONSECUTIVE] = answers.in_a_row
+        self.chain_state.show(groups)
+        norms = decisions.bad_norms() if answers.skipped and self.policy.nonfinite == "skip" else None
+        if norms is not None:
+            self.policy.note_bad(norms, decisions.bad_params, groups)
+
+    def host_decides(self) -> tuple[str, ...]:
+        """As `Modular.host_decides`."""
+        if not self.policy.decides:
+            return ()
+        plan = self.fast_way.plan
+        of_plan = ["there is no plan for the next step"] if plan is None else plan.course.host_reasons()
+        return (*self._host_reasons(), *of_plan)
+
+    def _host_reasons(self) -> list[str]:
+        """Why the host has to decide, whatever the plan is; empty if the device may."""
+        reasons = [*self.policy.host_reasons(), *(self.delivery.host_reasons() if self.delivery is not None else ())]
+        if self.listener is not None:
+            reasons.append("a Recorder stores the answer in the same step")
+        if SCHEDULE_STEP in self.chain_state.values:
+            reasons.append("settings are functions of the step")
+        if is_capturing() and self.decisions is None:
+            reasons.append("a graph is captured before a first step about which the device decides")
+        return reasons
 
     def leave_out(self, refused_by: tuple[str, ...] = ()) -> None:
         """Note a step without transforms: it has no metrics and, if it is refused, the reported loss is forgotten."""
@@ -183,7 +229,7 @@ class Runner:
     def step(self, groups: list[Group], states: StateByParam, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step, as `Modular.step`. Call it in `torch.no_grad`, and afterwards `tell` if a step has ended."""
         try:
-            self.skipped_by = ()
+            self.skipped_by, self.found_inf = (), None
             if self.shared.is_lost:
                 self.shared.refuse()
             if closure is None and self.fast_way.plan is not None and self._repeat(groups, states, self.reported.loss):
@@ -220,6 +266,9 @@ class Runner:
         self, groups: list[Group], states: StateByParam, walk: Walk, go: Callable[[], object] | None = None
     ) -> None:
         """Take a step, or skip it. A planned step passes ``go``, which takes it."""
+        if self.decisions is not None and not is_capturing():
+            self.settle(groups)
+            self.skipped_by = ()
         values, parts = self.chain_state.values, self.parts
         is_taken = False
         try:
@@ -268,6 +317,10 @@ class Runner:
         step = self.fast_way.begin(groups, states, options, values, loss, self.listener, self.undo)
         if step is None:
             return False
+        # on a CPU, where the host may read, no reasons are listed
+        if policy.may_skip and not (step.course.may_read or step.course.host_reasons() or self._host_reasons()):
+            self._let_device_decide(groups, step)
+            return True
         total = step.measure() if policy.decides and not policy.has_gates and self.listener is None else None
         if self.listener is not None or (policy.decides and total is None):
             self._take_or_skip(groups, states, step.walk, step.run_watched)
@@ -288,6 +341,31 @@ class Runner:
         if step.total is None and key and looks:
             idle.look(self._known_metrics().get(key), self.steps_taken)
         return True
+
+    def _let_device_decide(self, groups: list[Group], step: UndecidedStep) -> None:
+        """Take a step by the plan, or skip it, as the device decides."""
+        values, policy, decisions = self.chain_state.values, self.policy, self.decisions
+        device = step.columns["params"][0].device
+        if decisions is None or decisions.found_inf.device != device:
+            self.settle(groups)
+            self.skipped_by = ()
+            decisions = self.decisions = DeviceDecisions(policy.names, device)
+        decisions.begin(values[CONSECUTIVE])
+        if (counts := decisions.arrived()) is not None:
+            try:
+                policy.look(int(counts[2]), decisions.step_at(counts, self.steps_taken + values[SKIPPED]))
+            except RuntimeError:
+                decisions.forget_sent()
+                raise
+        if self.undo is not None:
+            self.undo.tensors([decisions.counts])
+        self.found_inf = decisions.found_inf
+        step.run_by_device(policy, decisions)
+        self._unread = step.metrics
+        self.chain_state.show(groups)
+        self._posting += 1
+        if policy.posts(self._posting) and not is_capturing():
+            decisions.post()
 
     def tell(self) -> None:
         """Tell the listener that the step has ended, also if it was refused or raised an error."""
@@ -355,7 +433,7 @@ class Runner:
         return Load(self.nodes, self.schedules, self.chain_state, self.shared.group, new, dropped)
 
     def __getstate__(self) -> dict[str, Any]:
-        left_out = ("listener", "parts", "ended", "undo", "fast_way", "_lengths", "_unread")
+        left_out = ("decisions", "found_inf", "listener", "parts", "ended", "undo", "fast_way", "_lengths", "_unread")
         state = {key: value for key, value in vars(self).items() if key not in left_out}
         return state | {"_metrics": self._known_metrics(), "_unread": None}
 

@@ -140,4 +140,4 @@ class Adam(UpdateRule):
             return None
         may_fuse = self.fused is not False and dtype in KERNELS_DTYPES and has_fused_kernels(step.params[0])
         kernel = partial(foreach.adamw_, fused=True) if may_fuse else None
-        return Fused(self._keys, kernel, partial(foreach.adamw_, fused=False), ("step",))
+        return Fused(self._keys, kernel, partial(foreach.adamw_, fused=False), ("step",), may_fuse)

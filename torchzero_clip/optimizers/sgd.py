@@ -104,7 +104,7 @@ class SGD(UpdateRule):
         kernel, loop = (partial(foreach.sgd_, fused=fused, nesterov=self.nesterov) for fused in (True, False))
         settings = [setting for setting, _ in step.by_setting()]
         if not self.variant(settings[0]):
-            return Fused((), kernel, loop)
+            return Fused((), kernel, loop, takes_found_inf=True)
         if not step.has("momentum_buffer"):
             # a buffer of zeros becomes the update, as in torch, unless the update is dampened
             is_dampened = any(setting["dampening"] for setting in settings)
@@ -112,7 +112,7 @@ class SGD(UpdateRule):
                 return None
             for state, param in zip(step.states, step.params, strict=True):
                 state.setdefault("momentum_buffer", torch.zeros_like(param))
-        return Fused(("momentum_buffer",), kernel, loop)
+        return Fused(("momentum_buffer",), kernel, loop, takes_found_inf=True)
 
     @override
     def apply_tensors(self, updates: list[Tensor], step: Step) -> Sequence[Tensor]:
