@@ -209,3 +209,37 @@ def test_placeholders_are_found_outside_of_code():
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_no_placeholder_is_left(page):
     assert placeholders(page.read_text()) == []
+
+
+def section(page, heading):
+    """The text of a page below a heading, up to the next one."""
+    return re.split(r"^#+ (?=[A-Z])", (DOCS / page).read_text().partition(f"# {heading}\n")[2], maxsplit=1, flags=re.MULTILINE)[
+        0
+    ]
+
+
+ADVICE = {
+    "PPO": (
+        "recipes/ppo.md",
+        ["faq.md#PPO and reinforcement learning: which limit?", "frameworks.md#stable-baselines3"],
+    ),
+    "an unknown limit": (
+        "choosing_a_limit.md",
+        ["faq.md#Which `max_norm` should I use?", "transforms/choose.md#Which transform?"],
+    ),
+}
+"""The page that has measured which transform a task needs, and the places that repeat its advice."""
+
+
+@pytest.mark.parametrize("task", ADVICE)
+def test_advice_about_a_task_is_that_of_the_page_that_measured_it(task):
+    page, places = ADVICE[task]
+    assert "is the simplest choice that is worse in no task" in " ".join((DOCS / page).read_text().split())
+    others = re.compile(r"\b(ZClip|AutoClip|AdaGC|ClipNormGrowth|SkipStep)\(")
+    for place in places:
+        text = section(*place.split("#"))
+        assert Path(page).name in text, place
+        assert not others.search(text if task == "PPO" else text.partition("before the step")[0]), place
+    row = {"PPO": "reinforcement learning", "an unknown limit": "any other run"}[task]
+    line = next(line for line in (DOCS / "adaptive.md").read_text().splitlines() if line.startswith(f"| {row} |"))
+    assert Path(page).name in line.split("|")[2]
