@@ -213,7 +213,7 @@ def test_no_placeholder_is_left(page):
 
 def section(page, heading):
     """The text of a page below a heading, up to the next one."""
-    return re.split(r"^#+ (?=[A-Z])", (DOCS / page).read_text().partition(f"# {heading}\n")[2], maxsplit=1, flags=re.MULTILINE)[
+    return re.split(r"^##+ ", (DOCS / page).read_text().partition(f"# {heading}\n")[2], maxsplit=1, flags=re.MULTILINE)[
         0
     ]
 
