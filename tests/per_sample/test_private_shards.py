@@ -238,6 +238,9 @@ def differences_raise_on_all():
     texts["limit"] = ranks.refused(lambda: clipper.backward(losses))
     clipper.norm_clipper = ConstantFlatClipper(LIMIT)
     losses = forward()
+    losses = losses_of(model(x[:0]))
+    texts["empty"] = ranks.refused(lambda: clipper.backward(losses[:, None] if rank == 1 else losses))
+    losses = forward()
     texts["error"] = ranks.refused(lambda: clipper.backward(losses.sum() if rank == 1 else losses))
     clipper.discard()
     before = [param.grad for param in model.parameters()] == [None] * 4
@@ -396,6 +399,7 @@ def test_what_differs_between_processes_raises_on_all(results):
         assert "differ between processes" in texts["divisor"]
         assert "must be the same on all processes, got [1.0, 2.0]" in texts["limit"]
         assert "losses must have shape (B,)" in texts["error"]
+        assert "losses must have shape (B,), got (0, 1)" in texts["empty"]
         assert "process 0 called pre_step(), process 1 called backward()" in texts["number of calls"]
         assert nothing_changed
         assert releases == {0.0: 1}

@@ -223,7 +223,7 @@ class Device:
             return
         if any(tensor.ndim for tensor in others) and name not in ("index", "index_put_"):
             raise RuntimeError(f"Expected all tensors to be on the same device, but found cuda:0 and cpu: {name}")
-        if isinstance(args[0], Tensor) and args[0] in others and name.endswith("_"):
+        if name.endswith("_") and any(args[0] is other for other in others):
             raise RuntimeError(f"{name}: the output is on the cpu, inputs are on cuda:0")
 
     def _note_transfers(self, name: str, args: Any, here: Any, tensors: Any, goes_here: bool) -> None:

@@ -30,9 +30,11 @@ from torchzero_clip import (
     ClipNormByEMA,
     GradientStabilizer,
     Modular,
+    Recorder,
     SkipStep,
     ZClip,
     clip_grad_norm_,
+    get_total_norm,
     norm,
 )
 
@@ -123,6 +125,34 @@ def extreme_norms(_: Agree) -> None:
             assert math.isclose(norm(numbers(param.grad).double()).item(), clipped, rel_tol=0.01)
     largest = torch.full((64,), torch.finfo(torch.float32).max)
     assert math.isfinite(numbers(norm(on_cuda(largest))).item())
+
+
+def norms_beyond_float32(_: Agree) -> None:
+    """Norms of a CPU that float32 cannot hold stay finite and positive beside a gradient on the device."""
+    for size in (1e100, 1e-100):
+        params = [nn.Parameter(on_cuda(torch.zeros(2))), nn.Parameter(torch.zeros(2, dtype=torch.float64))]
+        params[0].grad, params[1].grad = on_cuda(torch.zeros(2)), torch.full((2,), size, dtype=torch.float64)
+        total = numbers(get_total_norm([param.grad for param in params])).item()
+        assert 0 < total < math.inf, total
+        clip_grad_norm_(params, 1.0, dim="global", error_if_nonfinite=True)
+        assert params[1].grad.min() > 0
+
+
+def a_record_moves(_: Agree) -> None:
+    """The checkpoint of a Recorder on a CPU loads here, and back."""
+    for places in ([CPU, CUDA], [CUDA, CPU]):
+        saved, norms = None, []
+        for place in places:
+            params = [nn.Parameter(PLACES[place](torch.ones(3)))]
+            optimizer = torch.optim.SGD(params)
+            recorder = Recorder(optimizer)
+            if saved is not None:
+                recorder.load_state_dict(saved)
+            for size in (1.0, 2.0):
+                params[0].grad = PLACES[place](torch.tensor([2.0, 3.0, 6.0]) * size)
+                optimizer.step()
+            saved, norms = to_host(recorder.state_dict()), numbers(recorder.record().norm).tolist()
+        assert norms == [7.0, 14.0, 7.0, 14.0], (places, norms)
 
 
 def exact_norms(_: Agree) -> None:
@@ -272,6 +302,8 @@ CHECKS: dict[str, Callable[[Agree], None]] = {
     "without float64, worked cases": worked_cases,
     "without float64, adaptive cases": adaptive_cases,
     "without float64, extreme norms": extreme_norms,
+    "without float64, norms beyond float32": norms_beyond_float32,
+    "without float64, a record": a_record_moves,
     "without float64, exact norms": exact_norms,
     "without float64, launches": norms_take_few_launches,
     "without float64, long norms": long_norms,

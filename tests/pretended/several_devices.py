@@ -105,7 +105,10 @@ def of_entry(make: Callable[[], Any]) -> Iterator[Start]:
 
 
 def trained(start: Start, order: str) -> list[Tensor]:
-    """Parameters after some steps, in one of which a gradient is not finite; or what a function leaves."""
+    """Parameters after some steps, or what a function leaves.
+
+    In one step a gradient is not finite, and in the next one an optimizer gets none for the first parameter.
+    """
     places, plain = ORDERS[order], [p.detach() for p in parameters(torch.float32)]
     params = [nn.Parameter(PLACES[places[k % len(places)]](p)) for k, p in enumerate(plain)]
     acting, left = start(params), []
@@ -114,6 +117,7 @@ def trained(start: Start, order: str) -> list[Tensor]:
             spoiled = grad * (torch.inf if k == 3 and param.ndim == 1 else 1.0)
             param.grad = PLACES[places[j % len(places)]](spoiled)
         if isinstance(acting, torch.optim.Optimizer):
+            params[0].grad = None if k == 4 else params[0].grad
             acting.step()
         else:
             acting(params)

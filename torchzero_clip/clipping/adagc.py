@@ -11,6 +11,7 @@ from torchzero_clip.clipping.statistics import NormStatistics, Tracked, averaged
 from torchzero_clip.core.states import zero_numbers
 from torchzero_clip.functional.choice import where
 from torchzero_clip.functional.clip import within
+from torchzero_clip.functional.dtypes import moved
 from torchzero_clip.functional.ways import may_look
 from torchzero_clip.types import NewState, Schedule, Setting, Target
 
@@ -100,22 +101,23 @@ class AdaGC(NormStatistics):
         norms, usual = tracked.norms, tracked["usual"]
         limit = tracked.where_started(tracked.by_setting(lambda s, usual: s["ratio"] * usual, usual), torch.inf)
         limited, factors = tracked.limited(norms, limit)
-        moved = tracked.by_setting(averaged, usual, limited)
+        averages = tracked.by_setting(averaged, usual, limited)
         if not tracked.is_usual:
-            moved = torch.where(tracked.started, moved, norms)
+            averages = torch.where(tracked.started, averages, norms)
             tracked.restrict(norms > 0)
 
-        warm_steps = tracked.step.global_state["warm_steps"]
+        stored = tracked.step.global_state["warm_steps"]
+        warm_steps = moved(stored, norms.device)  # of the first gradient, which may be another one
         # with other processes, all exchange norms in every step: if one of them left this out, the others would hang
         if tracked.step.tools.process_group is None and may_look(warm_steps) and warm_steps.item() >= self.warmup_steps:
-            tracked.keep(usual=moved)
+            tracked.keep(usual=averages)
             return factors
         joint, finite = tracked.joint_norm()
         warms_up, most = warm_steps < self.warmup_steps, tracked.shared[0][0]["max_norm"]
         shrunk = within(joint, most)
         counts = warms_up & finite & ((joint > 0) | (warm_steps > 0))
-        warm_steps.add_(counts)  # in place, so that a captured step counts whenever it is replayed
+        stored.add_(counts.to(stored.device))  # in place, so that a captured step counts whenever it is replayed
         warm = torch.minimum(where(tracked.started, usual, torch.inf), norms * shrunk)
         tracked.restrict(finite | warms_up.logical_not())  # another process may have a gradient that is not finite
-        tracked.keep(usual=torch.where(warms_up, warm, moved))
+        tracked.keep(usual=torch.where(warms_up, warm, averages))
         return torch.where(warms_up, shrunk, factors)

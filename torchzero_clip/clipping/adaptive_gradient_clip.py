@@ -87,7 +87,8 @@ class AdaptiveGradientClip(Scaling):
             step.settings, lambda norms, s: s["clip_factor"] * norms.clamp(min=s["eps"])
         )
         finite = measured.of_slices(elements_at(step.finite, measured.indices))
-        return within(measured.vector, limits, finite)
+        # on the device of the first gradient, which may be another one
+        return within(measured.vector, limits, finite.to(limits.device))
 
 
 @cache

@@ -14,7 +14,7 @@ from torchzero_clip.core.states import zero_numbers
 from torchzero_clip.core.step import Step
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.choice import where
-from torchzero_clip.functional.dtypes import widened
+from torchzero_clip.functional.dtypes import moved, widened
 from torchzero_clip.functional.measure import Measured, Slicing, by_setting
 from torchzero_clip.functional.shards import elements_at
 from torchzero_clip.functional.slices import joint_of_norms
@@ -88,7 +88,8 @@ class Tracked:
     def of(self, measured: Measured) -> Tensor:
         """The norms of the tensors with a statistic, from what `measure` returned."""
         if self.joint:
-            return measured.vector.narrow(0, 0, 1)
+            # state is on the device of the first parameter, and the first gradient may be on another one
+            return moved(measured.vector.narrow(0, 0, 1), self.step.global_state["started"].device)
         is_subset = self._taken is not None and len(measured.indices) > len(self._taken)
         return elements_at(measured.vector, self._taken or []) if is_subset else measured.vector
 
@@ -100,9 +101,9 @@ class Tracked:
         With ``from_update``, they start at their first update.
         """
         tools, usable, started = self.step.tools, self.per_tensor(self.usable), self.per_tensor(self.started)
-        averages, moved = self.step.stored.draft(key, self._rows)
-        norms = tools.average_(averages, updates, self.shared, usable, started, into=moved, from_update=from_update)
-        return moved, tools.measure(moved, slicing, norms)
+        averages, changed = self.step.stored.draft(key, self._rows)
+        norms = tools.average_(averages, updates, self.shared, usable, started, into=changed, from_update=from_update)
+        return changed, tools.measure(changed, slicing, norms)
 
     def __getitem__(self, key: str) -> Tensor:
         """The stored numbers under one key, not to be used after `keep`."""
@@ -156,7 +157,8 @@ class Tracked:
 
     def joint_norm(self) -> tuple[Tensor, Tensor]:
         """The L2 norm of all tensors together, and whether all gradients and all norms are finite: 0-d tensors."""
-        norm, finite = joint_of_norms(self.norms, 2.0), self.step.finite.all() & (self.norms < torch.inf).all()
+        finite = self.step.finite.all().to(self.norms.device) & (self.norms < torch.inf).all()
+        norm = joint_of_norms(self.norms, 2.0)
         if self.step.tools.process_group is None:
             return norm, finite
         norms, are_finite = self.step.tools.gathered(norm, finite)

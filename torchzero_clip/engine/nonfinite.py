@@ -24,6 +24,7 @@ from torchzero_clip.engine.idle import Idle
 from torchzero_clip.engine.judged import Judged
 from torchzero_clip.engine.reported_loss import Loss
 from torchzero_clip.functional.bad import BadGradients, bad_gradients, labels
+from torchzero_clip.functional.dtypes import moved
 from torchzero_clip.functional.processes import gathered
 from torchzero_clip.functional.shards import largest_on_all_ranks, mesh_groups
 from torchzero_clip.functional.slices import joint_of_norms
@@ -119,8 +120,10 @@ class StepPolicy:
         (total, lost, *of_gates), taking_part = _joint_norms(walk, [scopes[gate] for gate in gates])
         # a joint clip that comes first takes this norm of all processes instead of one more exchange
         walk.judged.joint_norm = total
-        pairs = [(walk.nodes.by_path[gate], norm) for gate, norm in zip(gates, of_gates, strict=True)]
-        judged = [(node, norm, refusal(node, norm, _step_of_gate(walk, node))) for node, norm in pairs]
+        steps = [_step_of_gate(walk, walk.nodes.by_path[gate]) for gate in gates]
+        norms_of_gates = [_beside_state(norm, step) for norm, step in zip(of_gates, steps, strict=True)]
+        rows = zip(map(walk.nodes.by_path.__getitem__, gates), norms_of_gates, steps, strict=True)
+        judged = [(node, norm, refusal(node, norm, step)) for node, norm, step in rows]
         refused = [refusal.to(total.device) for _, _, refusal in judged]
         # gates decide by numbers that are equal on all processes, so the decisions are equal too
         numbers = torch.stack([x.to(total.dtype) for x in (total, lost, *refused, *taking_part)])
@@ -278,6 +281,12 @@ def _step_of_gate(walk: Undecided, node: Node) -> Step:
     rows = walk.table.in_scope(node, walk.table.rows)
     stand_in = None if walk.company is None else walk.company.stand_in
     return walk.step_for(node, rows) if rows or stand_in is None else stand_in.step_for(node, [0])
+
+
+def _beside_state(norm: Tensor, step: Step) -> Tensor:
+    """The norm on the device of a gate's state, that of the first parameter. The first gradient may be elsewhere."""
+    state = next((value for value in step.global_state.values() if isinstance(value, Tensor)), norm)
+    return moved(norm, state.device)
 
 
 def _joint_norms(walk: Undecided, scopes: Sequence[list[int]]) -> tuple[list[Tensor], list[Tensor]]:

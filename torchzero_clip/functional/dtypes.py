@@ -94,10 +94,14 @@ def bias_correction(beta: float, count: Tensor) -> Tensor:
 
 
 def moved(x: Tensor, device: torch.device) -> Tensor:
-    """A tensor on another device, in a dtype that the device has."""
+    """A tensor on another device, in a dtype that it has. Finite numbers stay finite, and positive ones positive."""
     if x.device == device:
         return x
-    return x.to(device, widest(device)) if x.dtype == torch.float64 else x.to(device)
+    if x.dtype != torch.float64 or widest(device) == torch.float64:
+        return x.to(device)
+    most = torch.finfo(torch.float32).max
+    fitting = torch.where(x.isfinite(), x.clamp(-most, most), x)
+    return torch.where(x > 0, fitting.clamp(min=2.0**-149), fitting).to(device, torch.float32)
 
 
 def squarable(x: Tensor) -> float:

@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 
 from torchzero_clip.compat import warn_user
 from torchzero_clip.functional.bad import bad_gradients, labels
+from torchzero_clip.functional.dtypes import is_narrow
 from torchzero_clip.functional.foreach import PLAIN, TINY32, all_contiguous, are_plain, is_dense, wide_dtype
 from torchzero_clip.functional.measure import Slicing
 from torchzero_clip.functional.processes import check_group
@@ -183,6 +184,7 @@ def as_reported(total: Tensor, grads: list[Tensor], process_group: ProcessGroup 
     dtype = torch.float32
     for dtype_of_grad in {grad.dtype for grad in grads}:
         dtype = torch.promote_types(dtype, wide_dtype(dtype_of_grad).to_real())
+    dtype = torch.float32 if is_narrow(total) else dtype  # beside float64 gradients on a CPU
     largest = torch.finfo(dtype).max
     if may_look(total) and not TINY32 <= total <= largest and total.isfinite() and total != 0:
         return total

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
 from torchzero_clip.compat import any_distributed, dtensors, is_distributed
-from torchzero_clip.functional.dtypes import widest_of
+from torchzero_clip.functional.dtypes import moved, widest_of
 
 
 class Part(NamedTuple):
@@ -139,7 +139,7 @@ def pack(values: Sequence[Tensor]) -> Tensor:
     is_meta = [value.is_meta for value in values]
     if True in is_meta and False in is_meta:
         raise RuntimeError("some gradients are on the meta device, where they have no values, and others are not")
-    return torch.cat([value.reshape(-1).to(device, wide) for value in values])
+    return torch.cat([moved(value.reshape(-1), device).to(wide) for value in values])
 
 
 def elements_at(vector: Tensor, indices: Sequence[int]) -> Tensor:

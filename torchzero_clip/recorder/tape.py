@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torchzero_clip.functional import foreach
-from torchzero_clip.functional.dtypes import widest
+from torchzero_clip.functional.dtypes import moved, widest
 from torchzero_clip.recorder.arithmetic import joined_norms
 from torchzero_clip.recorder.data import Ratios
 from torchzero_clip.recorder.precision import FLOAT32
@@ -186,11 +186,11 @@ class Tape:
     def load_state_dict(self, state: SavedTape) -> None:
         self._add_columns(state["keys"])
         self._hidden.difference_update((~(state["norms"] < 0)).any(dim=0).nonzero().flatten().tolist())
-        values = torch.cat([state["norms"], state["numbers"]], dim=1).to(self.device)
+        values = moved(torch.cat([state["norms"], state["numbers"]], dim=1), self.device)
         steps = list(zip(state["steps"], state["refused_by"], state["limits"], values, strict=True))
         self._used |= state["used"].to(self.device)
         for step, refused_by, limits, of_step in steps[-self._size :]:
             self._write(Note(step, refused_by, limits), of_step)
         for step, pair in state["ratios"]:
-            params, updates = pair.to(self.device)
+            params, updates = moved(pair, self.device)
             self.ratios.append((step, params, updates))

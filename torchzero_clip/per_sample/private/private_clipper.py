@@ -201,9 +201,10 @@ class PrivateGradientClipper(PerSampleGradientClipper):
             instance("losses", losses, Tensor)
             sensitivity = self._checked_step()
             refuse_other_leaves(losses, {id(engine.anchor), *map(id, params.values())})
-            start.numbers = losses.numel(), sensitivity  # a wrong shape raises later
+            # a wrong shape raises later, also one without losses, for which all processes have to go on
+            start.numbers = losses.numel() if losses.ndim == 1 else 1, sensitivity
         _check_same_limit(start)
-        if losses.ndim == 1 and not start.total(0):
+        if not start.total(0):
             self._sensitivity = sensitivity
             return weighed(engine, {}, self.norm_clipper, "zero").result
         sums, _, result = clipped_sums(engine, losses, self.norm_clipper, mean=False)
