@@ -222,6 +222,8 @@ class CapturedLayer:
         dim = 0 if leading == 1 else self.engine.batch_dim  # without positions, samples are first in any case
         forward = self.engine.forward
         count = forward.batch_size
+        if count == 1 and input.requires_grad and not input.is_contiguous():
+            input.register_hook(partial(_with_strides, input.stride()))
         if isinstance(input, BroadcastRow) and is_row(input):
             each, had_dim = input.samples(dim)
             return Samples(each, leading + (not had_dim), had_dim, dim)
@@ -465,6 +467,14 @@ class _Watched(torch.autograd.Function):
 
 
 IDENTITIES.add(_Watched)
+
+
+def _with_strides(strides: tuple[int, ...], grad: Tensor) -> Tensor:
+    """The gradient of an input with one sample, in the layout of the input.
+
+    The input may come from a normalization without parameters, whose backward misreads other strides: see `laid`.
+    """
+    return grad if 0 in strides else grad.new_empty_strided(grad.shape, strides).copy_(grad)
 
 
 def described(name: str, module: nn.Module) -> str:
