@@ -254,7 +254,7 @@ class CapturedLayer:
         if earlier.shape == input.shape:  # of data
             self._shared[input.ndim, leading] = None
             return False
-        return True
+        return leading > 0  # what the layer uses itself is known by its values alone
 
     def is_table(self, input: Tensor, *, learned: bool = False) -> bool:
         """True for a tensor that all samples were found to share, or whose number of rows is another than theirs."""

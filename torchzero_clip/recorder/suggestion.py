@@ -64,6 +64,7 @@ class Suggestion:
         series: The norms from which the limit was found, by the names of groups, or under the name of the scope.
         choices: The limits that clip 1%, 10% and half of the usual norms, and this limit, each with its ``share``
             and the range from ``low`` to ``high`` of this share in the future.
+        note: Which steps were skipped; empty if none were.
 
     Examples:
         >>> import torch
@@ -91,7 +92,6 @@ class Suggestion:
     series: Mapping[str, Series] = field(repr=False)
     choices: tuple[Choice, ...] = ()
     note: str = ""
-    """Which steps were skipped."""
 
     @property
     def limits(self) -> dict[str, float]:
