@@ -357,9 +357,14 @@ def _tokens(layer: Layer, others: dict[int, Tensor], count: int) -> list[Tensor]
     model = engine.attachment.model
     own = memory_of((*model.parameters(), *model.buffers()))
     data = [x for x in found if x.is_floating_point() and x.ndim > 1 and len(x) > 1 and not memory_of((x,)) & own]
+    data = [x for x in data if not _is_diagonal(x)]  # with which products of reflections begin
     # where a proof cannot find that samples share data, a module alone, such as PReLU, is taken to get no table
     may_be = engine.learns_rows or not [*layer.module.children()]
     return data if may_be and not any(layer.is_table(x, learned=True) for x in data) else []
+
+
+def _is_diagonal(x: Tensor) -> bool:
+    return x.shape == (len(x), len(x)) and torch.equal(x, x.diagonal().diag())
 
 
 def has_layers(x: Tensor) -> bool:
