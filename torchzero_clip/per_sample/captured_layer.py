@@ -223,7 +223,7 @@ class CapturedLayer:
         forward = self.engine.forward
         count = forward.batch_size
         if count == 1 and input.requires_grad and not input.is_contiguous():
-            input.register_hook(partial(_with_strides, input.stride()))
+            input.register_hook(partial(with_strides, input.stride()))
         if isinstance(input, BroadcastRow) and is_row(input):
             each, had_dim = input.samples(dim)
             return Samples(each, leading + (not had_dim), had_dim, dim)
@@ -469,10 +469,10 @@ class _Watched(torch.autograd.Function):
 IDENTITIES.add(_Watched)
 
 
-def _with_strides(strides: tuple[int, ...], grad: Tensor) -> Tensor:
-    """The gradient of an input with one sample, in the layout of the input.
+def with_strides(strides: tuple[int, ...], grad: Tensor) -> Tensor:
+    """The gradient of one image, in the layout of the image.
 
-    The input may come from a normalization without parameters, whose backward misreads other strides: see `laid`.
+    `native_batch_norm_backward` of torch 2.13, also that of a normalization without parameters, misreads other strides.
     """
     return grad if 0 in strides else grad.new_empty_strided(grad.shape, strides).copy_(grad)
 

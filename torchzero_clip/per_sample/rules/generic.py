@@ -183,7 +183,7 @@ class _One:
     ) -> Iterator[Callable[[], tuple[Tensor, ...]]]:
         """What computes the output of each sample. An image is a part of the batch, with the strides of the batch.
 
-        Other strides would be misread by torch, see `torchzero_clip.per_sample.rules.normalization.laid`.
+        Other strides would be misread by torch, see `with_strides`.
         """
         params = zip(*[x.unbind() for x in copies.values()], strict=True)  # at once, so that the backward stacks once
         given = [

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import override
 
-from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
+from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule, with_strides
 from torchzero_clip.per_sample.gradients.contributions import Dense
 from torchzero_clip.per_sample.rules.copies import copy_of
 
@@ -83,18 +83,15 @@ class GroupNormRule(NormalizationRule):
 
 
 def laid(output: Tensor) -> Tensor:
-    """The output, whose gradient gets its layout if it is of one image.
-
-    `native_batch_norm_backward` of torch 2.13 misreads other strides of the gradient of one image.
-    """
+    """The output, whose gradient gets its layout if it is of one image: see `with_strides`."""
     node = output.grad_fn
     if node is not None and len(output) == 1 and node.name() == "NativeBatchNormBackward0":
-        node.register_prehook(partial(_with_strides, output.stride()))
+        node.register_prehook(partial(_first_with_strides, output.stride()))
     return output
 
 
-def _with_strides(strides: Sequence[int], grads: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    return grads[0].new_empty_strided(grads[0].shape, strides).copy_(grads[0]), *grads[1:]
+def _first_with_strides(strides: tuple[int, ...], grads: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return with_strides(strides, grads[0]), *grads[1:]
 
 
 def _instance_norm(input: Tensor, **settings: Any) -> Tensor:
