@@ -10,10 +10,10 @@ from torchzero_clip.functional.metric import parse_ord
 from torchzero_clip.functional.moments import (
     joint_mean,
     joint_moments,
+    means_of_each,
     metrics_of_slices,
     moments_of_slices,
     root_of_moments,
-    sums_of_each,
     sums_of_slices,
 )
 from torchzero_clip.functional.scratch import Scratch
@@ -56,14 +56,15 @@ def test_direct_moments_are_those_of_deviations():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_sums_of_tensors_and_of_slices(dtype):
+def test_means_of_tensors_and_sums_of_slices(dtype):
     tensors = [
         torch.arange(6.0).view(2, 3).to(dtype),
         torch.tensor(-2.0, dtype=dtype),
         torch.full((2,), 3e38).to(dtype),
     ]
-    assert sums_of_each(tensors, Scratch()).tolist() == pytest.approx([15, -2, 6e38], rel=1e-2)
+    counts = torch.tensor([6.0, 1.0, 2.0], dtype=torch.float64)
+    assert means_of_each(tensors, counts, Scratch()).tolist() == pytest.approx([2.5, -2, 3e38], rel=1e-2)
     assert sums_of_slices([part(tensors[0], (1,))])[0].tolist() == [[3], [12]]
     assert joint_mean(wholes(tensors[:2])).item() == 13 / 7
     assert joint_mean([]).item() == 0
-    assert math.isnan(sums_of_each([torch.tensor([math.nan])], Scratch()).item())
+    assert math.isnan(means_of_each([torch.tensor([math.nan])], counts[1:2], Scratch()).item())

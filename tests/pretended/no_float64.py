@@ -1,6 +1,7 @@
 """A device that refuses float64, as GPUs of Apple do: the numbers are those of the CPU to float32's digits."""
 
 import copy
+import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from torchzero_clip import (
     AdaGC,
     AdamW,
     AutoClip,
+    Centralize,
     ClipByMaxEMA,
     ClipNorm,
     ClipNormByEMA,
@@ -125,6 +127,30 @@ def extreme_norms(_: Agree) -> None:
             assert math.isclose(norm(numbers(param.grad).double()).item(), clipped, rel_tol=0.01)
     largest = torch.full((64,), torch.finfo(torch.float32).max)
     assert math.isfinite(numbers(norm(on_cuda(largest))).item())
+
+
+def sums_beyond_float32(_: Agree) -> None:
+    """Means and deviations are right where the sum of the elements, or of their squares, leaves float32."""
+    generator = torch.Generator().manual_seed(0)
+    most = torch.finfo(torch.float32).max
+    shapes, spreads, dtypes = ((4, 3), (4, 5000)), (0.0, 1e37), (torch.float32, torch.bfloat16)
+    for shape, spread, dtype in itertools.product(shapes, spreads, dtypes):
+        given = (torch.randn(shape, generator=generator) * spread + 1e38).to(dtype)
+        close = functools.partial(torch.testing.assert_close, rtol=EXACT, atol=torch.finfo(dtype).eps * 2e38)
+        exact = given.double()
+        for order, dim in itertools.product(("std", "sum"), (None, 1)):
+            expected = norm(exact, order, dim=dim).clamp(max=most)
+            close(numbers(norm(on_cuda(given), order, dim=dim)).double(), expected)
+        means = {None: exact.mean(), 1: exact.mean(1, keepdim=True), "global": exact.mean()}
+        for (dim, mean), fast in itertools.product(means.items(), (True, False)):
+            param = nn.Parameter(on_cuda(torch.zeros_like(given)))
+            optimizer = Modular([param], Centralize(dim=dim), LR(1.0), fast=fast)
+            for _ in range(4):  # the last ones may be planned
+                with torch.no_grad():
+                    param.zero_()
+                param.grad = on_cuda(given)
+                optimizer.step()
+            close(-numbers(param).double(), exact - mean)
 
 
 def norms_beyond_float32(_: Agree) -> None:
@@ -302,6 +328,7 @@ CHECKS: dict[str, Callable[[Agree], None]] = {
     "without float64, worked cases": worked_cases,
     "without float64, adaptive cases": adaptive_cases,
     "without float64, extreme norms": extreme_norms,
+    "without float64, sums beyond float32": sums_beyond_float32,
     "without float64, norms beyond float32": norms_beyond_float32,
     "without float64, a record": a_record_moves,
     "without float64, exact norms": exact_norms,

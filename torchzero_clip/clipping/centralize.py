@@ -11,7 +11,7 @@ from torchzero_clip.core.step import Step
 from torchzero_clip.functional.clip import centralize_
 from torchzero_clip.functional.dtypes import widest
 from torchzero_clip.functional.measure import Slicing
-from torchzero_clip.functional.moments import sums_of_each
+from torchzero_clip.functional.moments import means_of_each
 from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.types import Dim, Target
 
@@ -82,7 +82,7 @@ class Centralize(Shifting):
         if self.dim is not None or self.inverse_dims or type(self).apply_tensors is not Centralize.apply_tensors:
             return None
         counts, acts, all_act = scratch.plan("means", updates, lambda: self._counted(updates), self.min_size)
-        means = sums_of_each(updates, scratch) / counts
+        means = means_of_each(updates, counts, scratch)
         return means if all_act else torch.where(acts, means, 0.0)
 
     def _counted(self, updates: Sequence[Tensor]) -> tuple[Tensor, Tensor, bool]:

@@ -13,7 +13,7 @@ from torchzero_clip.functional.choice import where
 from torchzero_clip.functional.dtypes import widened
 from torchzero_clip.functional.measure import Slicing, cut
 from torchzero_clip.functional.metric import Metric
-from torchzero_clip.functional.moments import joint_mean, sums_of_slices
+from torchzero_clip.functional.moments import joint_mean, means_of_slices
 from torchzero_clip.functional.shards import wholes
 from torchzero_clip.functional.ways import all_ones, beyond_float32, may_look
 
@@ -47,8 +47,7 @@ def centralize_(tensors: Sequence[Tensor], slicing: Slicing, group: ProcessGroup
         foreach.subtract_slices_([p.tensor for p in parts], [mean] * len(parts))
         return
     _, parts = cut([tensor for tensor in tensors if tensor.ndim], slicing)
-    means = [total / p.size for total, p in zip(sums_of_slices(parts), parts, strict=True)]
-    foreach.subtract_slices_([p.tensor for p in parts], means)
+    foreach.subtract_slices_([p.tensor for p in parts], means_of_slices(parts))
 
 
 def clip_factors(metric: Metric, norms: Tensor, limit: float | Tensor, floor: float = 0.0) -> Tensor:

@@ -22,7 +22,8 @@ def set_norm_dtype(device_type: str, dtype: torch.dtype) -> None:
 
     They are float64 where the device has it. Float32 may be faster on GPUs that compute float64 slowly, such as
     consumer GPUs. Gradients are then read twice, and divided by a power of two close to their largest magnitude. So
-    norms are still right to 2e-6, finite for finite gradients, and 0 only for zeros.
+    norms are still right to 2e-6, finite for finite gradients, and 0 only for zeros. A norm above 3.4e38, the largest
+    number of float32, counts as 3.4e38, and what is clipped by it may exceed the limit.
 
     Args:
         device_type: The kind, such as ``"cuda"``. On a CPU, norms are always float64.

@@ -18,7 +18,7 @@ from torchzero_clip.functional.metric import Metric
 from torchzero_clip.functional.processes import device_of, gathered
 from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.functional.shards import Part, all_reduce, pack, wholes
-from torchzero_clip.functional.slices import joint_of_norms, norms_of_slices
+from torchzero_clip.functional.slices import enlarged, joint_of_norms, norms_of_slices
 from torchzero_clip.functional.ways import sum_dtype, way_of
 
 
@@ -49,6 +49,14 @@ def metrics_of_slices(parts: Sequence[Part], metric: Metric, moments: Moments | 
     moments = moments or moments_of_slices(parts, metric)
     if moments is not None:
         return foreach.square_roots(moments.variances)
+    if any(is_narrow(p.tensor) for p in parts):
+        rooms = [_room(p.size) if is_narrow(p.tensor) else 1.0 for p in parts]
+        return list(map(enlarged, _sums_or_deviations(_divided(parts, rooms), metric), rooms))
+    return _sums_or_deviations(parts, metric)
+
+
+def _sums_or_deviations(parts: Sequence[Part], metric: Metric) -> list[Tensor]:
+    """The magnitude of the sum, or the standard deviation, of every slice; their values have room for a sum."""
     sums = sums_of_slices(parts)
     if metric.kind == "sum":
         return [value.abs() for value in sums]
@@ -67,14 +75,16 @@ def joint_moments(parts: Sequence[Part], metric: Metric, moments: Moments | None
     moments = moments or moments_of_slices(parts, metric)
     if moments is not None:
         count, mean, spread = _joined_moments(parts, moments)
-    else:
-        count, total = sum(p.size for p in parts), joint_sum(parts)
-        if metric.kind == "sum":
-            return _as_reals(total)
-        mean = total / max(count, 1)
-        spreads = norms_of_slices(_deviations(parts, [moved(mean, p.tensor.device) for p in parts]), 2.0)
-        spread = moved(joint_of_norms(pack(spreads), 2.0), mean.device)
-    return torch.cat([torch.full_like(spread, count).view(1), _as_reals(mean), spread.view(1)])
+        return torch.cat([torch.full_like(spread, count).view(1), _as_reals(mean), spread.view(1)])
+    count, room = sum(p.size for p in parts), _joint_room(parts)
+    parts = _divided(parts, [room] * len(parts))
+    total = joint_sum(parts)
+    if metric.kind == "sum":
+        return _as_reals(enlarged(total, room))
+    mean = total / max(count, 1)
+    spreads = norms_of_slices(_deviations(parts, [moved(mean, p.tensor.device) for p in parts]), 2.0)
+    spread = moved(joint_of_norms(pack(spreads), 2.0), mean.device).view(1)
+    return torch.cat([torch.full_like(spread, count), _as_reals(enlarged(mean, room)), enlarged(spread, room)])
 
 
 def root_of_moments(metric: Metric, rows: Tensor) -> Tensor:
@@ -110,29 +120,55 @@ def joint_sum(parts: Sequence[Part]) -> Tensor:
     return torch.cat([moved(value.view(1), sums[0].device) for value in sums]).sum()
 
 
+def means_of_slices(parts: Sequence[Part]) -> list[Tensor]:
+    """The mean of every slice, finite for finite values, also of float32 ones whose sum is not."""
+    rooms = [_room(p.size) if is_narrow(p.tensor) else 1.0 for p in parts]
+    sums = sums_of_slices(_divided(parts, rooms))
+    return [enlarged(total / p.size, room) for total, p, room in zip(sums, parts, rooms, strict=True)]
+
+
 def joint_mean(parts: Sequence[Part], group: ProcessGroup | None = None) -> Tensor:
     """The mean of all elements of whole tensors, also of those that the other processes of a group hold: 0-d."""
-    total, count = joint_sum(parts), sum(p.size for p in parts)
-    if group is None:
-        return total / max(count, 1)
-    total = moved(total, device_of([p.tensor for p in parts], group))
-    numbers = _as_reals(total)
-    rows = gathered(torch.cat([numbers, torch.full_like(numbers[:1], count)]), group)
-    real, imaginary, _ = (rows.sum(dim=0) / rows.select(1, 2).sum().clamp(min=1)).unbind()
-    return torch.complex(real, imaginary) if total.is_complex() else real
+    count, room = sum(p.size for p in parts), _joint_room(parts)
+    mean = joint_sum(_divided(parts, [room] * len(parts))) / max(count, 1)
+    if group is not None:
+        here = moved(mean, device_of([p.tensor for p in parts], group))
+        numbers = _as_reals(here)
+        *columns, counts = gathered(torch.cat([numbers, torch.full_like(numbers[:1], count)]), group).unbind(dim=1)
+        shares = counts / counts.sum().clamp(min=1)
+        real, imaginary = ((column * shares).sum() for column in columns)
+        mean = torch.complex(real, imaginary) if mean.is_complex() else real
+    return enlarged(mean, room)
 
 
-def sums_of_each(tensors: Sequence[Tensor], scratch: Scratch) -> Tensor:
-    """The sum of each of some plain real tensors of one dtype on one device: a float64 vector."""
+def means_of_each(tensors: Sequence[Tensor], counts: Tensor, scratch: Scratch) -> Tensor:
+    """The mean of each of some plain real tensors of one dtype on one device: a vector. ``counts`` are their sizes."""
     # as by sums_of_slices up to the rounding of sums of up to 1024 elements to the dtype
     if way_of(tensors, 2.0) != "blocks":
-        return pack(sums_of_slices(wholes(tensors)))
+        parts = wholes(tensors)
+        return pack(means_of_slices(parts)) if is_narrow(tensors[0]) else pack(sums_of_slices(parts)) / counts
     sums = blocks.sums_of_each(tensors, scratch)
     odd = sums.isfinite().logical_not_()
     if bool(odd.any()):
         indices = odd.nonzero().flatten()
         sums[indices] = pack(sums_of_slices(wholes([tensors[i] for i in indices.tolist()])))
-    return sums
+    return sums / counts
+
+
+def _room(count: int) -> float:
+    """The smallest power of two of at least ``count``: numbers that were divided by it have a finite sum."""
+    return 2.0 ** max(count - 1, 0).bit_length()
+
+
+def _joint_room(parts: Sequence[Part]) -> float:
+    """What all values are divided by before they are added up: 1 with float64."""
+    return _room(sum(p.size for p in parts)) if any(is_narrow(p.tensor) for p in parts) else 1.0
+
+
+def _divided(parts: Sequence[Part], rooms: Sequence[float]) -> list[Part]:
+    """The values of parts divided by powers of two, which is exact but below 2**-126."""
+    pairs = zip(parts, rooms, strict=True)
+    return [p._replace(tensor=p.tensor.to(sum_dtype(p.tensor)) / room) if room > 1 else p for p, room in pairs]
 
 
 def _joined_moments(parts: Sequence[Part], moments: Moments) -> tuple[int, Tensor, Tensor]:

@@ -56,7 +56,7 @@ def joint_of_norms(norms: Tensor, p: float) -> Tensor:
     shares = norms / scale
     if norms.dtype == torch.float64:
         return scale * torch.linalg.vector_norm(shares, p)
-    return _times(scale, norm_along(shares, p, 0).squeeze(0))
+    return enlarged(norm_along(shares, p, 0).squeeze(0), scale)
 
 
 def merged(parts: Sequence[Part], norms: list[Tensor], p: float) -> list[Tensor]:
@@ -86,7 +86,7 @@ def _rescaled(parts: Sequence[Part], p: float) -> list[Tensor]:
     scales = [_usable_scale(n, p) for n in merged(parts, [local_norm(part, extreme) for part in parts], extreme)]
     # one after the other, so that only one rescaled copy exists at a time
     rescaled = [local_norm(x._replace(tensor=x.tensor / scale), p) for x, scale in zip(parts, scales, strict=True)]
-    return [_times(scale, norm) for scale, norm in zip(scales, merged(parts, rescaled, p), strict=True)]
+    return list(map(enlarged, merged(parts, rescaled, p), scales))
 
 
 def _local_norms(parts: Sequence[Part], p: float) -> list[Tensor]:
@@ -146,12 +146,16 @@ def norm_along(x: Tensor, p: float, d: int) -> Tensor:
     return norm_along(torch.cat(levels, d), p, d)
 
 
-def _times(scale: Tensor, norm: Tensor) -> Tensor:
-    """A norm of values that were divided by a scale, times it: finite for finite values."""
-    product = scale * norm
+def enlarged(x: Tensor, scale: Tensor | float) -> Tensor:
+    """What was computed of values divided by a scale, times it: finite if it is."""
+    if isinstance(scale, float) and scale == 1:
+        return x
+    if x.is_complex():
+        return torch.view_as_complex(enlarged(torch.view_as_real(x), scale))
+    product = x * scale
     if product.dtype == torch.float64:
         return product
-    return torch.where(norm == math.inf, norm, product.clamp(max=foreach.MAX32))
+    return torch.where(x.isinf(), x, product.clamp(-foreach.MAX32, foreach.MAX32))
 
 
 def _usable_scale(largest: Tensor, p: float) -> Tensor:
