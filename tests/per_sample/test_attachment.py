@@ -25,6 +25,7 @@ from per_sample.harness import (
 )
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from torchzero_clip import GradSampleModuleFastGradientClipping, check_per_sample
 
@@ -205,7 +206,7 @@ def distributed(model, name, *mesh):
 
 @pytest.mark.usefixtures("one_process")
 def test_parameters_that_are_distributed_otherwise_are_refused_by_name():
-    with pytest.raises(ValueError, match=r"'0\.weight' is not sharded, but other parameters are"):
+    with pytest.raises(ValueError, match=r"'2\.weight' is a DTensor, but not one of fully_shard, as with tensor paral"):
         clip(distributed(small(), "2.weight", 1))
     model = frozen(distributed(nn.Linear(3, 2), "weight", 1), "bias")
     with pytest.raises(ValueError, match=r"'weight' is a DTensor, but not one of fully_shard, as with tensor paral"):
@@ -219,16 +220,19 @@ def test_parameters_that_are_distributed_otherwise_are_refused_by_name():
 
 
 @pytest.mark.usefixtures("one_process")
-def test_shards_of_a_part_of_the_model_are_refused_by_name():
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_a_part_of_the_model_may_be_sharded(is_frozen):
     model = small()
+    frozen(model[0], *(["weight", "bias"] if is_frozen else []))
+    whole = copy.deepcopy(model)
     fully_shard(model[0])
-    with pytest.raises(ValueError, match=r"'2\.weight' is not sharded.*call fully_shard on the whole model, or freeze"):
-        clip(model)
-    clip(frozen(model, "2.weight", "2.bias"))
-    model = small()
-    fully_shard(frozen(model[0], "weight", "bias"))
-    with pytest.raises(ValueError, match=r"'2\.weight' is not sharded"):
-        clip(model)
+    x = torch.randn(4, 3, dtype=torch.float64)
+    for each in (model, whole):
+        clip(each).backward(losses_of(each(x)))
+    for param, other in zip(model.parameters(), whole.parameters(), strict=True):
+        if param.requires_grad:
+            grad = param.grad.full_tensor() if isinstance(param.grad, DTensor) else param.grad
+            torch.testing.assert_close(grad, other.grad)
 
 
 @pytest.mark.usefixtures("one_process")

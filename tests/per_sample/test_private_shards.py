@@ -15,7 +15,7 @@ from per_sample.harness import losses_of, reference, small
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from torchzero_clip import SGD, ConstantFlatClipper, ConstantPerLayerClipper, Modular, PrivateGradientClipper
@@ -26,9 +26,10 @@ SHARES = {2: ([4, 2], [6, 0], [0, 0]), 4: ([1, 2, 0, 3], [0, 0, 6, 0], [0, 0, 0,
 """The samples of each process in three steps."""
 
 
-def sharded(model, *, nested=False, **settings):
-    parts = [part for part in model.children() if next(part.parameters(), None) is not None] if nested else []
-    for module in (*parts, model):
+def sharded(model, *, nested=False, part=False, **settings):
+    """Of a ``part``, only the last module is sharded, and the others have a copy on each process."""
+    parts = [module for module in model.children() if next(module.parameters(), None) is not None]
+    for module in parts[-1:] if part else (*parts, model) if nested else (model,):
         fully_shard(module, **settings).set_force_sum_reduction_for_comms(True)  # gloo cannot divide
     return model
 
@@ -58,19 +59,24 @@ def even(x):
 
 
 def full(model):
-    return [param.grad.full_tensor() for param in model.parameters()]
+    grads = [param.grad for param in model.parameters()]
+    return [grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in grads]
 
 
-def together(shards):
-    """The noise of all processes for each parameter, from the shards of this process."""
-    found = [None] * dist.get_world_size()
-    dist.all_gather_object(found, shards)
-    return [torch.cat(parts) for parts in zip(*found, strict=True)]
+def together(model, recorded):
+    """The noise of all processes for each parameter, from what each process drew."""
+    drawn = [None] * dist.get_world_size()
+    dist.all_gather_object(drawn, recorded)
+    first, *_ = drawn = list(map(iter, drawn))
+    are_sharded = [isinstance(param, DTensor) for param in model.parameters()]
+    noise = [torch.cat([next(each) for each in drawn]) if cut else next(first) for cut in are_sharded]
+    assert [next(each, None) for each in drawn] == [None] * len(drawn)
+    return noise
 
 
-def equal_to_one_process(dtype, nested):
+def equal_to_one_process(dtype, **settings):
     plain = uneven(dtype)
-    model, x = sharded(copy.deepcopy(plain), nested=nested), inputs(dtype=dtype)
+    model, x = sharded(copy.deepcopy(plain), **settings), inputs(dtype=dtype)
     # the same seed on all processes, which must not give shards the same noise
     clipper = made(model, generator=torch.Generator().manual_seed(0))
     gaussian, failures = private_clipper.gaussian, []
@@ -90,7 +96,7 @@ def equal_to_one_process(dtype, nested):
                 sums = [a + b for a, b in zip(sums, reference(plain, part, LIMIT)[1], strict=True)]
         with patch.object(private_clipper, "gaussian", record):
             assert clipper.pre_step()[1] == len(parts) * sum(shares)
-        noise = together(recorded)
+        noise = together(model, recorded)
         scale = max(float(value.abs().max()) for value in noise)
         for grad, value, added in zip(full(model), sums, noise, strict=True):
             assert added.shape == value.shape
@@ -127,6 +133,15 @@ def noise_has_the_promised_moments(dtype, seed):
     return moments, correlations
 
 
+def what_is_not_sharded_gets_one_noise():
+    """The released gradient of this process, whose noise has the standard deviation 1."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(100, 100), sharded(nn.Linear(100, 2)))
+    clipper = made(model, 1.0, noise_multiplier=1.0, expected_batch_size=1.0)
+    clipper.pre_step()
+    return [param.grad for param in model[0].parameters()]
+
+
 def noise_is_on_every_process_and_element_once():
     """Parameters of fewer rows than processes have empty shards."""
     torch.manual_seed(0)
@@ -137,10 +152,10 @@ def noise_is_on_every_process_and_element_once():
     return weight.shape, float(weight.std()), bias.shape, model.weight.grad.to_local().numel()
 
 
-def one_sample_changes_the_sum_by_the_limit_at_most(policy, norm_clipper):
+def one_sample_changes_the_sum_by_the_limit_at_most(policy, norm_clipper, *, part=False):
     """The largest change by one sample, in units of the limit, for a sample of each process."""
     settings = {} if policy is None else {"mp_policy": policy}
-    model, x = sharded(uneven(torch.float32), **settings), inputs(8, torch.float32)
+    model, x = sharded(uneven(torch.float32), part=part, **settings), inputs(8, torch.float32)
     clipper = PrivateGradientClipper(model, norm_clipper, noise_multiplier=0.0, expected_batch_size=1.0)
 
     def summed(chosen):
@@ -273,7 +288,6 @@ def other_ways_to_distribute_are_refused():
     texts["tensor parallel"] = ranks.refused(lambda: made(tensor))
     some = mesh["shard"]
     texts["some processes"] = ranks.refused(lambda: made(sharded(small(), mesh=some)))
-    texts["a part"] = ranks.refused(lambda: made(nn.Sequential(sharded(small()), nn.Linear(2, 2).double())))
     model = small()
     clipper = made(DistributedDataParallel(model))
     fully_shard(model)
@@ -295,14 +309,19 @@ def canaries(count=2000):
 
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
 CASES = {
-    "equal float64": partial(equal_to_one_process, torch.float64, nested=False),
+    "equal float64": partial(equal_to_one_process, torch.float64),
     "equal float64, nested": partial(equal_to_one_process, torch.float64, nested=True),
-    "equal float32": partial(equal_to_one_process, torch.float32, nested=False),
+    "equal float64, part": partial(equal_to_one_process, torch.float64, part=True),
+    "equal float32": partial(equal_to_one_process, torch.float32),
+    "noise for all": what_is_not_sharded_gets_one_noise,
     "moments, generator": partial(noise_has_the_promised_moments, torch.float32, 0),
     "moments, secure": partial(noise_has_the_promised_moments, torch.float32, None),
     "moments, bfloat16": partial(noise_has_the_promised_moments, torch.bfloat16, None),
     "every element": noise_is_on_every_process_and_element_once,
     "influence": partial(one_sample_changes_the_sum_by_the_limit_at_most, None, ConstantFlatClipper(LIMIT)),
+    "influence, part": partial(
+        one_sample_changes_the_sum_by_the_limit_at_most, None, ConstantFlatClipper(LIMIT), part=True
+    ),
     "influence, half": partial(one_sample_changes_the_sum_by_the_limit_at_most, HALF, ConstantFlatClipper(LIMIT)),
     "influence, layers": partial(
         one_sample_changes_the_sum_by_the_limit_at_most, None, ConstantPerLayerClipper([0.3, 0.4, 0.0, 0.0])
@@ -316,7 +335,17 @@ CASES = {
     "refused": other_ways_to_distribute_are_refused,
     "audit": canaries,
 }
-ON_FOUR = ["equal float64", "moments, generator", "moments, bfloat16", "every element", "influence", "state", "refused"]
+ON_FOUR = [
+    "equal float64",
+    "equal float64, part",
+    "noise for all",
+    "moments, generator",
+    "moments, bfloat16",
+    "every element",
+    "influence",
+    "state",
+    "refused",
+]
 """What is run with four processes; the others with two."""
 RUNS = [*((2, name) for name in CASES if name != "refused"), *((4, name) for name in ON_FOUR)]
 
@@ -357,6 +386,16 @@ def test_the_noise_of_each_shard_has_the_promised_moments_and_is_its_own(results
         assert abs(std - 1) < 0.035
         assert abs(fourth - 3) < 0.5
     assert max(map(abs, correlations)) < 5
+
+
+@both
+def test_parameters_that_are_not_sharded_get_one_noise_for_all_processes(results, count):
+    (weight, bias), *others = results(count, "noise for all")
+    assert 0.97 < weight.std() < 1.03
+    assert 0.7 < bias.std() < 1.3
+    for other in others:
+        assert other[0].equal(weight)
+        assert other[1].equal(bias)
 
 
 @both
@@ -415,7 +454,6 @@ def test_other_ways_to_distribute_are_refused_by_name(results):
         assert "HSDP" in texts["replicated shards"]
         assert "tensor parallelism" in texts["tensor parallel"]
         assert "must be sharded over all 4 processes, got 2" in texts["some processes"]
-        assert "is not sharded, but other parameters are" in texts["a part"]
         assert "sharded later" in texts["later"]
 
 

@@ -148,7 +148,7 @@ def norm_along(x: Tensor, p: float, d: int) -> Tensor:
 
 def enlarged(x: Tensor, scale: Tensor | float) -> Tensor:
     """What was computed of values divided by a scale, times it: finite if it is."""
-    if isinstance(scale, float) and scale == 1:
+    if isinstance(scale, float) and scale == 1.0:
         return x
     if x.is_complex():
         return torch.view_as_complex(enlarged(torch.view_as_real(x), scale))

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from torchzero_clip.checks import count, finite, instance, number, one_of, positive
-from torchzero_clip.compat import current_graph_task_id
+from torchzero_clip.compat import current_graph_task_id, is_distributed
 from torchzero_clip.functional.shards import distributed_like, local
 from torchzero_clip.per_sample.captured_layer import trainable
 from torchzero_clip.per_sample.clipper import PerSampleGradientClipper
@@ -48,7 +48,8 @@ class PrivateGradientClipper(PerSampleGradientClipper):
     Args:
         module: The model. All parameters that train must be in it. With several processes, it must be in a
             `DistributedDataParallel`, where one process adds noise and all get the same ``.grad``, or sharded by
-            `fully_shard` over all processes, where each adds noise to its shards.
+            `fully_shard` over all processes, where each adds noise to its shards. Parameters that are not sharded
+            get one noise for all.
         norm_clipper: Computes factors from norms: `ConstantFlatClipper`, `ConstantPerLayerClipper`, `AutomaticClipper`,
             or your own subclass of `NormClipper`. Its limits must be finite.
         batch_first: Whether sequences have shape (B, T, ...) rather than (T, B, ...).
@@ -257,10 +258,12 @@ class PrivateGradientClipper(PerSampleGradientClipper):
         generator = self._generator
         if processes.sharded and generator is not None:  # or shards would get equal noise
             generator = of_rank(generator, processes.rank)
-        if processes.is_first or processes.sharded:  # the first process adds the noise for all, but not to their shards
-            noisy = {name: self._noisy(name, param, std, generator) for name, param in params.items()}
-        else:
-            noisy = {name: value.clone() for name, value in self._sums.items()}
+        noisy: dict[str, Tensor] = {}
+        for name, param in params.items():
+            if processes.is_first or is_distributed(param):  # the first adds the noise for all, but not to their shards
+                noisy[name] = self._noisy(name, param, std, generator)
+            elif name in self._sums:
+                noisy[name] = self._sums[name].clone()
         noisy = processes.added_up(noisy, params, params)
         means = [(param, noisy[name].div_(self._expected_batch_size)) for name, param in params.items()]
         self._releases = self._releases | {self._noise_multiplier: self._releases.get(self._noise_multiplier, 0) + 1}

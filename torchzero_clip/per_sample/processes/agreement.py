@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from torchzero_clip.compat import dtensors, flatten, unflatten
+from torchzero_clip.compat import dtensors, flatten, is_distributed, unflatten
 from torchzero_clip.functional.foreach import wide_dtype
 from torchzero_clip.functional.processes import device_of, gathered, gathered_texts
 
@@ -22,7 +22,8 @@ BUCKET = 25 << 20  # bytes of sums that one all-reduce carries, as in Distribute
 class Processes:
     """The processes of a group, each with a copy or a shard of the model. Without a group, there is only this process.
 
-    If parameters are ``sharded`` over the group, backwards communicate, so all processes must run equally many.
+    If parameters are ``sharded`` over the group, backwards communicate, so all processes must run equally many. Then
+    others may be plain: each process has a copy of these.
     """
 
     def __init__(self, group: ProcessGroup | None = None, *, sharded: bool = False) -> None:
@@ -66,7 +67,7 @@ class Processes:
     def collected(
         self, sums: Iterable[tuple[str, Tensor]], params: Mapping[str, nn.Parameter], used: Collection[str]
     ) -> dict[str, Tensor]:
-        """Collect the sums of this process, by the names of parameters, in the order of the parameters."""
+        """Collect the sums of this process by the names of parameters; those of shards are added up over all."""
         if not self.sharded:
             return dict(sums)
         # each is added up over the processes as soon as it is made, so that only one is in memory in full
@@ -81,6 +82,9 @@ class Processes:
                 name, value = next(rest, (None, None))
             else:
                 own = torch.zeros(param.shape, dtype=dtype, device=param.device)
+            if not is_distributed(param):
+                found[key] = own
+                continue
             whole = dtensors().DTensor.from_local(own.contiguous(), param.device_mesh, partial, run_check=False)
             found[key] = whole.redistribute(param.device_mesh, param.placements)
         return found
@@ -92,10 +96,11 @@ class Processes:
 
         The sums of this process may be overwritten. ``used`` names the parameters for which any process has a sum.
         """
-        if self.group is None or self.sharded:
+        if self.group is None:
             return dict(sums)
+        shards = {name: value for name, value in sums.items() if is_distributed(params[name])}
         found: dict[str, Tensor] = {}
-        for name in (name for name in params if name in used):
+        for name in (name for name in params if name in used and not is_distributed(params[name])):
             value, dtype = sums.get(name), wide_dtype(params[name].dtype)
             empty = value is None
             found[name] = torch.zeros_like(params[name], dtype=dtype) if empty else value.to(params[name].device, dtype)
@@ -104,7 +109,7 @@ class Processes:
             dist.all_reduce(flat, group=self.group)
             for value, part in zip(bucket, unflatten(flat, bucket), strict=True):
                 value.copy_(part)
-        return found
+        return shards | found
 
 
 class Agreement:

@@ -24,17 +24,16 @@ def stands_for(current: object, param: Any) -> bool:
 
 
 def group_of_shards(model: nn.Module, params: Mapping[str, nn.Parameter]) -> ProcessGroup | None:
-    """The processes that hold the shards of the parameters, as `fully_shard` makes them; None without shards."""
-    roots = fully_sharded(model)
-    if not params or not (roots or any_distributed(list(model.parameters()))):
+    """The processes that hold the shards of a model, as `fully_shard` makes them; None without shards.
+
+    Of the parameters, those outside of sharded modules are plain, with a copy on each process.
+    """
+    held = {id(param): param for root in fully_sharded(model) for param in root.parameters() if is_distributed(param)}
+    if not params or not (held or any_distributed(list(params.values()))):
         return None
-    held = {id(param) for root in roots for param in root.parameters()}
-    groups: set[ProcessGroup] = set()
     for name, param in params.items():
         if not is_distributed(param):
-            raise ValueError(
-                f"{name!r} is not sharded, but other parameters are: call fully_shard on the whole model, or freeze it"
-            )
+            continue
         if param.device_mesh.ndim != 1:
             raise ValueError(
                 f"{name!r} is a DTensor on a mesh of {param.device_mesh.ndim} dimensions, as with HSDP and with "
@@ -42,8 +41,8 @@ def group_of_shards(model: nn.Module, params: Mapping[str, nn.Parameter]) -> Pro
             )
         if id(param) not in held or not param.placements[0].is_shard():
             raise ValueError(f"{name!r} is a DTensor, but not one of fully_shard, as with tensor parallelism: {WORKS}")
-        groups.add(param.device_mesh.get_group())
-    if len(groups) > 1:
+    groups = {param.device_mesh.get_group() for param in held.values() if param.device_mesh.ndim == 1}
+    if len(groups) != 1:
         raise ValueError(f"the parameters are sharded over {len(groups)} groups of processes: {WORKS}")
     return groups.pop()
 
