@@ -70,7 +70,9 @@ def errors_on_one_process_are_errors_on_both(rank):
     clipper.norm_clipper = ConstantFlatClipper(1.0 + rank)
     texts.append(ranks.refused(clipper.pre_step))
     clipper.norm_clipper = ConstantPerLayerClipper([1.0]) if rank else ConstantFlatClipper(2.0)
-    assert not ranks.refused(clipper.pre_step)  # the joint limits are the same
+    texts.append(ranks.refused(clipper.pre_step))  # the joint limits are the same
+    clipper.norm_clipper = ConstantFlatClipper(2.0)
+    clipper.pre_step()
     assert before == [None] * 4
     assert not released(model).any()
     assert clipper.releases == {0.0: 1}
@@ -132,6 +134,7 @@ def test_errors_are_raised_on_both_and_change_nothing(results):
         assert "differ between processes" in texts[1]
         assert "differ between processes" in texts[2]
         assert "must be the same on all processes, got [1.0, 2.0]" in texts[3]
+        assert "same class and the same limits on all processes" in texts[4]
 
 
 @pytest.mark.slow

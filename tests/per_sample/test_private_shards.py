@@ -18,7 +18,14 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from torchzero_clip import SGD, ConstantFlatClipper, ConstantPerLayerClipper, Modular, PrivateGradientClipper
+from torchzero_clip import (
+    SGD,
+    AutomaticClipper,
+    ConstantFlatClipper,
+    ConstantPerLayerClipper,
+    Modular,
+    PrivateGradientClipper,
+)
 from torchzero_clip.per_sample.private import private_clipper
 
 LIMIT, NOISE, EXPECTED = 0.5, 2.0, 4.0
@@ -251,7 +258,15 @@ def differences_raise_on_all():
     losses = forward()
     clipper.norm_clipper = ConstantFlatClipper(1.0 + (rank == 1))
     texts["limit"] = ranks.refused(lambda: clipper.backward(losses))
+    order = [0.3, 0.4, 0.0, 0.0] if rank == 1 else [0.4, 0.3, 0.0, 0.0]
+    others = {"order": ConstantPerLayerClipper(order), "class": (ConstantFlatClipper, AutomaticClipper)[rank](LIMIT)}
+    for name, other in others.items():
+        clipper.norm_clipper = other
+        texts[name] = ranks.refused(lambda: clipper.backward(losses))
     clipper.norm_clipper = ConstantFlatClipper(LIMIT)
+    clipper.load_state_dict({"releases": {0.0: rank}})
+    texts["releases"] = ranks.refused(forward)
+    clipper.load_state_dict({"releases": {}})
     losses = forward()
     losses = losses_of(model(x[:0]))
     texts["empty"] = ranks.refused(lambda: clipper.backward(losses[:, None] if rank == 1 else losses))
@@ -437,6 +452,9 @@ def test_what_differs_between_processes_raises_on_all(results):
         assert "differ between processes" in texts["multiplier"]
         assert "differ between processes" in texts["divisor"]
         assert "must be the same on all processes, got [1.0, 2.0]" in texts["limit"]
+        assert "same class and the same limits" in texts["order"]
+        assert "same class and the same limits" in texts["class"]
+        assert "the same number of releases" in texts["releases"]
         assert "losses must have shape (B,)" in texts["error"]
         assert "losses must have shape (B,), got (0, 1)" in texts["empty"]
         assert "process 0 called pre_step(), process 1 called backward()" in texts["number of calls"]

@@ -1,6 +1,7 @@
 """The Gaussian mechanism of DP-SGD: clipped sums, noise, and a divisor that does not depend on the data."""
 
 import math
+import zlib
 from collections.abc import Collection
 from typing import Any, Literal, NoReturn
 
@@ -203,8 +204,8 @@ class PrivateGradientClipper(PerSampleGradientClipper):
             sensitivity = self._checked_step()
             refuse_other_leaves(losses, {id(engine.anchor), *map(id, params.values())})
             # a wrong shape raises later, also one without losses, for which all processes have to go on
-            start.numbers = losses.numel() if losses.ndim == 1 else 1, sensitivity
-        _check_same_limit(start)
+            start.numbers = losses.numel() if losses.ndim == 1 else 1, sensitivity, _digest(self.norm_clipper)
+        _check_same_clipper(start)
         if not start.total(0):
             self._sensitivity = sensitivity
             return weighed(engine, {}, self.norm_clipper, "zero").result
@@ -249,8 +250,8 @@ class PrivateGradientClipper(PerSampleGradientClipper):
         with self._start("pre_step") as start:
             self._refresh()
             sensitivity = self._checked_step()
-            start.numbers = self._count, sensitivity
-        _check_same_limit(start)
+            start.numbers = self._count, sensitivity, _digest(self.norm_clipper)
+        _check_same_clipper(start)
         params, processes = self._engine.attachment.params, self._engine.processes
         # 1 / σ² of two Gaussian releases add up
         alone = self._noise_multiplier / math.sqrt(1 - (self._noise_multiplier / self._second_noise_multiplier) ** 2)
@@ -335,7 +336,9 @@ class PrivateGradientClipper(PerSampleGradientClipper):
     def _start(self, call: str) -> Agreement:
         """What the processes must agree on, which an agreement checks: what they call, and the mechanism."""
         mechanism = self._noise_multiplier, self._second_noise_multiplier, self._expected_batch_size, self.waits
-        return self._engine.processes.start(call, self._engine.attachment.params, mechanism)
+        return self._engine.processes.start(
+            call, self._engine.attachment.params, mechanism, sorted(self._releases.items())
+        )
 
     def _refresh(self) -> None:
         """Follow changes of the model between steps, which no forward has seen if there were no samples."""
@@ -389,7 +392,14 @@ def _check_processes(module: nn.Module) -> None:
         )
 
 
-def _check_same_limit(start: Agreement) -> None:
+def _digest(norm_clipper: NormClipper) -> int:
+    """A number of the class and all limits, to compare processes."""
+    return zlib.crc32(repr((type(norm_clipper).__qualname__, norm_clipper.thresholds.tolist())).encode())
+
+
+def _check_same_clipper(start: Agreement) -> None:
     limits = {row[1] for row in start.rows}
     if len(limits) > 1:
         raise RuntimeError(f"the joint limit of norm_clipper must be the same on all processes, got {sorted(limits)}")
+    if len({row[2] for row in start.rows}) > 1:
+        raise RuntimeError("norm_clipper must have the same class and the same limits on all processes")

@@ -182,8 +182,8 @@ class Agreement:
             ) from error
         if len({digest for _, digest in heads}) > 1:
             raise RuntimeError(
-                "all processes need the same trainable parameters and the same loss_reduction of the clipper: they "
-                "differ between processes"
+                "all processes need the same trainable parameters, the same arguments of the clipper and, in private "
+                "training, the same number of releases: they differ between processes"
             ) from error
 
 
