@@ -20,7 +20,7 @@ from torchzero_clip.hints import check_call, did_you_mean
 from torchzero_clip.modular.validation import listed_transforms
 from torchzero_clip.types import Setting
 
-_CLASSES: dict[Any, type] = {}  # by what `Modular.of` was called with
+_CLASSES: dict[object, type] = {}  # by what `Modular.of` was called with
 
 classes = SimpleNamespace()
 """The classes by their unique names. cloudpickle writes the code of a class that it does not find by its name."""

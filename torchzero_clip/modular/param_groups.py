@@ -31,7 +31,7 @@ def as_groups(params: ParamsT | nn.Module, *, may_be_empty: bool) -> Any:
 
 
 def accepted(
-    group: Mapping[str, Any],
+    group: Mapping[str, object],
     nodes: Nodes,
     groups: Sequence[Group],
     *,
@@ -49,7 +49,7 @@ def accepted(
     return added
 
 
-def _normalized(group: Mapping[str, Any], nodes: Nodes) -> Group:
+def _normalized(group: Mapping[str, object], nodes: Nodes) -> Group:
     """The group with every setting under the key that stores it."""
     if message := why_refused(group, nodes, nodes.storage_keys):
         raise ValueError(message)
@@ -106,7 +106,7 @@ def _with_names(group: Group, others: Sequence[Group], module: nn.Module | None)
     return {**group, "params": [(names[id(param)], param) for param in params]}
 
 
-def _check_new(group: Mapping[str, Any], others: Sequence[Group]) -> None:
+def _check_new(group: Mapping[str, object], others: Sequence[Group]) -> None:
     """Raise if a parameter of an added group is in another group."""
     listed: Any = group.get("params")
     params = [item[1] if isinstance(item, tuple) else item for item in listed] if isinstance(listed, list) else []

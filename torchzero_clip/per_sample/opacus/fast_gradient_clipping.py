@@ -104,7 +104,7 @@ class GradSampleModuleFastGradientClipping(nn.Module):
         self.__dict__["_module"] = m  # an attribute would be a submodule, of this module and so of m itself
         self.loss_reduction: LossReduction = loss_reduction
         self.max_grad_norm = max_grad_norm
-        self._settings: dict[str, Any] = {
+        self._settings: dict[str, object] = {
             "memory": "low" if use_ghost_clipping else "auto",
             "batch_first": batch_first,
             "force_generic": force_functorch,

@@ -33,17 +33,17 @@ def counts_up(tensor: Tensor) -> bool:
     return torch.equal(tensor, torch.arange(len(tensor), device=tensor.device, dtype=tensor.dtype))
 
 
-def tensors_in(value: Any) -> list[Tensor]:
+def tensors_in(value: object) -> list[Tensor]:
     """The tensors in a value, which may be one or a container."""
     if isinstance(value, Tensor):
         return [value]
     return [x for x in pytree.tree_leaves(value) if isinstance(x, Tensor)]
 
 
-def tensors_held(value: Any) -> list[Tensor]:
+def tensors_held(value: object) -> list[Tensor]:
     """The tensors in the attributes of an object, such as a batch of a class of its own, and of objects in it."""
     found: list[Tensor] = []
-    seen: list[Any] = []
+    seen: list[object] = []
     for item in (rest := [value]):  # grows
         if len(seen) == OBJECTS or isinstance(item, (*LEAVES, type, ModuleType, nn.Module)) or callable(item):
             continue
@@ -56,7 +56,7 @@ def tensors_held(value: Any) -> list[Tensor]:
     return found
 
 
-def _attributes(value: Any) -> list[Any]:
+def _attributes(value: object) -> list[object]:
     slots = [name for kind in type(value).__mro__ for name in vars(kind).get("__slots__", ())]
     try:
         held = [*vars(value).values()] if hasattr(value, "__dict__") else []
