@@ -67,7 +67,8 @@ def sweep(peers: Sequence[Case], rounds: int, device: str) -> dict[str, Lines]:
 
 def label(name: str, by_tensors: Sequence[Point]) -> str:
     most = by_tensors[-1].x
-    return name if most == COUNTS[-1] else f"{name} (up to {most:,} tensors: compiling takes long)"
+    whose = "torchzero_clip: " if name == GLOBAL_CLIP else ""
+    return f"{whose}{name}" if most == COUNTS[-1] else f"{whose}{name} (up to {most:,} tensors: compiling takes long)"
 
 
 def draw(panels: Mapping[str, Lines], path: Path, title: str) -> None:

@@ -1,14 +1,18 @@
 """How adaptive limits respond to noise, to a spike and to a lasting rise: ``python -m benchmarks.responses``.
 
 Two tensors of 500 random elements in float64. Their joint norm varies by 20% around 1 (log-normal), and no optimizer
-follows. It prints the table of docs/adaptive.md; nothing is timed.
+follows. It prints the table of docs/adaptive.md; nothing is timed. ``--plot responses.png`` also draws its picture.
 """
 
+import argparse
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -44,6 +48,27 @@ CHAINS: dict[str, Callable[[], Transform]] = {
 SIZE, RISE, SPIKE, END = 500, 1000, 1500, 7000
 AFTER = 20
 """So many steps are averaged after the spike, and to tell whether a limit follows the rise."""
+WINDOWS = ((SPIKE - 20, SPIKE + AFTER), (RISE - 60, RISE + 300))
+"""The steps in the picture: around the spike, and around the rise."""
+
+
+@dataclass(frozen=True)
+class Response:
+    """What a transform does in both runs: the share of each joint norm that remains."""
+
+    spiked: list[float]
+    risen: list[float]
+
+    def row(self, name: str) -> str:
+        """The row of the table."""
+        ordinary = self.spiked[RISE - 500 : SPIKE]
+        clipped = mean([abs(factor - 1) > 1e-9 for factor in ordinary])
+        calm = mean(self.spiked[SPIKE + 1 : SPIKE + AFTER + 1]) / mean(ordinary)
+        level = 0.9 * mean(ordinary)
+        starts = range(END - RISE - AFTER)
+        follows = next((k for k in starts if mean(self.risen[RISE + k : RISE + k + AFTER]) >= level), "never")
+        spike = f"{100 * self.spiked[SPIKE]:.1f}"
+        return f"| `{name}` | {clipped:.0%} | {mean(ordinary):.2f} | {spike} | {calm:.1f} | {follows} |"
 
 
 def factors(make: Callable[[], Transform], norms: Sequence[float]) -> list[float]:
@@ -68,24 +93,50 @@ def mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def main() -> None:
+def runs() -> tuple[list[float], list[float]]:
+    """The joint norms of the run with a spike, and of the run with a rise."""
     generator = torch.Generator().manual_seed(1)
     usual = torch.exp(0.2 * torch.randn(END, generator=generator, dtype=torch.float64)).tolist()
     spiked = [100.0 if step == SPIKE else norm for step, norm in enumerate(usual[: SPIKE + AFTER + 1])]
-    risen = usual[:RISE] + [3 * norm for norm in usual[RISE:]]
-    rows: list[str] = []
-    for name, make in tqdm(CHAINS.items(), disable=None):
-        first, second = factors(make, spiked), factors(make, risen)
-        ordinary = first[RISE - 500 : SPIKE]
-        clipped = mean([abs(factor - 1) > 1e-9 for factor in ordinary])
-        calm = mean(first[SPIKE + 1 : SPIKE + AFTER + 1]) / mean(ordinary)
-        level = 0.9 * mean(ordinary)
-        starts = range(END - RISE - AFTER)
-        follows = next((k for k in starts if mean(second[RISE + k : RISE + k + AFTER]) >= level), "never")
-        rows.append(
-            f"| `{name}` | {clipped:.0%} | {mean(ordinary):.2f} | {100 * first[SPIKE]:.1f} | {calm:.1f} | {follows} |"
-        )
-    print("\n".join(rows))
+    return spiked, usual[:RISE] + [3 * norm for norm in usual[RISE:]]
+
+
+def draw(responses: dict[str, Response], path: str) -> None:
+    """Two panels for each transform, two transforms in a row."""
+    figure = Figure(figsize=(6.5, 7.2), layout="constrained")
+    frames = figure.subfigures((len(responses) + 1) // 2, 2, wspace=0.03).flat
+    for frame, (name, response) in zip(frames, responses.items(), strict=False):
+        frame.suptitle(name, fontsize=8, family="monospace")
+        panels = frame.subplots(1, 2, sharey=True, width_ratios=[1, 1.3])
+        for axes, norms, shares, window in zip(panels, runs(), (response.spiked, response.risen), WINDOWS, strict=True):
+            draw_panel(axes, norms, shares, range(*window))
+    figure.savefig(path, dpi=110)
+
+
+def draw_panel(axes: Axes, norms: Sequence[float], shares: Sequence[float], steps: range) -> None:
+    """The norms before and after a transform. A norm of 0 is a gap."""
+    axes.plot(steps, [norms[step] for step in steps], color="0.65", linewidth=1)
+    axes.plot(steps, [norms[step] * shares[step] or math.nan for step in steps], color="tab:blue", linewidth=1)
+    axes.set_yscale("log")
+    axes.set_ylim(0.15, 200)
+    axes.set_yticks([1, 10, 100], ["1", "10", "100"])
+    axes.minorticks_off()
+    middle = SPIKE if SPIKE in steps else RISE
+    axes.set_xticks([middle, steps[-1] + 1], [f"{middle:,}", f"{steps[-1] + 1:,}"])
+    axes.tick_params(labelsize=8)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--plot", help="where to save the picture")
+    path: str | None = parser.parse_args().plot
+    spiked, risen = runs()
+    found = {
+        name: Response(factors(make, spiked), factors(make, risen)) for name, make in tqdm(CHAINS.items(), disable=None)
+    }
+    print("\n".join(response.row(name) for name, response in found.items()))
+    if path:
+        draw(found, path)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,8 @@ DOCS = Path(__file__).parent
 BLOCK = re.compile(
     r'<div class="highlight"><pre><span></span><code>([^<]*)</code></pre></div>'
 )
+BARS = re.compile(r"<!-- bars -->\s*(<table>.*?</table>)", re.DOTALL)
+NUMBER = re.compile(r"<td>(\d+\.\d+)</td>")
 OUTSIDE = re.compile(r"\[([^\[\]]+)\]\(((?:\.\./)+)(?!\.)([\w./]+)\)")
 # On narrow screens, tables with a longer cell or heading after the first column become blocks of rows,
 # and tables with many columns get smaller letters.
@@ -120,7 +122,7 @@ def described(path: str, address: str) -> str:
 
 def on_page_content(content: str, **_: Any) -> str:
     """Called with the HTML of a page."""
-    return with_open_pictures(with_narrow_tables(with_formulas(content)))
+    return with_open_pictures(with_narrow_tables(with_bars(with_formulas(content))))
 
 
 def normalized(text: str) -> str:
@@ -171,6 +173,22 @@ def with_formulas(content: str) -> str:
         return match[0] if latex is None else typeset(latex)
 
     return BLOCK.sub(replaced, content)
+
+
+def with_bars(content: str) -> str:
+    """Draw a bar in each cell with a number, and a line at 1, in tables after the comment `bars`."""
+
+    def replaced(match: re.Match[str]) -> str:
+        most = max(float(number) for number in NUMBER.findall(match[1]))
+        return NUMBER.sub(
+            lambda cell: (
+                f'<td class="bar" style="--share: {float(cell[1]) / most:.1%}; '
+                f'--one: {1 / most:.1%}">{cell[1]}</td>'
+            ),
+            match[1],
+        )
+
+    return BARS.sub(replaced, content)
 
 
 def with_open_pictures(content: str) -> str:

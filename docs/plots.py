@@ -37,18 +37,23 @@ GREY: dict[str, Any] = {"color": "0.75", "linestyle": "--", "linewidth": 1}
 
 
 def applied(
-    transform: Transform, steps: Sequence[Sequence[Tensor]]
+    transforms: Transform | list[Transform],
+    steps: Sequence[Sequence[Tensor]],
+    norm: float = 0.0,
 ) -> list[list[Tensor]]:
-    """What the transform makes of the gradients of each step."""
-    params = [nn.Parameter(torch.zeros_like(gradient)) for gradient in steps[0]]
-    optimizer = Modular(params, transform)
+    """What the transforms make of the gradients of each step, if the weights of each tensor have this norm."""
+    weights = [torch.full_like(x, norm * x.numel() ** -0.5) for x in steps[0]]
+    params = [nn.Parameter(weight.clone()) for weight in weights]
+    optimizer = Modular(params, transforms, LR(1.0))
     results: list[list[Tensor]] = []
     for gradients in steps:
-        for param, gradient in zip(params, gradients, strict=True):
-            param.data = torch.zeros_like(gradient)
+        for param, weight, gradient in zip(params, weights, gradients, strict=True):
+            param.data = weight.clone()
             param.grad = gradient.clone()
         optimizer.step()
-        results.append([-param.detach() for param in params])
+        results.append(
+            [w - param.detach() for w, param in zip(weights, params, strict=True)]
+        )
     return results
 
 
@@ -102,7 +107,8 @@ SMALL: dict[str, list[Transform]] = {
 def draw_small(name: str, transforms: list[Transform]) -> None:
     """The norms of a run before and after, without words, for the row of a table. A step of norm 0 is a gap."""
     run = gradients(50, {20: 30.0, 45: 30.0})
-    after = [norm_after(update) for update in moved(transforms, run)]
+    updates = applied(transforms, [[gradient] for gradient in run], norm=1.0)
+    after = [norm_after(update) for (update,) in updates]
     figure = Figure(figsize=(1.6, 0.6))
     axes = figure.add_axes((0.02, 0.05, 0.96, 0.9))
     axes.plot([gradient.norm().item() for gradient in run], color="0.6", linewidth=1)
@@ -116,20 +122,6 @@ def draw_small(name: str, transforms: list[Transform]) -> None:
 def norm_after(update: Tensor) -> float:
     norm = update.norm().item()
     return norm if norm > 0 else math.nan
-
-
-def moved(transforms: list[Transform], run: Sequence[Tensor]) -> list[Tensor]:
-    """What the transforms make of one tensor, whose weights have norm 1."""
-    param = nn.Parameter(torch.empty_like(run[0]))
-    optimizer = Modular([param], transforms, LR(1.0))
-    weights = torch.full_like(run[0], len(run[0]) ** -0.5)
-    updates: list[Tensor] = []
-    for gradient in run:
-        param.data = weights.clone()
-        param.grad = gradient.clone()
-        optimizer.step()
-        updates.append(weights - param.detach())
-    return updates
 
 
 def draw_centralize(name: str) -> None:
@@ -163,22 +155,28 @@ def draw_per_sample(name: str) -> None:
     results = json.loads(
         (Path(__file__).parents[1] / "benchmarks" / "per_sample.json").read_text()
     )["results"]
-    figure = Figure(figsize=(9, 3.4), layout="constrained")
-    for axes, (model, rows) in zip(
-        figure.subplots(1, len(results)), results.items(), strict=True
-    ):
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    left, *_ = panels = figure.subplots(1, len(results))
+    for axes, (model, rows) in zip(panels, results.items(), strict=True):
         plain = next(iter(rows.values()))["peak"]
         for i, (method, row) in enumerate(rows.items()):
             axes.plot(
                 row["time"], row["peak"] / plain, "o" if i < 4 else "s", label=method
             )
-        axes.set_xscale("log")
-        axes.set_yscale("log")
         axes.set_title(model)
         axes.set_xlabel("time, x plain training")
-        axes.set_ylabel("peak memory, x plain training")
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=5, fontsize="small")
+        for set_scale, set_ticks, (_, most) in (
+            (axes.set_xscale, axes.set_xticks, axes.get_xlim()),
+            (axes.set_yscale, axes.set_yticks, axes.get_ylim()),
+        ):
+            set_scale("log")
+            few = (1, 3, 10, 30, 100) if most > 9 else (1, 1.5, 2, 3, 4)
+            ticks = [tick for tick in few if tick <= most]
+            set_ticks(ticks, [f"{tick:g}" for tick in ticks])
+        axes.minorticks_off()
+    left.set_ylabel("peak memory, x plain training")
+    handles, labels = left.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3)
     figure.savefig(IMAGES / name, dpi=110)
 
 

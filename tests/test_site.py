@@ -73,6 +73,16 @@ def test_a_recipe_has_no_table_of_contents():
         assert page.meta == hidden
 
 
+def test_bars_are_as_long_as_the_numbers():
+    table = "<table><tr><th>a</th></tr><tr><td>x</td><td>0.50</td><td>2.0</td></tr></table>"
+    found = re.findall(r'<td class="bar" style="--share: (.*?); --one: (.*?)">(.*?)</td>', hooks.with_bars(table))
+    assert found == []
+    found = re.findall(
+        r'<td class="bar" style="--share: (.*?); --one: (.*?)">(.*?)</td>', hooks.with_bars(f"<!-- bars -->\n{table}")
+    )
+    assert found == [("25.0%", "50.0%", "0.50"), ("100.0%", "50.0%", "2.0")]
+
+
 def docstrings():
     """Of all modules' classes and functions."""
     for info in pkgutil.walk_packages(torchzero_clip.__path__, "torchzero_clip."):
