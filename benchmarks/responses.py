@@ -47,7 +47,7 @@ CHAINS: dict[str, Callable[[], Transform]] = {
 }
 SIZE, RISE, SPIKE, END = 500, 1000, 1500, 7000
 AFTER = 20
-"""So many steps are averaged after the spike, and to tell whether a limit follows the rise."""
+"""So many steps are averaged after the spike, and also to tell whether a limit follows the rise."""
 WINDOWS = ((SPIKE - 20, SPIKE + AFTER), (RISE - 60, RISE + 300))
 """The steps in the picture: around the spike, and around the rise."""
 
@@ -65,8 +65,12 @@ class Response:
         clipped = mean([abs(factor - 1) > 1e-9 for factor in ordinary])
         calm = mean(self.spiked[SPIKE + 1 : SPIKE + AFTER + 1]) / mean(ordinary)
         level = 0.9 * mean(ordinary)
-        starts = range(END - RISE - AFTER)
-        follows = next((k for k in starts if mean(self.risen[RISE + k : RISE + k + AFTER]) >= level), "never")
+        steady = (
+            step
+            for step in range(RISE, END - AFTER)
+            if self.risen[step] >= level and mean(self.risen[step : step + AFTER]) >= level
+        )
+        follows = next((f"{step - RISE:,}" for step in steady), "never")
         spike = f"{100 * self.spiked[SPIKE]:.1f}"
         return f"| `{name}` | {clipped:.0%} | {mean(ordinary):.2f} | {spike} | {calm:.1f} | {follows} |"
 
@@ -102,15 +106,16 @@ def runs() -> tuple[list[float], list[float]]:
 
 
 def draw(responses: dict[str, Response], path: str) -> None:
-    """Two panels for each transform, two transforms in a row."""
-    figure = Figure(figsize=(6.5, 7.2), layout="constrained")
-    frames = figure.subfigures((len(responses) + 1) // 2, 2, wspace=0.03).flat
-    for frame, (name, response) in zip(frames, responses.items(), strict=False):
-        frame.suptitle(name, fontsize=8, family="monospace")
-        panels = frame.subplots(1, 2, sharey=True, width_ratios=[1, 1.3])
+    """Two panels for each transform. The letters are large enough for a phone."""
+    figure = Figure(figsize=(5, 10), layout="constrained")
+    rows = figure.subplots(len(responses), 2, sharex="col", sharey=True, width_ratios=[1, 1.4])
+    for panels, (name, response) in zip(rows, responses.items(), strict=True):
+        panels[0].set_title(name, fontsize=9, loc="left", pad=3)
         for axes, norms, shares, window in zip(panels, runs(), (response.spiked, response.risen), WINDOWS, strict=True):
             draw_panel(axes, norms, shares, range(*window))
-    figure.savefig(path, dpi=110)
+    for axes, what in zip(rows[-1], ("step, around the spike", "step, around the rise"), strict=True):
+        axes.set_xlabel(what, fontsize=9)
+    figure.savefig(path, dpi=140)
 
 
 def draw_panel(axes: Axes, norms: Sequence[float], shares: Sequence[float], steps: range) -> None:
@@ -118,12 +123,12 @@ def draw_panel(axes: Axes, norms: Sequence[float], shares: Sequence[float], step
     axes.plot(steps, [norms[step] for step in steps], color="0.65", linewidth=1)
     axes.plot(steps, [norms[step] * shares[step] or math.nan for step in steps], color="tab:blue", linewidth=1)
     axes.set_yscale("log")
-    axes.set_ylim(0.15, 200)
+    axes.set_ylim(0.07, 200)
     axes.set_yticks([1, 10, 100], ["1", "10", "100"])
     axes.minorticks_off()
     middle = SPIKE if SPIKE in steps else RISE
     axes.set_xticks([middle, steps[-1] + 1], [f"{middle:,}", f"{steps[-1] + 1:,}"])
-    axes.tick_params(labelsize=8)
+    axes.tick_params(labelsize=9)
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ Pages may link to files outside of `docs/`, such as `../../examples/ppo.py`, for
 """
 
 import html
+import math
 import re
 import tomllib
 from pathlib import Path
@@ -24,6 +25,7 @@ OUTSIDE = re.compile(r"\[([^\[\]]+)\]\(((?:\.\./)+)(?!\.)([\w./]+)\)")
 # and tables with many columns get smaller letters.
 LONG_CELL = 34  # characters
 MANY_COLUMNS = 6
+NARROW = 720  # pixels of a picture whose text is large enough for a narrow screen
 
 
 def read_addresses() -> dict[str, Any]:
@@ -192,12 +194,29 @@ def with_bars(content: str) -> str:
 
 
 def with_open_pictures(content: str) -> str:
-    """Let each picture open in full size, except those of tables. On narrow screens, it scrolls inside of the link."""
-    return re.sub(
-        r'(?<!<td>)<img [^>]*src="([^"]+)"[^>]*>',
-        r'<a class="picture" href="\1">\g<0></a>',
-        content,
-    )
+    """Let each picture open in full size, except those of tables.
+
+    On narrow screens, a wide picture is replaced by `NAME_narrow.png` if there is one, and scrolls otherwise.
+    """
+
+    def replaced(match: re.Match[str]) -> str:
+        picture, address = match.groups()
+        file = DOCS / "img" / Path(address).name
+        if file.with_stem(f"{file.stem}_narrow").exists():
+            narrow = address.removesuffix(file.suffix) + f"_narrow{file.suffix}"
+            source = f'<source media="(max-width: 44.98em)" srcset="{narrow}">'
+            picture, fits = f"<picture>{source}{picture}</picture>", " fits"
+        else:
+            fits = " fits" if width_of(file) <= NARROW else ""
+        return f'<a class="picture{fits}" href="{address}">{picture}</a>'
+
+    return re.sub(r'(?<!<td>)(<img [^>]*src="([^"]+)"[^>]*>)', replaced, content)
+
+
+def width_of(picture: Path) -> float:
+    """The width of a PNG in pixels; inf for other files."""
+    is_png = picture.suffix == ".png" and picture.exists()
+    return int.from_bytes(picture.read_bytes()[16:20], "big") if is_png else math.inf
 
 
 def with_narrow_tables(content: str) -> str:

@@ -167,6 +167,15 @@ def test_a_picture_opens_in_full():
     assert hooks.with_open_pictures(picture) == opened
 
 
+def test_narrow_screens_show_a_narrow_picture_or_all_of_a_small_one():
+    for name, start in (
+        ("norms", '<a class="picture fits" href="../img/norms.png"><picture><source'),
+        ("clip_norm", '<a class="picture fits"'),
+    ):
+        assert hooks.with_open_pictures(f'<img src="../img/{name}.png">').startswith(start)
+    assert 'srcset="../img/norms_narrow.png"' in hooks.with_open_pictures('<img src="../img/norms.png">')
+
+
 @pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: str(page.relative_to(ROOT)))
 def test_code_of_pages_is_not_cut(page):
     blocks = re.findall(r"^```(?:python|py)\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
