@@ -80,7 +80,7 @@ def factors(make: Callable[[], Transform], norms: Sequence[float]) -> list[float
     generator = torch.Generator().manual_seed(0)
     params = [nn.Parameter(torch.zeros(SIZE, dtype=torch.float64)) for _ in range(2)]
     optimizer = Modular(params, make(), LR(1.0))
-    found: list[float] = []
+    shares: list[float] = []
     for norm in norms:
         grads: list[Tensor] = []
         for param in params:
@@ -89,8 +89,8 @@ def factors(make: Callable[[], Transform], norms: Sequence[float]) -> list[float
             param.grad = grads[-1].clone()
         optimizer.step()
         after = torch.cat([param.detach() for param in params]).norm()
-        found.append((after / torch.cat(grads).norm()).item())
-    return found
+        shares.append((after / torch.cat(grads).norm()).item())
+    return shares
 
 
 def mean(values: Sequence[float]) -> float:
@@ -136,12 +136,12 @@ def main() -> None:
     parser.add_argument("--plot", help="where to save the picture")
     path: str | None = parser.parse_args().plot
     spiked, risen = runs()
-    found = {
+    responses = {
         name: Response(factors(make, spiked), factors(make, risen)) for name, make in tqdm(CHAINS.items(), disable=None)
     }
-    print("\n".join(response.row(name) for name, response in found.items()))
+    print("\n".join(response.row(name) for name, response in responses.items()))
     if path:
-        draw(found, path)
+        draw(responses, path)
 
 
 if __name__ == "__main__":

@@ -98,11 +98,11 @@ def llms(nav: list[Any], address: str) -> str:
 
 def pages_of(entries: list[Any]) -> list[str]:
     """The pages of a section and of the sections in it."""
-    found: list[str] = []
+    paths: list[str] = []
     for entry in entries:
         ((_, below),) = entry.items()
-        found += [below] if isinstance(below, str) else pages_of(below)
-    return found
+        paths += [below] if isinstance(below, str) else pages_of(below)
+    return paths
 
 
 def described(path: str, address: str) -> str:
@@ -168,10 +168,10 @@ def word(match: re.Match[str]) -> str:
 
 def with_formulas(content: str) -> str:
     """Replace the blocks of docstrings that have LaTeX."""
-    known = formulas()
+    latex_by_text = formulas()
 
     def replaced(match: re.Match[str]) -> str:
-        latex = known.get(normalized(html.unescape(match[1])))
+        latex = latex_by_text.get(normalized(html.unescape(match[1])))
         return match[0] if latex is None else typeset(latex)
 
     return BLOCK.sub(replaced, content)
@@ -233,13 +233,13 @@ def with_narrow_tables(content: str) -> str:
             for row in rows
             for cell in row[1:]
         ]
-        found = re.findall(r"<th[^>]*>(.*?)</th>", table, re.DOTALL)
-        headings = [html.unescape(re.sub(r"<[^>]+>", "", text)).strip() for text in found]
+        cells = re.findall(r"<th[^>]*>(.*?)</th>", table, re.DOTALL)
+        headings = [html.unescape(re.sub(r"<[^>]+>", "", text)).strip() for text in cells]
         if max([*lengths, *map(len, headings[1:])], default=0) < LONG_CELL:
             small = '<table data-narrow="small">'
             return (
                 table.replace("<table>", small, 1)
-                if len(found) >= MANY_COLUMNS
+                if len(cells) >= MANY_COLUMNS
                 else table
             )
         return re.sub(

@@ -85,7 +85,7 @@ def draw_run(
     axes.set_yscale("log")
     axes.set_xlabel("step")
     axes.set_ylabel(what)
-    figure.legend(loc="outside upper center", ncols=2)
+    figure.legend(loc="outside upper center", ncols=2 if len(transforms) == 1 else 1)
     figure.savefig(IMAGES / name, dpi=140)
 
 
