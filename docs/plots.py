@@ -240,7 +240,7 @@ def narrow(figure: Figure) -> None:
     short = [re.sub(r"^b(locks)?\.(layers\.)?", "", name) for name in names]
     layers.set_yticks(layers.get_yticks(), short, fontsize=7)
     sizes = [label.get_text().split()[0] for label in colors.get_xticklabels()]
-    colors.set_xticks(colors.get_xticks(), sizes, fontsize=7)
+    colors.set_xticks(colors.get_xticks(), sizes, fontsize=6)
     figure.set_size_inches(4.2, 8)
 
 
