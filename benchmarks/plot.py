@@ -67,7 +67,8 @@ def sweep(peers: Sequence[Case], rounds: int, device: str) -> dict[str, Lines]:
 
 def label(name: str, by_tensors: Sequence[Point]) -> str:
     most = by_tensors[-1].x
-    return name if most == COUNTS[-1] else f"{name} (up to {most:,} tensors: compiling takes long)"
+    whose = "torchzero_clip: " if name == GLOBAL_CLIP else ""
+    return f"{whose}{name}" if most == COUNTS[-1] else f"{whose}{name} (up to {most:,} tensors)"
 
 
 def draw(panels: Mapping[str, Lines], path: Path, title: str) -> None:
@@ -75,7 +76,7 @@ def draw(panels: Mapping[str, Lines], path: Path, title: str) -> None:
 
     plt.switch_backend("agg")
     figure: Any
-    figure, axes = plt.subplots(1, 2, figsize=(12, 5.5), sharey=True, layout="constrained")
+    figure, axes = plt.subplots(2, 1, figsize=(5, 9), sharey=True, layout="constrained")  # fits a narrow screen
     xlabels = {
         "parameters": f"number of parameters, in {TENSORS} tensors",
         "tensors": f"number of tensors, {PARAMETERS:,} parameters in all",
@@ -87,8 +88,8 @@ def draw(panels: Mapping[str, Lines], path: Path, title: str) -> None:
             axis.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
         axis.set(xscale="log", yscale="log", xlabel=xlabels[panel])
         axis.grid(alpha=0.3)
-    axes[0].set_ylabel("time of a step in milliseconds")
-    figure.suptitle(title)
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=9, frameon=False)
-    figure.savefig(path, dpi=150)
+        axis.set_ylabel("time of a step in milliseconds")
+    figure.suptitle(title, fontsize=9)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", fontsize=9, frameon=False)
+    figure.savefig(path, dpi=140)
     plt.close(figure)

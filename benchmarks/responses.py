@@ -1,14 +1,18 @@
 """How adaptive limits respond to noise, to a spike and to a lasting rise: ``python -m benchmarks.responses``.
 
 Two tensors of 500 random elements in float64. Their joint norm varies by 20% around 1 (log-normal), and no optimizer
-follows. It prints the table of docs/adaptive.md; nothing is timed.
+follows. It prints the table of docs/adaptive.md; nothing is timed. ``--plot responses.png`` also draws its picture.
 """
 
+import argparse
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -43,7 +47,32 @@ CHAINS: dict[str, Callable[[], Transform]] = {
 }
 SIZE, RISE, SPIKE, END = 500, 1000, 1500, 7000
 AFTER = 20
-"""So many steps are averaged after the spike, and to tell whether a limit follows the rise."""
+"""So many steps are averaged after the spike, and also to tell whether a limit follows the rise."""
+WINDOWS = ((SPIKE - 20, SPIKE + AFTER), (RISE - 60, RISE + 300))
+"""The steps in the picture: around the spike, and around the rise."""
+
+
+@dataclass(frozen=True)
+class Response:
+    """What a transform does in both runs: the share of each joint norm that remains."""
+
+    spiked: list[float]
+    risen: list[float]
+
+    def row(self, name: str) -> str:
+        """The row of the table."""
+        ordinary = self.spiked[RISE - 500 : SPIKE]
+        clipped = mean([abs(factor - 1) > 1e-9 for factor in ordinary])
+        calm = mean(self.spiked[SPIKE + 1 : SPIKE + AFTER + 1]) / mean(ordinary)
+        level = 0.9 * mean(ordinary)
+        steady = (
+            step
+            for step in range(RISE, END - AFTER)
+            if self.risen[step] >= level and mean(self.risen[step : step + AFTER]) >= level
+        )
+        follows = next((f"{step - RISE:,}" for step in steady), "never")
+        spike = f"{100 * self.spiked[SPIKE]:.1f}"
+        return f"| `{name}` | {clipped:.0%} | {mean(ordinary):.2f} | {spike} | {calm:.1f} | {follows} |"
 
 
 def factors(make: Callable[[], Transform], norms: Sequence[float]) -> list[float]:
@@ -51,7 +80,7 @@ def factors(make: Callable[[], Transform], norms: Sequence[float]) -> list[float
     generator = torch.Generator().manual_seed(0)
     params = [nn.Parameter(torch.zeros(SIZE, dtype=torch.float64)) for _ in range(2)]
     optimizer = Modular(params, make(), LR(1.0))
-    found: list[float] = []
+    shares: list[float] = []
     for norm in norms:
         grads: list[Tensor] = []
         for param in params:
@@ -60,32 +89,59 @@ def factors(make: Callable[[], Transform], norms: Sequence[float]) -> list[float
             param.grad = grads[-1].clone()
         optimizer.step()
         after = torch.cat([param.detach() for param in params]).norm()
-        found.append((after / torch.cat(grads).norm()).item())
-    return found
+        shares.append((after / torch.cat(grads).norm()).item())
+    return shares
 
 
 def mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def main() -> None:
+def runs() -> tuple[list[float], list[float]]:
+    """The joint norms of the run with a spike, and of the run with a rise."""
     generator = torch.Generator().manual_seed(1)
     usual = torch.exp(0.2 * torch.randn(END, generator=generator, dtype=torch.float64)).tolist()
     spiked = [100.0 if step == SPIKE else norm for step, norm in enumerate(usual[: SPIKE + AFTER + 1])]
-    risen = usual[:RISE] + [3 * norm for norm in usual[RISE:]]
-    rows: list[str] = []
-    for name, make in tqdm(CHAINS.items(), disable=None):
-        first, second = factors(make, spiked), factors(make, risen)
-        ordinary = first[RISE - 500 : SPIKE]
-        clipped = mean([abs(factor - 1) > 1e-9 for factor in ordinary])
-        calm = mean(first[SPIKE + 1 : SPIKE + AFTER + 1]) / mean(ordinary)
-        level = 0.9 * mean(ordinary)
-        starts = range(END - RISE - AFTER)
-        follows = next((k for k in starts if mean(second[RISE + k : RISE + k + AFTER]) >= level), "never")
-        rows.append(
-            f"| `{name}` | {clipped:.0%} | {mean(ordinary):.2f} | {100 * first[SPIKE]:.1f} | {calm:.1f} | {follows} |"
-        )
-    print("\n".join(rows))
+    return spiked, usual[:RISE] + [3 * norm for norm in usual[RISE:]]
+
+
+def draw(responses: dict[str, Response], path: str) -> None:
+    """Two panels for each transform. The letters are large enough for a phone."""
+    figure = Figure(figsize=(5, 10), layout="constrained")
+    rows = figure.subplots(len(responses), 2, sharex="col", sharey=True, width_ratios=[1, 1.4])
+    for panels, (name, response) in zip(rows, responses.items(), strict=True):
+        panels[0].set_title(name, fontsize=9, loc="left", pad=3)
+        for axes, norms, shares, window in zip(panels, runs(), (response.spiked, response.risen), WINDOWS, strict=True):
+            draw_panel(axes, norms, shares, range(*window))
+    for axes, what in zip(rows[-1], ("step, around the spike", "step, around the rise"), strict=True):
+        axes.set_xlabel(what, fontsize=9)
+    figure.savefig(path, dpi=140)
+
+
+def draw_panel(axes: Axes, norms: Sequence[float], shares: Sequence[float], steps: range) -> None:
+    """The norms before and after a transform. A norm of 0 is a gap."""
+    axes.plot(steps, [norms[step] for step in steps], color="0.65", linewidth=1)
+    axes.plot(steps, [norms[step] * shares[step] or math.nan for step in steps], color="tab:blue", linewidth=1)
+    axes.set_yscale("log")
+    axes.set_ylim(0.07, 200)
+    axes.set_yticks([1, 10, 100], ["1", "10", "100"])
+    axes.minorticks_off()
+    middle = SPIKE if SPIKE in steps else RISE
+    axes.set_xticks([middle, steps[-1] + 1], [f"{middle:,}", f"{steps[-1] + 1:,}"])
+    axes.tick_params(labelsize=9)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--plot", help="where to save the picture")
+    path: str | None = parser.parse_args().plot
+    spiked, risen = runs()
+    responses = {
+        name: Response(factors(make, spiked), factors(make, risen)) for name, make in tqdm(CHAINS.items(), disable=None)
+    }
+    print("\n".join(response.row(name) for name, response in responses.items()))
+    if path:
+        draw(responses, path)
 
 
 if __name__ == "__main__":

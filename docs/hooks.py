@@ -6,6 +6,7 @@ Pages may link to files outside of `docs/`, such as `../../examples/ppo.py`, for
 """
 
 import html
+import math
 import re
 import tomllib
 from pathlib import Path
@@ -17,11 +18,14 @@ DOCS = Path(__file__).parent
 BLOCK = re.compile(
     r'<div class="highlight"><pre><span></span><code>([^<]*)</code></pre></div>'
 )
+BARS = re.compile(r"<!-- bars -->\s*(<table>.*?</table>)", re.DOTALL)
+NUMBER = re.compile(r"<td>(\d+\.\d+)</td>")
 OUTSIDE = re.compile(r"\[([^\[\]]+)\]\(((?:\.\./)+)(?!\.)([\w./]+)\)")
 # On narrow screens, tables with a longer cell or heading after the first column become blocks of rows,
 # and tables with many columns get smaller letters.
 LONG_CELL = 34  # characters
 MANY_COLUMNS = 6
+NARROW = 720  # pixels of a picture whose text is large enough for a narrow screen
 
 
 def read_addresses() -> dict[str, Any]:
@@ -94,11 +98,11 @@ def llms(nav: list[Any], address: str) -> str:
 
 def pages_of(entries: list[Any]) -> list[str]:
     """The pages of a section and of the sections in it."""
-    found: list[str] = []
+    paths: list[str] = []
     for entry in entries:
         ((_, below),) = entry.items()
-        found += [below] if isinstance(below, str) else pages_of(below)
-    return found
+        paths += [below] if isinstance(below, str) else pages_of(below)
+    return paths
 
 
 def described(path: str, address: str) -> str:
@@ -120,7 +124,7 @@ def described(path: str, address: str) -> str:
 
 def on_page_content(content: str, **_: Any) -> str:
     """Called with the HTML of a page."""
-    return with_open_pictures(with_narrow_tables(with_formulas(content)))
+    return with_open_pictures(with_narrow_tables(with_bars(with_formulas(content))))
 
 
 def normalized(text: str) -> str:
@@ -164,22 +168,55 @@ def word(match: re.Match[str]) -> str:
 
 def with_formulas(content: str) -> str:
     """Replace the blocks of docstrings that have LaTeX."""
-    known = formulas()
+    latex_by_text = formulas()
 
     def replaced(match: re.Match[str]) -> str:
-        latex = known.get(normalized(html.unescape(match[1])))
+        latex = latex_by_text.get(normalized(html.unescape(match[1])))
         return match[0] if latex is None else typeset(latex)
 
     return BLOCK.sub(replaced, content)
 
 
+def with_bars(content: str) -> str:
+    """Draw a bar in each cell with a number, and a line at 1, in tables after the comment `bars`."""
+
+    def replaced(match: re.Match[str]) -> str:
+        most = max(float(number) for number in NUMBER.findall(match[1]))
+        return NUMBER.sub(
+            lambda cell: (
+                f'<td class="bar" style="--share: {float(cell[1]) / most:.1%}; '
+                f'--one: {1 / most:.1%}">{cell[1]}</td>'
+            ),
+            match[1],
+        )
+
+    return BARS.sub(replaced, content)
+
+
 def with_open_pictures(content: str) -> str:
-    """Let each picture open in full size, except those of tables. On narrow screens, it scrolls inside of the link."""
-    return re.sub(
-        r'(?<!<td>)<img [^>]*src="([^"]+)"[^>]*>',
-        r'<a class="picture" href="\1">\g<0></a>',
-        content,
-    )
+    """Let each picture open in full size, except those of tables.
+
+    On narrow screens, a wide picture is replaced by `NAME_narrow.png` if there is one, and scrolls otherwise.
+    """
+
+    def replaced(match: re.Match[str]) -> str:
+        picture, address = match.groups()
+        file = DOCS / "img" / Path(address).name
+        if file.with_stem(f"{file.stem}_narrow").exists():
+            narrow = address.removesuffix(file.suffix) + f"_narrow{file.suffix}"
+            source = f'<source media="(max-width: 44.98em)" srcset="{narrow}">'
+            picture, fits = f"<picture>{source}{picture}</picture>", " fits"
+        else:
+            fits = " fits" if width_of(file) <= NARROW else ""
+        return f'<a class="picture{fits}" href="{address}">{picture}</a>'
+
+    return re.sub(r'(?<!<td>)(<img [^>]*src="([^"]+)"[^>]*>)', replaced, content)
+
+
+def width_of(picture: Path) -> float:
+    """The width of a PNG in pixels; inf for other files."""
+    is_png = picture.suffix == ".png" and picture.exists()
+    return int.from_bytes(picture.read_bytes()[16:20], "big") if is_png else math.inf
 
 
 def with_narrow_tables(content: str) -> str:
@@ -196,13 +233,13 @@ def with_narrow_tables(content: str) -> str:
             for row in rows
             for cell in row[1:]
         ]
-        found = re.findall(r"<th[^>]*>(.*?)</th>", table, re.DOTALL)
-        headings = [html.unescape(re.sub(r"<[^>]+>", "", text)).strip() for text in found]
+        cells = re.findall(r"<th[^>]*>(.*?)</th>", table, re.DOTALL)
+        headings = [html.unescape(re.sub(r"<[^>]+>", "", text)).strip() for text in cells]
         if max([*lengths, *map(len, headings[1:])], default=0) < LONG_CELL:
             small = '<table data-narrow="small">'
             return (
                 table.replace("<table>", small, 1)
-                if len(found) >= MANY_COLUMNS
+                if len(cells) >= MANY_COLUMNS
                 else table
             )
         return re.sub(

@@ -187,12 +187,32 @@ def test_the_index_links_to_the_page_that_documents_the_name():
         assert re.search(rf"^::: {re.escape(anchor)}$", (DOCS / path).read_text(), re.MULTILINE), anchor
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "write_a_transform.md"], ids=page_id)
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "transform_reference.md"], ids=page_id)
 def test_pages_for_users_choose_the_members_of_classes(page):
     """Otherwise a page also lists the methods that the optimizer calls."""
     blocks = re.findall(r"^::: torchzero_clip\.([\w.]+)\n((?:    .*\n)*)", page.read_text(), re.MULTILINE)
     classes = {name: options for name, options in blocks if name.rpartition(".")[2][0].isupper()}
     assert [name for name, options in classes.items() if "members:" not in options] == []
+
+
+QUOTED = {
+    "2.87": ("quickstart.md", "no clipping"),
+    "2.16": ("quickstart.md", 'ClipNorm(1, dim="global")    '),
+    "3.40": ("loss_spiked.md", "without a clip"),
+    "1.75": ("loss_spiked.md", "with the limit"),
+    "0.54": ("performance.md", '| `ClipNorm(1, dim="global"), AdamW()` |'),
+    "0.85": ("performance.md", '| `ClipNorm(1, dim="global"), AdamW()` |'),
+}
+"""The results that the README quotes, and the row of a table, made by a program, that has them."""
+
+
+def test_the_readme_quotes_results_from_tables():
+    prose = re.sub(r"```.*?```|`[^`]*`|(Python|torch) \d\.\d+", "", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    assert set(re.findall(r"\d+\.\d+", prose)) == set(QUOTED)
+    for quoted, (page, start) in QUOTED.items():
+        row = next(line for line in (DOCS / page).read_text().splitlines() if line.lstrip().startswith(start))
+        results = re.findall(r"\d+\.\d+", row.removeprefix(start))
+        assert quoted in [f"{float(result):.2f}" for result in results], page
 
 
 def placeholders(text):

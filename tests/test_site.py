@@ -73,6 +73,16 @@ def test_a_recipe_has_no_table_of_contents():
         assert page.meta == hidden
 
 
+def test_bars_are_as_long_as_the_numbers():
+    table = "<table><tr><th>a</th></tr><tr><td>x</td><td>0.50</td><td>2.0</td></tr></table>"
+    found = re.findall(r'<td class="bar" style="--share: (.*?); --one: (.*?)">(.*?)</td>', hooks.with_bars(table))
+    assert found == []
+    found = re.findall(
+        r'<td class="bar" style="--share: (.*?); --one: (.*?)">(.*?)</td>', hooks.with_bars(f"<!-- bars -->\n{table}")
+    )
+    assert found == [("25.0%", "50.0%", "0.50"), ("100.0%", "50.0%", "2.0")]
+
+
 def docstrings():
     """Of all modules' classes and functions."""
     for info in pkgutil.walk_packages(torchzero_clip.__path__, "torchzero_clip."):
@@ -155,6 +165,15 @@ def test_a_picture_opens_in_full():
     picture = '<p><img alt="Norms" src="img/limit.png" /></p>'
     opened = '<p><a class="picture" href="img/limit.png"><img alt="Norms" src="img/limit.png" /></a></p>'
     assert hooks.with_open_pictures(picture) == opened
+
+
+def test_narrow_screens_show_a_narrow_picture_or_all_of_a_small_one():
+    for name, start in (
+        ("norms", '<a class="picture fits" href="../img/norms.png"><picture><source'),
+        ("clip_norm", '<a class="picture fits"'),
+    ):
+        assert hooks.with_open_pictures(f'<img src="../img/{name}.png">').startswith(start)
+    assert 'srcset="../img/norms_narrow.png"' in hooks.with_open_pictures('<img src="../img/norms.png">')
 
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: str(page.relative_to(ROOT)))

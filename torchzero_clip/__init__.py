@@ -1,4 +1,4 @@
-"""Control over what happens to a gradient between ``backward()`` and the parameter update."""
+"""See, clip or skip gradients before ``optimizer.step()``, with the optimizer that you already have."""
 
 import importlib as _importlib
 import inspect as _inspect

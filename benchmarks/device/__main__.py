@@ -6,8 +6,8 @@
 It first checks that numbers are right. Then it measures steps: ``GPU`` is the time between two events of a step that is
 enqueued while the GPU sleeps, ``Python`` the time to enqueue it, and ``both`` the time until the GPU is idle again. It
 goes on with norms in float32 and in float64, iterations, per-sample clipping, CUDA graphs, and what has to be compiled.
-Each row takes turns with the base. It writes device.json after each row, and device.md. An error in one row is noted,
-and what there was no time for is listed. On a CPU, all three times are one, and large sets are left out.
+Each row takes turns with torch's clip and AdamW. It writes device.json after each row, and device.md, which also lists
+errors and the rows for which there was no time. On a CPU, all three times are one, and large sets are left out.
 """
 
 import argparse

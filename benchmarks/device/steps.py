@@ -22,7 +22,7 @@ def rounds_of(gradients: Gradients) -> int:
 
 
 def measured(meter: Meter, device: str, case: Case, base: Case, gradients: Gradients, rounds: int) -> Result:
-    """The milliseconds of a step, the ratios to the base in the same rounds, launches, waits, and memory in MiB."""
+    """Milliseconds of a step, ratios to torch's clip and AdamW in the same rounds, launches, synchronizations, MiB."""
     result = timed_beside(meter, case, base, gradients, rounds)
     gc.collect()
     memory = of_case(case, gradients, device, warm_up=WARM_UP)

@@ -26,12 +26,13 @@ def page(run: Run) -> str:
     if run.errors:
         parts.append("## Errors\n\n" + "\n".join(f"* {name}: {error}" for name, error in run.errors.items()))
     if run.left_out:
-        parts.append("## Left out, because the time was over\n\n" + "\n".join(f"* {name}" for name in run.left_out))
+        names = "\n".join(f"* {name}" for name in run.left_out)
+        parts.append(f"## Left out\n\nRows without a reason had no time.\n\n{names}")
     return "\n\n".join(parts) + "\n"
 
 
 def table(rows: Mapping[str, Result]) -> str:
-    """A row for each result. Times are milliseconds, with the ratio to the base in parentheses."""
+    """A row for each result. Times are milliseconds, and in parentheses relative to torch's clip and AdamW."""
     columns = [key for key in COLUMNS if any(row.get(key) is not None for row in rows.values())]
     lines = [["", *(COLUMNS[key] for key in columns)], ["---"] * (len(columns) + 1)]
     lines += [[f"`{name.strip()}`", *(cell(row, key) for key in columns)] for name, row in rows.items()]

@@ -1,4 +1,4 @@
-"""Launches, bytes and kept memory of a step on the pretended device."""
+"""Launches, bytes and kept memory of a step on the simulated device."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias

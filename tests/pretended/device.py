@@ -74,7 +74,7 @@ class Counts:
 
 
 class OnCuda(Tensor):
-    """A tensor on the pretended device, with its numbers in ``kept``, a tensor on the CPU."""
+    """A tensor on the simulated device, with its numbers in ``kept``, a tensor on the CPU."""
 
     kept: Tensor
 
@@ -134,7 +134,7 @@ OWN = {
 
 
 def on_cuda(tensor: Tensor) -> OnCuda:
-    """A copy on the pretended device."""
+    """A copy on the simulated device."""
     return OnCuda(tensor.detach().clone())
 
 

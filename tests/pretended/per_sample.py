@@ -1,4 +1,4 @@
-"""Per-sample clipping, private training and steps in the backward on the pretended device, with and without float64."""
+"""Per-sample clipping, private training and steps in the backward on the simulated device, with and without float64."""
 
 import copy
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Whole random runs on the pretended device, each of which is taken in two ways that have to agree to the bit."""
+"""Whole random runs on the simulated device, each of which is taken in two ways that have to agree to the bit."""
 
 import copy
 import random

@@ -1,4 +1,4 @@
-"""Parameters in turn on the pretended device and on the CPU, each first once: the numbers are those of the CPU."""
+"""Parameters in turn on the simulated device and on the CPU, each first once: the numbers are those of the CPU."""
 
 from collections.abc import Callable, Iterator
 from typing import Any

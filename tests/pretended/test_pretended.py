@@ -15,7 +15,7 @@ from ranks import run_program
 TESTS = Path(__file__).parents[1]
 needs_a_guard = pytest.mark.skipif(
     not torch.backends.cuda.is_built() and shutil.which("g++") is None,
-    reason="the pretended device needs a C++ compiler, g++, for the guard that a CPU build of torch lacks",
+    reason="the simulated device needs a C++ compiler, g++, for the guard that a CPU build of torch lacks",
 )
 
 

@@ -1,4 +1,4 @@
-"""The worked cases of ``vectors.json`` on the pretended device."""
+"""The worked cases of ``vectors.json`` on the simulated device."""
 
 from collections.abc import Callable
 from typing import Any, TypeAlias

@@ -127,7 +127,7 @@ class DeviceDecisions:
         return known + int(counts[0] + counts[1] - sum(self._read))
 
     def answers(self) -> Answers | None:
-        """What was decided since the last call; None if nothing was. It waits for the device once."""
+        """What was decided since the last call; None if nothing was. It synchronizes with the GPU once."""
         answered = self._passed if len(self.names) > 1 else self.found_inf.view(1) == 0
         taken, skipped, in_a_row, *passed = torch.cat([self.counts, answered.to(self.counts.dtype)]).tolist()
         before, self._read = self._read, (taken, skipped)

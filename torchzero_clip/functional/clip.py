@@ -100,7 +100,7 @@ def normalize_factor(norm: float, value: float) -> float:
 def inverse(factors: Tensor | float) -> Tensor:
     """The numbers that kernels of torch divide by, in float32: inf for a factor of 0, so that the quotient is 0.
 
-    On a device, a factor so small that its inverse overflows counts as 0: in float64, below 6e-309.
+    On a GPU, a factor so small that its inverse overflows counts as 0: in float64, below 6e-309.
     """
     if not isinstance(factors, Tensor) or (factors.is_cpu and not factors.ndim):
         factor = float(factors)

@@ -81,7 +81,11 @@ def _redone(parts: Sequence[Part], norms: list[Tensor], indices: Sequence[int], 
 
 
 def _rescaled(parts: Sequence[Part], p: float) -> list[Tensor]:
-    """Norms of slices divided by a scale of their largest magnitude (the smallest if p < 0), times it."""
+    """Norms of slices whose powers would leave the range of the dtype.
+
+    Elements are divided by a scale close to the largest magnitude (the smallest if p < 0), and the norm is multiplied
+    by it.
+    """
     extreme = math.copysign(math.inf, p)
     scales = [_usable_scale(n, p) for n in merged(parts, [local_norm(part, extreme) for part in parts], extreme)]
     # one after the other, so that only one rescaled copy exists at a time

@@ -37,7 +37,7 @@ def numbers(optimizer: object) -> dict[str, float]:
     """Return the metrics of an optimizer as Python numbers, for a log.
 
     Numbers that are inf or NaN, such as a limit that does not limit, are left out, because JSON cannot hold them. The
-    call synchronizes with the GPU once. If you call ``item`` on each metric, each of these calls waits.
+    call synchronizes with the GPU once. Calling ``item`` on each metric synchronizes once for each.
 
     Examples:
         >>> import torch

@@ -177,7 +177,7 @@ class Runner:
             return self._unread()
 
     def settle(self, groups: Sequence[Group]) -> None:
-        """Count the steps about which the device has decided. It waits for the device once, if there were any."""
+        """Count the steps about which the device has decided. It synchronizes once, if there were any."""
         decisions, values = self.decisions, self.chain_state.values
         answers = None if decisions is None else decisions.answers()
         if decisions is None or answers is None:

@@ -21,7 +21,7 @@ def gaussian(like: Tensor, std: float, generator: torch.Generator | None) -> Ten
 
 
 def of_rank(generator: torch.Generator, rank: int) -> torch.Generator:
-    """A generator for one release on one process, also if those of all processes have the same state."""
+    """A new generator for one release. Processes draw different noise, even if their generators have the same state."""
     seed = torch.randint(1 << 62, (), generator=generator, device=generator.device).item()
     return torch.Generator(generator.device).manual_seed(int(seed) + rank)
 

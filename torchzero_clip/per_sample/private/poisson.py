@@ -130,7 +130,7 @@ def _collated(dataset: Any, collate_fn: Callable[[list[Any]], Any], samples: lis
 
 
 def _empty(one: Any, two: Any) -> Any:
-    """The batch of no samples, by those of one and of two: sizes that grow are those of samples."""
+    """An empty batch: the dimensions that differ between a batch of one and of two become 0."""
     if isinstance(one, Tensor):
         return one.new_zeros([max(2 * a - b, 0) for a, b in zip(one.shape, two.shape, strict=True)])
     if isinstance(one, Mapping):

@@ -69,7 +69,8 @@ class PrivateGradientClipper(PerSampleGradientClipper):
             small.
 
     Raises:
-        ValueError: If a layer mixes samples or cannot be captured, or the value of an argument is invalid.
+        ValueError: If an argument is invalid, a layer mixes samples or cannot be captured, a `DistributedDataParallel`
+            broadcasts buffers, or there are several processes and ``module`` is not spread over all of them.
         TypeError: If an argument has the wrong type.
 
     | case | what happens |

@@ -101,7 +101,7 @@ def _is_frozen(param: nn.Parameter) -> bool:
 
 
 def _versions(param: nn.Parameter) -> tuple[int, int]:
-    """Numbers of which each change in place raises one. A shard has a number of its own."""
+    """The version counters of a parameter and of its local shard. A change in place raises at least one of them."""
     return param._version, local(param)._version
 
 
