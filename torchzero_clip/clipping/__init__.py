@@ -1,1 +1,1 @@
-"""Layer 3: transforms that clip."""
+"""Transforms that clip."""

@@ -1,1 +1,1 @@
-"""Layer 2: the mechanism that chains transforms into an optimizer. `LR` is the only transform that it uses by name."""
+"""The mechanism that chains transforms into an optimizer. `LR` is the only transform that it uses by name."""

@@ -2,11 +2,11 @@
 
 import functools
 import inspect
-import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 
+import torch
 from torch.optim import Optimizer
 
 from torchzero_clip.checks import HOW
@@ -50,7 +50,7 @@ def why_refused(group: Mapping[str, object], nodes: Nodes, shown: Iterable[str] 
             )
         if key == "decoupled_weight_decay":
             is_lost = bool(group.get("weight_decay")) and _decays_elsewhere(bool(value), nodes)
-        elif key in torchs or any(key in arguments for arguments in _signatures("torchzero_clip", Transform)):
+        elif key in torchs or any(key in arguments for arguments in _signatures(_derived(Transform))):
             is_lost = has_effect(value)
         else:
             is_lost = "/" in key or nearest(key, stored, likeness=0.85) is not None
@@ -68,7 +68,7 @@ def has_effect(value: object) -> bool:
 
 def torchs_arguments(group: Iterable[str]) -> set[str]:
     """The keys of a param group that are arguments of optimizers of torch."""
-    keys, signatures = set(group), _signatures("torch.optim", Optimizer)
+    keys, signatures = set(group), _of_torch()
     # a key of only one optimizer counts if this optimizer has made the group: "rho" may be Adadelta's or SAM's
     makers = [arguments for arguments in signatures if arguments <= keys]
     largest = [arguments for arguments in makers if all(other <= arguments for other in makers)]
@@ -78,7 +78,7 @@ def torchs_arguments(group: Iterable[str]) -> set[str]:
 
 def keys_of_rules(group: Mapping[str, object], nodes: Nodes) -> dict[str, str]:
     """The keys that store the settings of the chain's optimizers, if an optimizer of torch has made the group."""
-    is_built = any(arguments <= group.keys() for arguments in _signatures("torch.optim", Optimizer))
+    is_built = any(arguments <= group.keys() for arguments in _of_torch())
     rules = [node for node in nodes if is_built and isinstance(node.transform, UpdateRule)]
     return {key: stored for node in reversed(rules) for key, stored in node.storage_keys.items()}
 
@@ -104,7 +104,18 @@ def _decays_elsewhere(is_decoupled: bool, nodes: Nodes) -> bool:
 
 
 @functools.cache
-def _signatures(module: str, base: type) -> list[frozenset[str]]:
-    """The arguments of the classes of a module that are derived from this one."""
-    kinds = [kind for kind in vars(sys.modules[module]).values() if isinstance(kind, type) and issubclass(kind, base)]
-    return [frozenset(inspect.signature(kind).parameters) - {"params"} for kind in kinds if kind is not base]
+def _of_torch() -> list[frozenset[str]]:
+    return _signatures(vars(torch.optim).values())
+
+
+def _signatures(values: Iterable[object]) -> list[frozenset[str]]:
+    """The arguments of the transforms and optimizers among some values."""
+    kinds = [kind for kind in values if isinstance(kind, type) and issubclass(kind, Transform | Optimizer)]
+    return [frozenset(inspect.signature(kind).parameters) - {"params"} for kind in kinds if kind is not Optimizer]
+
+
+def _derived(kind: type[Transform]) -> Iterator[type[Transform]]:
+    """The classes that are derived from a class of transforms."""
+    for each in kind.__subclasses__():
+        yield each
+        yield from _derived(each)

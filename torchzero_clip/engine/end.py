@@ -24,9 +24,9 @@ class End(ABC):
 
     @abstractmethod
     def finish(self, walk: WalkLike, node: Node, rows: list[int], rest: Sequence[Node]) -> set[int]:
-        """Finish the step of rows: do the work of a transform and of the ``rest`` of the chain at once, if possible.
+        """If a transform and the ``rest`` of the chain can be one operation for some rows, run it, and return these.
 
-        Return the rows that are done. No later transform sees them.
+        No later transform sees them.
         """
 
     @abstractmethod

@@ -41,7 +41,10 @@ class Measurer(Tools):
 
     @abstractmethod
     def joint_norm(self, grads: list[Tensor], *, beside: bool) -> JointNorm | None:
-        """The L2 norm of all gradients together, and with ``beside`` that of each; None if the latter takes as long."""
+        """The L2 norm of all gradients together, and with ``beside`` that of each.
+
+        None if measuring each gradient costs no more: `norms_of_each` does so.
+        """
 
     @abstractmethod
     def norms_of_each(self, grads: list[Tensor]) -> Tensor:

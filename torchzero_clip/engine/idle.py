@@ -21,7 +21,7 @@ ZERO = (
 class Idle:
     """Counts the steps in a row without gradients, or with gradients of 0, and warns once."""
 
-    # Ordinary steps need not call it: ``steps_taken`` shows whether other steps lie between two calls
+    # steps with usual gradients do not call it: a gap in ``steps_taken`` shows that there were some
 
     def __init__(self) -> None:
         self._in_a_row, self._reason, self._at = 0, "", -1

@@ -124,7 +124,7 @@ class StepPolicy:
         norms_of_gates = [_beside_state(norm, step) for norm, step in zip(of_gates, steps, strict=True)]
         rows = zip(map(walk.nodes.by_path.__getitem__, gates), norms_of_gates, steps, strict=True)
         judged = [(node, norm, refusal(node, norm, step)) for node, norm, step in rows]
-        refused = [refusal.to(total.device) for _, _, refusal in judged]
+        refused = [answer.to(total.device) for _, _, answer in judged]
         # gates decide by numbers that are equal on all processes, so the decisions are equal too
         numbers = torch.stack([x.to(total.dtype) for x in (total, lost, *refused, *taking_part)])
         # one read for all gates and for the norm, because each read synchronizes with the GPU
@@ -290,8 +290,10 @@ def _beside_state(norm: Tensor, step: Step) -> Tensor:
 
 
 def _joint_norms(walk: Undecided, scopes: Sequence[list[int]]) -> tuple[list[Tensor], list[Tensor]]:
-    """The numbers of `Judged.joined`, equal on all processes; and whether gradients exist, of all and of each scope."""
-    # the second list is empty without other processes
+    """The numbers of `Judged.joined`, equal on all processes, and which parts of the chain have a gradient anywhere.
+
+    The second list has a 1 if there is one, for the whole chain and then for each scope; it is empty without a group.
+    """
     norms, table, (group, device) = walk.judged.joined(scopes), walk.table, _group_of(walk)
     flags = [] if group is None else [torch.full_like(norms[0], len(rows) > 0) for rows in (table.rows, *scopes)]
     # a rank may have plain gradients beside sharded ones, and all would hang if it skipped the step alone

@@ -26,7 +26,7 @@ from torchzero_clip.functional.slices import joint_of_norms
 
 @final
 class Others(Company):
-    """The processes that hold other parameters. Which numbers are sent depends only on the chain, the same on all."""
+    """The processes that hold other parameters. All have the same chain, and so send equally many numbers."""
 
     def __init__(self, group: ProcessGroup, device: torch.device, *, has_schedules: bool = False) -> None:
         super().__init__()

@@ -1,1 +1,1 @@
-"""Layer 1: functions on tensors, without state."""
+"""Functions on tensors, without state."""

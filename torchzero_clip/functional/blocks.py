@@ -40,7 +40,7 @@ class Chunk(NamedTuple):
 
 
 class Moves(NamedTuple):
-    """Right before they are measured, tensors become ``starts``, moved towards ``ends`` by weights."""
+    """The measured tensors are first set to ``lerp(starts, ends, weights)``, piece by piece, in the cache."""
 
     starts: Sequence[Tensor]  # these tensors themselves, or others that keep their values
     ends: Sequence[Tensor]
@@ -179,7 +179,7 @@ def _joined(values: Tensor, cut: Cut, p: float | None) -> Tensor:
 
 
 def mended(norms: Tensor, tensors: Sequence[Tensor], cut: Cut | None = None) -> Tensor:
-    """The L2 norms of slices (None: of each tensor), where those of tensors with an extreme one are taken again."""
+    """The norms of slices, or without ``cut`` of each tensor; those of a tensor with an extreme one are taken again."""
     smallest, largest = extent(norms)
     if smallest > SMALLEST and largest < LARGEST:  # not for NaN
         return norms

@@ -99,7 +99,8 @@ def warn_of_no_gradients(params: Tensors, parameters: Sequence[Tensor]) -> None:
 
 def own_gradients(params: Sequence[Tensor]) -> list[Tensor]:
     """The gradients of parameters that have one, each laid out like its parameter and in memory of its own."""
-    # replaced, in .grad too: those with other placements, pending conjugations or negations, expanded ones, shared ones
+    # a gradient that has other placements, a pending conjugation or negation, or expanded or shared memory is replaced,
+    # in .grad too
     before = [param.grad for param in params if param.grad is not None]
     strided = {torch.strided}.issuperset([grad.layout for grad in before])
     if strided and are_plain(before, 0) and all_contiguous(before) and len(set(map(id, before))) == len(before):

@@ -132,9 +132,8 @@ def joint_norm(
 ) -> JointNorm | None:
     """The L2 norm of all dense tensors together, 0-d, float64; and ``beside`` it that of each.
 
-    None if each tensor has to be measured, because the total is extreme or not finite, or if that is as fast. Without
-    scratch memory plain tensors have no norms ``beside``, and no ``moves``, by which they move before. ``plain``: it is
-    known that they are.
+    None if the caller should use `norms_of_each`: the total is extreme or not finite, or one pass saves nothing.
+    ``beside`` and ``moves`` need ``scratch``. ``plain``: it is known that all tensors are plain.
     """
     if not (plain or foreach.are_plain(tensors)):
         return joint_norm_of_meshes(wholes(tensors), 2.0, beside=beside) if any_distributed(tensors) else None

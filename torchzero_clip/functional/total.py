@@ -1,4 +1,4 @@
-"""The two halves of a global clip: the norm of all gradients together, and clipping by a unnamed norm."""
+"""The two halves of a global clip: the norm of all gradients, and clipping by a norm that the caller passes."""
 
 import torch
 from torch import Tensor, nn

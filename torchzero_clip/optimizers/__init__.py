@@ -1,1 +1,1 @@
-"""Layer 3: transforms that turn gradients into updates, as torch's optimizers do."""
+"""Transforms that turn gradients into updates, as torch's optimizers do."""

@@ -12,7 +12,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.utils.hooks import RemovableHandle
 
 from torchzero_clip.compat import current_graph_task_id, fully_sharded, is_distributed
-from torchzero_clip.per_sample.captured_layer import CapturedLayer, Host, described, trainable
+from torchzero_clip.per_sample.captured_layer import CapturedLayer, LayersEngine, described, trainable
 from torchzero_clip.per_sample.hooks import Hook
 from torchzero_clip.per_sample.processes.agreement import Processes
 from torchzero_clip.per_sample.processes.sharding import group_of_shards, reshard, slots, stands_for
@@ -29,7 +29,7 @@ from torchzero_clip.per_sample.rules.registry import (
 from torchzero_clip.per_sample.rules.whole import Whole, chosen_whole, whole_line
 
 
-class Owner(Host, Protocol):
+class Owner(LayersEngine, Protocol):
     """What an attachment asks of the engine: hooks for the model and for its parameters."""
 
     def forward_began(self, model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:

@@ -55,7 +55,7 @@ class Rule(ABC):
         """
 
 
-class Attached(Protocol):
+class LayersModel(Protocol):
     """What a captured layer asks of the model that it is in."""
 
     model: nn.Module
@@ -73,7 +73,7 @@ class Attached(Protocol):
         ...
 
 
-class Host(Protocol):
+class LayersEngine(Protocol):
     """What a captured layer asks of the engine."""
 
     anchor: Tensor
@@ -93,7 +93,7 @@ class Host(Protocol):
     shares: bool  # whether inputs may be found to be shared by all samples
 
     @property
-    def attachment(self) -> Attached:
+    def attachment(self) -> LayersModel:
         """The model, and what is attached to it."""
         ...
 
@@ -126,7 +126,9 @@ class Host(Protocol):
 class CapturedLayer:
     """A layer in a model, with its trainable parameters by their names in the layer. It replaces the forward."""
 
-    def __init__(self, engine: Host, name: str, module: nn.Module, rule: Rule, params: dict[str, nn.Parameter]) -> None:
+    def __init__(
+        self, engine: LayersEngine, name: str, module: nn.Module, rule: Rule, params: dict[str, nn.Parameter]
+    ) -> None:
         self.engine = engine
         self.name = name
         self.module = module
@@ -445,7 +447,7 @@ class _Watched(torch.autograd.Function):
     @override
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         layer, grad, call = ctx.layer, grads[0], ctx.call
-        engine: Host = layer.engine
+        engine: LayersEngine = layer.engine
         proof = engine.prover.proof
         if proof is not None and proof.is_further:
             proof.saw(call, grad)

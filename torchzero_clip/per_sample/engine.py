@@ -28,7 +28,7 @@ from torchzero_clip.per_sample.processes.sharding import group_of_shards, reshar
 from torchzero_clip.per_sample.rules.copies import EMPTY
 from torchzero_clip.per_sample.rules.whole import Whole
 from torchzero_clip.per_sample.samples.arguments import tensors_held
-from torchzero_clip.per_sample.samples.call import Call, Layer
+from torchzero_clip.per_sample.samples.call import Call, WatchedLayer
 from torchzero_clip.per_sample.samples.classic import Classic
 from torchzero_clip.per_sample.samples.graph import OUTPUT
 from torchzero_clip.per_sample.samples.prover import Prover, Schedule, Verify
@@ -354,7 +354,7 @@ class Engine:
         prover.proof.arrived(call, grad.clone(), inputs)  # a loss may write into it in the next backward
         return []
 
-    def receive(self, layer: Layer, part: Contribution) -> None:
+    def receive(self, layer: WatchedLayer, part: Contribution) -> None:
         """Store a contribution."""
         if self._keep_grad_samples:
             part = Dense(part.param, part.dense(0, part.batch_size))

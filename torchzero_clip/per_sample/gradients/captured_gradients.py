@@ -119,7 +119,7 @@ class Forward:
         return any(argument() is tensor for argument in self._arguments)
 
 
-class Layer(Protocol):
+class SavingLayer(Protocol):
     """What the gradients ask of the layer that they are of, for errors, which also print it."""
 
     @property
@@ -141,7 +141,7 @@ class CapturedGradients:
         self._norms: dict[int, Tensor] = {}  # of those that are measured
         self._memory: Memory = memory
         self._saved = 0  # bytes
-        self.counts: list[tuple[Layer, int]] = []
+        self.counts: list[tuple[SavingLayer, int]] = []
         """The number of samples in each call of a layer."""
 
     @property
@@ -149,7 +149,7 @@ class CapturedGradients:
         """The number of samples in the first contribution."""
         return self.counts[0][1]
 
-    def add(self, layer: Layer, part: Contribution, *, alone: bool) -> None:
+    def add(self, layer: SavingLayer, part: Contribution, *, alone: bool) -> None:
         """Take a contribution. It is measured at once if no other one to the same parameter is expected."""
         self.counts.append((layer, part.batch_size))
         key, found = id(part.param), self.of.setdefault(id(part.param), [])

@@ -42,7 +42,7 @@ CANNOT = IndexError, RuntimeError, TypeError, ValueError
 HOOKS = {"register_hook", "retain_grad", "register_post_accumulate_grad_hook"}
 
 
-class Attached(Protocol):
+class RowsModel(Protocol):
     """What rows ask of the model."""
 
     @property
@@ -51,11 +51,11 @@ class Attached(Protocol):
         ...
 
 
-class Host(Protocol):
+class RowsEngine(Protocol):
     """What rows ask of the engine."""
 
     @property
-    def attachment(self) -> Attached:
+    def attachment(self) -> RowsModel:
         """The model, and what is attached to it."""
         ...
 
@@ -80,7 +80,7 @@ class Host(Protocol):
         ...
 
 
-class Layer(Protocol):
+class RowsLayer(Protocol):
     """What rows ask of the layer that they come from."""
 
     module: nn.Module
@@ -89,7 +89,7 @@ class Layer(Protocol):
     written: dict[int, tuple[Tensor, Tensor]] | None
 
     @property
-    def engine(self) -> Host:
+    def engine(self) -> RowsEngine:
         """The engine that captures the layer."""
         ...
 
@@ -130,7 +130,7 @@ class BroadcastRow(Tensor):
     """
 
     _each: Tensor  # (B, *shape): the copies
-    _layer: Layer  # that it comes from
+    _layer: RowsLayer  # that it comes from
     _param: Any = None  # the parameter that it is, if it is one
     _make: Make | None = None  # makes copies for rows of several samples; None if there can be none
     _version_then: int  # another version means a change in place that the copies have missed
@@ -190,13 +190,13 @@ def is_row(value: Any) -> bool:
         return value._version == value._version_then
 
 
-def row_of(layer: Layer, each: Tensor) -> Tensor:
+def row_of(layer: RowsLayer, each: Tensor) -> Tensor:
     """Return one row, the output of a layer for its real input, of ``each``, samples first. One sample needs no row."""
     row = each[0] if len(each) else each.new_zeros(each.shape[1:])
     return _as_row(_refusing(layer, row.detach().clone()).clone(), each, layer)
 
 
-def row_of_param(layer: Layer, param: nn.Parameter, value: Tensor, each: Tensor, make: Make) -> Tensor:
+def row_of_param(layer: RowsLayer, param: nn.Parameter, value: Tensor, each: Tensor, make: Make) -> Tensor:
     """Return the value of a parameter as a row. ``make`` makes other numbers of copies."""
     row = _as_row(_refusing(layer, value.detach()), each, layer, make)
     if isinstance(row, BroadcastRow):
@@ -204,7 +204,7 @@ def row_of_param(layer: Layer, param: nn.Parameter, value: Tensor, each: Tensor,
     return row
 
 
-def _refusing(layer: Layer, leaf: Any) -> Tensor:
+def _refusing(layer: RowsLayer, leaf: Any) -> Tensor:
     """The tensor, whose gradient would be summed over samples: a backward that reaches it raises."""
 
     def refuse(grad: Tensor) -> None:
@@ -215,7 +215,7 @@ def _refusing(layer: Layer, leaf: Any) -> Tensor:
     return leaf
 
 
-def _as_row(row: Any, each: Tensor, layer: Layer, make: Make | None = None) -> Tensor:
+def _as_row(row: Any, each: Tensor, layer: RowsLayer, make: Make | None = None) -> Tensor:
     if len(each) == 1:
         return each[0]  # a single sample needs no row
     never_traced(BroadcastRow)
@@ -345,7 +345,7 @@ def _by_row(func: Any, name: str, leaves: list[Any], rebuilt: Rebuild, tokens: S
     return _Call(func, leaves, rebuilt, places, False, copies).of_batch_or_not(name)
 
 
-def _tokens(layer: Layer, others: dict[int, Tensor], count: int) -> list[Tensor]:
+def _tokens(layer: RowsLayer, others: dict[int, Tensor], count: int) -> list[Tensor]:
     """The tensors whose rows may be of samples in no order: those that layers have made, or else data."""
     engine = layer.engine
     found = [x for x in others.values() if x.ndim]
@@ -392,7 +392,9 @@ def _changed(call: "_Call", target: Any, first: BroadcastRow, change: Callable[[
     return output
 
 
-def _places(layer: Layer, tensors: dict[int, Tensor], count: int, *, squares: bool, changes: bool) -> dict[int, Place]:
+def _places(
+    layer: RowsLayer, tensors: dict[int, Tensor], count: int, *, squares: bool, changes: bool
+) -> dict[int, Place]:
     """The places of samples in tensors, by their sizes. All samples share other tensors, such as square tables."""
     model, dim, places = layer.engine.attachment.model, layer.engine.batch_dim, dict[int, Place]()
     own = memory_of((*model.parameters(), *model.buffers()))
@@ -416,7 +418,7 @@ def _places(layer: Layer, tensors: dict[int, Tensor], count: int, *, squares: bo
     return places
 
 
-def _is_given(layer: Layer, x: Tensor) -> bool:
+def _is_given(layer: RowsLayer, x: Tensor) -> bool:
     """True for a view of an argument of the model."""
     return bool(memory_of((x,)) & layer.engine.forward.memory)
 
@@ -435,7 +437,7 @@ class _Call:
     ) -> None:
         self._func, self._leaves, self._rebuilt, self.places, self._changes = func, leaves, rebuilt, places, changes
         self._rows = [i for i, x in enumerate(leaves) if isinstance(x, BroadcastRow)]
-        self._layer: Layer = leaves[self._rows[0]]._layer
+        self._layer: RowsLayer = leaves[self._rows[0]]._layer
         self.copies = [leaves[i]._each for i in self._rows] if copies is None else copies
 
     def __call__(self, *tensors: Tensor) -> Any:
@@ -598,7 +600,7 @@ def without_padding(args: Any, kwargs: Any) -> tuple[Any, Any]:
     return call.args, call.kwargs
 
 
-def _is_to_batch(layer: Layer, expansion: Any, size: int, count: int) -> bool:
+def _is_to_batch(layer: RowsLayer, expansion: Any, size: int, count: int) -> bool:
     """True if a row was expanded to the batch, and not, in this call or an earlier one, to another size."""
     others = layer.known.setdefault(EXPANDED, set())
     if size not in (1, count):

@@ -34,7 +34,7 @@ class Samples(NamedTuple):
     is_argument: bool = False
 
 
-class Layer(Protocol):
+class WatchedLayer(Protocol):
     """What a call asks of the layer that it is of. A layer is printed in errors."""
 
     name: str
@@ -65,7 +65,7 @@ class Call:
 
     def __init__(
         self,
-        layer: Layer,
+        layer: WatchedLayer,
         forward: Forward,
         contribute: Contribute,
         shape: Sequence[int],

@@ -26,7 +26,7 @@ from torchzero_clip.per_sample.samples.refusals import not_repeatable, runs_in_b
 ELSEWHERE = "a part of their gradient did not come through the outputs of the model"
 
 
-class Host(Protocol):
+class ClassicEngine(Protocol):
     """What the classic form asks of the engine."""
 
     anchor: Tensor
@@ -60,7 +60,7 @@ class Host(Protocol):
 class Classic:
     """Finds the samples of all calls in backwards that the user starts."""
 
-    def __init__(self, host: Host, prover: Prover) -> None:
+    def __init__(self, host: ClassicEngine, prover: Prover) -> None:
         self._host, self._prover = host, prover
         self._root: tuple[Node, int] | None = None  # of a nested backward
         self._sent: Tensor | None = None  # its gradient

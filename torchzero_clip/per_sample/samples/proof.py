@@ -152,7 +152,7 @@ class Proof:
         if not (self.known.moves or self._is_late) and self._sites_move():
             self.known.moves = True
         shared: list[Call] = []
-        mixed: list[tuple[Call, Trace, Tensor]] = []
+        of_several: list[tuple[Call, Trace, Tensor]] = []
         for call in reversed(self.order):  # from those that others depend on
             if (trace := call.trace) is not None:
                 earlier = call.samples
@@ -160,13 +160,13 @@ class Proof:
                 if call.each is not None or bool((samples == MIXED).any()):
                     is_shared = _is_shared(call, earlier) or self._is_behind(call, shared)
                     if backward is None or not may_share or not is_shared:
-                        mixed.append((call, trace, samples))
+                        of_several.append((call, trace, samples))
                     else:
                         shared.append(call)
                     continue
                 if self._lets_through(trace, rows):
                     if backward is not None and self._leaks(trace, rows, backward, like):
-                        mixed.append((call, trace, samples))
+                        of_several.append((call, trace, samples))
                         continue
                     if self._strict:
                         raise gated(call.layer)
@@ -174,8 +174,8 @@ class Proof:
                 if self._strict:
                     self._check_told(call, trace, rows)
                 self._learn(call, samples)
-        if mixed:  # the error names the layer that is next to the loss
-            raise self._error(*mixed[-1], backward, like)
+        if of_several:  # the error names the layer that is next to the loss
+            raise self._error(*of_several[-1], backward, like)
         if backward is not None and shared:
             self._share(shared, backward, like)
 

@@ -41,7 +41,7 @@ class Schedule:
         self._steps += 1
 
 
-class Host(Protocol):
+class ProvingEngine(Protocol):
     """What a prover asks of the engine."""
 
     modes: Hashable
@@ -56,7 +56,7 @@ class Host(Protocol):
 class Prover:
     """Finds the samples of all calls of layers in a backward. All of its proofs are ``strict``, or none."""
 
-    def __init__(self, host: Host, schedule: Schedule, *, strict: bool = False) -> None:
+    def __init__(self, host: ProvingEngine, schedule: Schedule, *, strict: bool = False) -> None:
         self.schedule, self._strict = schedule, strict
         self.count: int | None = None
         """The number of losses in `backward(losses)`; None in other backwards."""
@@ -64,8 +64,8 @@ class Prover:
         """The proof that runs."""
         self.calls: Sequence[Call] = ()
         """The calls that the losses depend on."""
-        self._watched: Graph | None = None  # a graph with silent calls, which is kept in case that one gets a gradient
-        self._late: list[Call] = []  # the silent calls that got one
+        self._watched: Graph | None = None  # a graph that is kept, because some calls were silent in its proof
+        self._late: list[Call] = []  # those of them that got a gradient after all
         self._host = host
         self._memory = Memory()
         self._random = Random(0)
