@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# in place of the index of a sample: a gradient of 0 fits any sample, a ratio cannot be read, a row is of several samples
+# in place of the index of a sample: a gradient of 0 fits any, a ratio cannot be read, a row is of several
 ZERO, UNTOLD, MIXED = -1, -2, -3
 GRAPHS = 1024  # the most outlines of graphs of which something is kept
 PATTERNS = 4096  # the most patterns of one outline
