@@ -132,8 +132,9 @@ class Readable(ABC):
             ...     (copies * model(torch.ones(1, 2)).sum()).backward()
             ...     recorder.optimizer.step()
             ...     return recorder.record()
-            >>> print(run(1).compare(run(8)))
-            Step 0: all 2 layers differ, 8 times as large in the second run: a sum where the other has a mean over 8?
+            >>> print(run(1).compare(run(8)))  # doctest: +NORMALIZE_WHITESPACE
+            Step 0: all 2 layers differ, 8 times as large in the second run:
+            a sum where the other has a mean over 8?
             layer   first  second  ratio
             weight  1.414   11.31      8
             bias        1       8      8
