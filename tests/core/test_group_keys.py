@@ -113,7 +113,7 @@ def test_the_groups_of_sam():
 
 
 OTHERS = {"lr_scale": 0.5, "rho": 0.05, "param_group": "bn", "use_muon": True, "d": 1.0, "is_last_layer": False}
-IDLE = {"weight_decay": 0.0, "momentum": 0, "nesterov": False, "maximize": False, "foreach": True, "fused": True}
+IDLE = {"weight_decay": 0.0, "momentum": 0, "maximize": False, "foreach": True, "fused": True}
 REFUSED = [
     ({"weight_decay": 0.1}, "no transform has a setting 'weight_decay'; there are: lr, max_norm. Put WeightDecay"),
     ({"maximize": True}, "no transform has a setting 'maximize'; .* It is an argument of Modular"),
