@@ -9,6 +9,7 @@ import pytest
 import torch
 from table import SHAPES
 from torch import nn
+from versions import needs_muon
 
 from torchzero_clip import LR, SGD, AdaGC, Adam, ClipByMaxEMA, GradientStabilizer, Modular, Muon, WeightDecay, ZClip
 
@@ -115,6 +116,7 @@ def test_moments_are_reset_and_only_then():
     assert any(value.any() for key, value in state.items() if key.startswith("clip_by_max_ema/"))
 
 
+@needs_muon
 def test_adagc_before_muon_is_muon_on_clipped_gradients():
     shapes = [(4, 3), (3, 5)]
     params, other = parameters(shapes), parameters(shapes)

@@ -10,3 +10,7 @@ needs_grad_dtype = pytest.mark.skipif(
 )
 
 needs_compiler = pytest.mark.skipif(TORCH < (2, 13), reason="the compiler of this torch cannot trace a step")
+
+needs_muon = pytest.mark.skipif(TORCH < (2, 9), reason="this torch has no Muon")
+
+needs_spectral_unclamped = pytest.mark.skipif(TORCH < (2, 14), reason="Muon of this torch has no spectral_unclamped")

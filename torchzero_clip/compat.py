@@ -110,8 +110,9 @@ def is_capturing() -> bool:
 
 def cpu_by_default() -> AbstractContextManager[object]:
     """A context in which new tensors without a device are on the CPU, as in torch's optimizers."""
-    # not entered if the CPU is the default, because every call of torch takes longer within it
-    return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
+    # Not entered if the CPU is the default, because every call of torch takes longer within it. In torch 2.8
+    # and 2.9 get_default_device raises after set_default_device(None), so a tensor tells.
+    return nullcontext() if torch.empty(0).device.type == "cpu" else torch.device("cpu")
 
 
 def without_autocast(tensor: Tensor) -> AbstractContextManager[object]:

@@ -99,6 +99,7 @@ def interrupted_first_step(place):
     optimizer = Modular([weight], ClipNormByEMA(0.5), AdamW(), fast=False)
     weight.grad = torch.tensor([3.0, 4.0])
     before, tracer = sys.gettrace(), Traced(place)
+    sys._getframe().f_trace_opcodes = True  # Python 3.12 looks for it in sys.settrace only
     sys.settrace(tracer)
     try:
         with suppress(KeyboardInterrupt):

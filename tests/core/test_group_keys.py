@@ -7,6 +7,7 @@ import pytest
 import torch
 from contract.training import gradients, parameters, train
 from torch import nn, optim
+from versions import needs_muon
 
 from torchzero_clip import (
     SGD,
@@ -112,7 +113,7 @@ def test_the_groups_of_sam():
 
 
 OTHERS = {"lr_scale": 0.5, "rho": 0.05, "param_group": "bn", "use_muon": True, "d": 1.0, "is_last_layer": False}
-IDLE = {"weight_decay": 0.0, "momentum": 0, "nesterov": False, "maximize": False, "foreach": True, "fused": True}
+IDLE = {"weight_decay": 0.0, "momentum": 0, "maximize": False, "foreach": True, "fused": True}
 REFUSED = [
     ({"weight_decay": 0.1}, "no transform has a setting 'weight_decay'; there are: lr, max_norm. Put WeightDecay"),
     ({"maximize": True}, "no transform has a setting 'maximize'; .* It is an argument of Modular"),
@@ -187,7 +188,9 @@ BUILT = [
     (lambda p: optim.Adam(p, 0.1, amsgrad=True), [AdamW(weight_decay=1.0, amsgrad=True)]),
     (lambda p: optim.AdamW(p, 0.1, eps=1e-3), [AdaptiveGradientClip(1e9, eps=0.1), AdamW()]),
     (lambda p: optim.SGD(p, 0.1, 0.9, nesterov=True), [SGD(momentum=0.5, nesterov=True)]),
-    (lambda p: optim.Muon(p, 0.1, weight_decay=0.3, momentum=0.8), [Muon(), WeightDecay(0.0)]),
+    pytest.param(
+        lambda p: optim.Muon(p, 0.1, weight_decay=0.3, momentum=0.8), [Muon(), WeightDecay(0.0)], marks=needs_muon
+    ),
     (lambda p: optim.NAdam(p, 0.1, momentum_decay=0.1), [Wrap(optim.NAdam)]),
     (lambda p: optim.AdamW(p, 0.1, weight_decay=0.3), [Wrap(optim.AdamW)]),
     (lambda p: optim.RAdam(p, 0.1, weight_decay=0.3, decoupled_weight_decay=True), [

@@ -6,6 +6,7 @@ from contract.entries import is_matrix
 from contract.schedulers import SCHEDULERS, advance
 from contract.training import gradients, stepped, train
 from torch import nn
+from versions import needs_muon
 
 from torchzero_clip import LR, SGD, Adam, AdamW, Chain, ClipNorm, ClipValue, Modular, Muon, UpdateRule
 
@@ -19,6 +20,7 @@ def chain():
     return [ClipNorm(1, dim="global"), Muon(lr=0.02).only(is_matrix), AdamW(lr=3e-4).without(is_matrix)]
 
 
+@needs_muon
 def test_it_is_each_optimizer_of_torch_on_its_own_parameters():
     module, other = model(), model()
     params, plain = list(module.parameters()), list(other.parameters())

@@ -14,6 +14,7 @@ from contract.training import (
 from defaults import DEFAULTS
 from migrating.moves import PAIRS, moved_to, ran, twin
 from torch import nn, optim
+from versions import needs_muon
 
 from torchzero_clip import (
     LR,
@@ -45,7 +46,7 @@ MATRICES = [(4, 3), (2, 5)]  # all that Muon takes
     ("make", "chain"),
     [
         (lambda p: optim.RMSprop(p, 0.1, momentum=0.5, centered=True), RMSprop(centered=True)),
-        (lambda p: optim.Muon(p, 0.1, weight_decay=0.3), [Muon(), WeightDecay(0.0)]),
+        pytest.param(lambda p: optim.Muon(p, 0.1, weight_decay=0.3), [Muon(), WeightDecay(0.0)], marks=needs_muon),
     ],
     ids=["RMSprop", "Muon"],
 )
@@ -182,7 +183,7 @@ OTHER = r"not from torch\.optim|torch's optimizer has|which .* does not"
         (lambda p: optim.Adagrad(p), Adam(), "it lacks amsgrad, betas; has initial_accumulator_value, lr_decay. At"),
         (lambda p: optim.SGD(p, momentum=0.9), Adam(), "not from torch.optim.Adam"),
         (lambda p: optim.RMSprop(p), SGD(), "not from torch.optim.SGD"),
-        (lambda p: optim.AdamW(p), ClipNorm(1), "needs exactly one of Adam, SGD, RMSprop, Muon, Wrap"),
+        (lambda p: optim.AdamW(p), ClipNorm(1), "needs exactly one of Adam, SGD, RMSprop, (Muon, )?Wrap"),
         (lambda p: optim.AdamW(p), [AdamW(), SGD(0.1)], "needs exactly one of"),
         (
             lambda p: optim.AdamW(p),
@@ -192,7 +193,7 @@ OTHER = r"not from torch\.optim|torch's optimizer has|which .* does not"
         (lambda p: optim.AdamW(p[:1]), AdamW(), r"param groups of \[1\] parameters, this optimizer of \[2\]"),
         (lambda p: optim.RAdam(p, decoupled_weight_decay=True, weight_decay=0.3), Wrap(optim.RAdam), OTHER),
         (lambda p: optim.RAdam(p, weight_decay=0.3), Wrap(optim.RAdam, decoupled_weight_decay=True), OTHER),
-        (lambda p: optim.Muon(p, adjust_lr_fn="match_rms_adamw"), Wrap(optim.Muon), OTHER),
+        pytest.param(lambda p: optim.Muon(p, adjust_lr_fn="match_rms_adamw"), Muon(), OTHER, marks=needs_muon),
         (lambda p: optim.Adam(p, weight_decay=0.3), Wrap(optim.AdamW), OTHER),
         (lambda p: optim.AdamW(p, weight_decay=0.3), Wrap(optim.Adam), OTHER),
         (lambda p: optim.RAdam(p), Wrap(optim.Adam), OTHER),

@@ -12,7 +12,7 @@ import pytest
 import torch
 from contract.training import assert_equal, gradients, parameters, set_grads, train
 from torch import nn
-from versions import needs_compiler
+from versions import needs_compiler, needs_muon
 
 from torchzero_clip import LR, SGD, AdamW, Chain, ClipNorm, ClipNormByEMA, Modular, Muon, SkipStep, Wrap
 
@@ -289,7 +289,15 @@ def test_subclasses():
     assert issubclass(doubled, Doubled)
 
 
-@pytest.mark.parametrize("argument", [{"weight_decay": 0.0}, {"nesterov": False}, {"foreach": True}, {"fused": None}])
+@pytest.mark.parametrize(
+    "argument",
+    [
+        {"weight_decay": 0.0},
+        pytest.param({"nesterov": False}, marks=needs_muon),  # without it, only SGD has the argument
+        {"foreach": True},
+        {"fused": None},
+    ],
+)
 def test_arguments_of_torch_without_effect_are_ignored(argument):
     """The registry of timm passes ``weight_decay=0.0`` to each class."""
     made = Modular.of(ClipNorm(1), LR(0.1))(parameters(), lr=0.5, **argument)

@@ -7,10 +7,12 @@ import torch
 from optimizers.twins import same_gradients, two_of
 from table import MATRICES
 from torch import nn
+from versions import TORCH, needs_muon, needs_spectral_unclamped
 
 from torchzero_clip import LR, SGD, ClipNorm, Modular, Muon, Normalize, WeightDecay
 
 
+@needs_muon
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     ("ours", "theirs"),
@@ -22,12 +24,17 @@ from torchzero_clip import LR, SGD, ClipNorm, Modular, Muon, Normalize, WeightDe
             lambda: Muon(0.02, adjust_lr_fn="match_rms_adamw", ns_steps=3),
             {"lr": 0.02, "adjust_lr_fn": "match_rms_adamw", "ns_steps": 3},
         ),
+        pytest.param(
+            lambda: Muon(0.02, adjust_lr_fn="spectral_unclamped"),
+            {"lr": 0.02, "adjust_lr_fn": "spectral_unclamped"},
+            marks=needs_spectral_unclamped,
+        ),
     ],
-    ids=["plain", "defaults and decay", "no nesterov", "match rms"],
+    ids=["plain", "defaults and decay", "no nesterov", "match rms", "spectral"],
 )
 def test_equals_torch(ours, theirs, dtype):
-    if dtype == torch.bfloat16 and theirs.get("nesterov") is False:
-        pytest.skip("torch 2.13 normalizes its momentum buffer in place here")
+    if dtype == torch.bfloat16 and theirs.get("nesterov") is False and TORCH < (2, 15):
+        pytest.skip("this torch normalizes its momentum buffer in place")
     torch.manual_seed(0)
     params, other = two_of([torch.randn(shape).to(dtype) for shape in MATRICES])
     optimizer, reference = Modular(params, ours()), torch.optim.Muon(other, **{"weight_decay": 0.0, **theirs})
@@ -37,6 +44,20 @@ def test_equals_torch(ours, theirs, dtype):
         reference.step()
     tolerance = {torch.float32: 1e-5, torch.float64: 1e-9, torch.bfloat16: 2e-2}[dtype]
     torch.testing.assert_close(params, other, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("adjust_lr_fn", "of_a_row", "of_a_column"),
+    [(None, 1.0, 2.0), ("original", 1.0, 2.0), ("match_rms_adamw", 0.4, 0.4), ("spectral_unclamped", 0.5, 2.0)],
+)
+def test_each_shape_is_scaled_by_what_the_formula_says(adjust_lr_fn, of_a_row, of_a_column):
+    # without iterations, a gradient of norm 2 in one element becomes 1 times the scale
+    row, column = nn.Parameter(torch.zeros(1, 4)), nn.Parameter(torch.zeros(4, 1))
+    row.grad, column.grad = torch.tensor([[0.0, 2.0, 0.0, 0.0]]), torch.tensor([[0.0], [0.0], [2.0], [0.0]])
+    muon = Muon(1.0, momentum=0.0, nesterov=False, ns_steps=0, adjust_lr_fn=adjust_lr_fn)
+    Modular([row, column], muon).step()
+    torch.testing.assert_close(row.detach(), torch.tensor([[0.0, -of_a_row, 0.0, 0.0]]))
+    torch.testing.assert_close(column.detach(), torch.tensor([[0.0], [0.0], [-of_a_column], [0.0]]))
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-4, 1.0, 1e25])

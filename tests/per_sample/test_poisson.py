@@ -81,6 +81,7 @@ def shapes(value):
 
 
 @pytest.mark.filterwarnings("ignore:os.fork\\(\\) was called:RuntimeWarning")  # if another test has imported JAX
+@pytest.mark.filterwarnings("ignore:This DataLoader will create 2 worker processes:UserWarning")  # on a single core
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_empty_batch_has_the_structure_of_the_others(workers):
     data = TensorDataset(torch.ones(3, 4), torch.ones(3, dtype=torch.int64))
@@ -108,6 +109,7 @@ class Slow(TensorDataset):
 
 
 @pytest.mark.filterwarnings("ignore:os.fork\\(\\) was called:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:This DataLoader will create 2 worker processes:UserWarning")
 def test_workers_fetch_the_samples_in_the_order_of_the_draws():
     def batches(**options):
         generator = torch.Generator().manual_seed(0)

@@ -570,6 +570,7 @@ def test_layers_with_one_name_in_two_groups_are_two():
     assert str(by_group.worst()).splitlines()[0].startswith("name")
 
 
+@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad=True to a scalar:UserWarning")  # torch 2.8
 def test_the_first_call_of_a_closure_counts():
     net, optimizer, recorder = recorded_in_torch(partial(torch.optim.LBFGS, max_iter=5), ratios_every=1)
     x = torch.randn(8, 4)

@@ -316,6 +316,7 @@ def test_a_norm_before_a_clip_is_not_that_of_some_layers():
 
 
 def test_files_are_compared_by_the_command(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
     paths = [str(tmp_path / f"{name}.jsonl") for name in ("one", "same", "other")]
     for path, factor in zip(paths, (1.0, 1.0, 4.0), strict=True):
         trained(factor, [ClipNorm(1.0)], path=path).close()

@@ -22,7 +22,8 @@ from torchzero_clip.optimizers.wrap import Wrap, constructed
 from torchzero_clip.types import Group
 
 TORCHS: dict[type[Transform], type[Optimizer]] = {Adam: optim.Adam, SGD: optim.SGD, RMSprop: optim.RMSprop}
-TORCHS[Muon] = optim.Muon
+if hasattr(optim, "Muon"):  # not in torch 2.8
+    TORCHS[Muon] = optim.Muon
 
 
 def optimizer_of(optimizer: Modular, params: Sequence[NamedParam]) -> str:

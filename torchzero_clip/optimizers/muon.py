@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torchzero_clip.functional import foreach
 from torchzero_clip.functional.shards import laid_out_as, replicated
 from torchzero_clip.types import NewState, Schedule, Setting, Target
 
-AdjustLR = Literal["original", "match_rms_adamw"]
+AdjustLR = Literal["original", "match_rms_adamw", "spectral_unclamped"]
 
 
 class Muon(UpdateRule):
@@ -40,7 +40,8 @@ class Muon(UpdateRule):
         ns_steps: The number of iterations.
         eps: The smallest norm that the iteration divides by.
         adjust_lr_fn: "original" (or None) scales by √max(1, rows / columns), "match_rms_adamw" by
-            0.2 · √max(rows, columns), so that learning rates of AdamW fit.
+            0.2 · √max(rows, columns), so that learning rates of AdamW fit, and "spectral_unclamped" by
+            √(rows / columns), below 1 too. torch has the last one since 2.14.
         target: What it acts on, see `Transform`.
         name: The name in the chain and in checkpoints; the class name in snake case if None.
 
@@ -60,7 +61,8 @@ class Muon(UpdateRule):
 
     Source: Jordan, [Muon: an optimizer for hidden layers in neural
     networks](https://kellerjordan.github.io/posts/muon/), 2024; Liu et al., [Muon is scalable for LLM
-    training](https://arxiv.org/abs/2502.16982), 2025, for "match_rms_adamw".
+    training](https://arxiv.org/abs/2502.16982), 2025, for "match_rms_adamw"; Bernstein, [Deriving
+    Muon](https://jeremybernste.in/writing/deriving-muon), 2025, for "spectral_unclamped".
     """
 
     checks = {"momentum": non_negative}
@@ -83,7 +85,7 @@ class Muon(UpdateRule):
         boolean("nesterov", nesterov)
         count("ns_steps", ns_steps)
         positive("eps", eps)
-        one_of("adjust_lr_fn", adjust_lr_fn, (None, "original", "match_rms_adamw"))
+        one_of("adjust_lr_fn", adjust_lr_fn, (None, *get_args(AdjustLR)))
         if len(ns_coefficients) != 3:
             raise ValueError(f"ns_coefficients must be three numbers, got {ns_coefficients!r}")
         for i, coefficient in enumerate(ns_coefficients):
@@ -137,7 +139,8 @@ class Muon(UpdateRule):
     def _scale(self, rows: int, columns: int) -> float:
         if self.adjust_lr_fn == "match_rms_adamw":
             return 0.2 * math.sqrt(max(rows, columns))
-        return math.sqrt(max(1, rows / max(columns, 1)))
+        ratio = math.sqrt(rows / max(columns, 1))
+        return ratio if self.adjust_lr_fn == "spectral_unclamped" else max(1.0, ratio)
 
 
 def _orthogonalized(matrix: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:

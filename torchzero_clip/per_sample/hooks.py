@@ -37,7 +37,7 @@ def accumulate(values: Sequence[tuple[Tensor, Tensor]]) -> None:
     """
     changed: list[tuple[Tensor, Tensor]] = []
     for param, value in values:
-        dtype = getattr(param, "grad_dtype", None) or param.dtype  # torch 2.9 has no grad_dtype
+        dtype = getattr(param, "grad_dtype", None) or param.dtype  # torch 2.8 and 2.9 have no grad_dtype
         value = value.to(param.device, dtype).detach()
         # ours would raise, because they take any gradient for one from outside of the layers
         hooks = [hook for hook in (param._backward_hooks or {}).values() if not isinstance(hook, Hook)]
