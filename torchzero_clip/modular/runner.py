@@ -203,12 +203,12 @@ class Runner:
     def _host_reasons(self) -> list[str]:
         """Why the host has to decide, whatever the plan is; empty if the device may."""
         reasons = [*self.policy.host_reasons(), *(self.delivery.host_reasons() if self.delivery is not None else ())]
-        if self.listener is not None:
-            reasons.append("a Recorder stores the answer in the same step")
         if SCHEDULE_STEP in self.chain_state.values:
             reasons.append("settings are functions of the step")
         if is_capturing() and self.decisions is None:
             reasons.append("a graph is captured before a first step about which the device decides")
+        if is_capturing() and self.listener is not None:
+            reasons.append("a Recorder sees no replays")
         return reasons
 
     def leave_out(self, refused_by: tuple[str, ...] = ()) -> None:
@@ -319,7 +319,11 @@ class Runner:
             return False
         # on a CPU, where the host may read, no reasons are listed
         if policy.may_skip and not (step.course.may_read or step.course.host_reasons() or self._host_reasons()):
-            self._let_device_decide(groups, step)
+            try:
+                self._let_device_decide(groups, step)
+            finally:
+                if self.listener is not None and step.is_watched:
+                    self.ended = step.walk
             return True
         total = step.measure() if policy.decides and not policy.has_gates and self.listener is None else None
         if self.listener is not None or (policy.decides and total is None):
