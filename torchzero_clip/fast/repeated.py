@@ -213,7 +213,8 @@ class RepeatedScaling:
         self._settings = [of_groups[g] for g in self._group_of]
         self.keeps_refused = self._keeps_refused(of_groups)
         """True if a refused step changes no state of it."""
-        self.factor_of = self._joint_factor_of if len(by_setting(self._settings)) == 1 else None
+        are_numbers = not any(isinstance(value, Tensor) for value in self._settings[0].values())
+        self.factor_of = self._joint_factor_of if len(by_setting(self._settings)) == 1 and are_numbers else None
 
     def _keeps_refused(self, settings: list[Setting]) -> bool:
         node, transform = self.node, cast(Scaling, self.node.transform)
