@@ -1,15 +1,14 @@
 """The step of an optimizer as a CUDA graph, which is captured anew when something changes."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from operator import is_
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim import optimizer as torch_optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from torchzero_clip.checks import instance, scalar
 from torchzero_clip.compat import warn_user
@@ -19,7 +18,6 @@ from torchzero_clip.functional.dtypes import widest
 from torchzero_clip.modular.before_step import BeforeStep, chain_of, hook_owner, warn_of_copy
 from torchzero_clip.modular.host import unwrap
 from torchzero_clip.modular.modular import Modular
-from torchzero_clip.optimizers.wrap import Wrap
 from torchzero_clip.types import Group
 
 ALIKE, WITHOUT_PLAN = 3, 12
@@ -77,8 +75,8 @@ class CapturedStep:
         self._facts: dict[str, object] = {}  # of the last step
         self._alike = self._ordinary = self._replays = self._short = self._loads = 0
         self._is_off = False
-        self._hook = optimizer.register_load_state_dict_post_hook(self._note_load)
         self._refuse()
+        self._hook = optimizer.register_load_state_dict_post_hook(self._note_load)
         # torch warns of ordinary steps with capturable=True, which come first
         optimizer._warned_capturable_if_run_uncaptured = True  # pyright: ignore
 
@@ -135,7 +133,7 @@ class CapturedStep:
                 return "it steps in the backward. Call remove() of the handle that step_in_backward returned"
             if runner.policy.nonfinite == "raise":
                 return 'nonfinite="raise" raises in the same step. Write nonfinite="skip"'
-            if any(isinstance(transform, Wrap) for transform in runner.transforms.values()):
+            if any(hasattr(transform, "template") for transform in runner.transforms.values()):
                 return "a Wrap runs the code of another optimizer. Use before_step on that optimizer"
             if "closure" in runner.nodes.targets:
                 return "a transform with target='closure' acts within the closure. Leave the target out"
@@ -143,11 +141,11 @@ class CapturedStep:
                 return f"{reasons[0]}. Use SkipStep(max_ratio=...), or implement Gate.record"
             if runner.policy.may_skip and runner.schedules.any:
                 return "settings are functions of the step beside a gate. Use schedulers of torch"
-        if not isinstance(optimizer, Modular) and self._is_on_device():
-            if not all(group.get("capturable") for group in optimizer.param_groups):
-                text = "it needs capturable=True in all groups"
-                has_none = not all("capturable" in group for group in optimizer.param_groups)
-                return f"{text}. It has no such argument: use Modular, with Adam, AdamW or SGD" if has_none else text
+        are_capturable = isinstance(optimizer, Modular) or all(g.get("capturable") for g in optimizer.param_groups)
+        if self._is_on_device() and not are_capturable:
+            text = "it needs capturable=True in all groups"
+            has_it = all("capturable" in group for group in optimizer.param_groups)
+            return text if has_it else f"{text}. It has no such argument: use Modular, with Adam, AdamW or SGD"
         hook = next(filter(None, map(_foreign, _hooks(optimizer))), None)
         return None if hook is None else f"replays do not call {hook!r}, a hook of its steps. Remove the hook"
 
@@ -254,13 +252,13 @@ class CapturedStep:
         self._held = [] if runner is None else [runner.fast_way.held(), runner.decisions]
 
     @contextmanager
-    def _host_unchanged(self, groups: list[Group]) -> Iterator[None]:
+    def _host_unchanged(self, groups: list[Group]) -> Generator[None]:
         """Put back what the code of a step changes on the host, because a step is captured and not taken."""
-        runner, before = self._runner, [dict(group) for group in groups]
-        put_back = None
+        runner, put_back = self._runner, None
         if runner is not None:
-            runner.settle(self._runner_groups())
+            runner.settle(self._runner_groups())  # which writes counts to the groups
             put_back = runner.counts_put_back()
+        before = [dict(group) for group in groups]
         try:
             yield
         finally:
@@ -346,7 +344,7 @@ def captured(optimizer: Optimizer) -> CapturedStep:
 def _hooks(optimizer: Optimizer) -> list[Any]:
     """The hooks of the steps of an optimizer, and those of the steps of all optimizers."""
     own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-    every = torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks
+    every = _global_optimizer_pre_hooks, _global_optimizer_post_hooks
     return [hook for hooks in (*own, *every) for hook in hooks.values()]
 
 

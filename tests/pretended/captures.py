@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from pretended.device import DEVICE, Graph, OnCuda, numbers, on_cuda
-from pretended.runs import bits
+from pretended.runs import bits, error_of
 from torch import Tensor, nn
 
 from torchzero_clip import (
@@ -111,7 +111,7 @@ def params_of(seed: int = 0) -> list[nn.Parameter]:
 
 
 class Run:
-    """200 steps with spikes, NaN, a schedule of the rate, changed limits, and a resume."""
+    """Steps with spikes, NaN, a schedule of the rate, changed limits, and a resume."""
 
     def __init__(self, start: Callable[[list[Any]], Any], *, is_captured: bool, by_tensors: bool) -> None:
         self.start, self.is_captured, self.by_tensors = start, is_captured, by_tensors
@@ -143,7 +143,7 @@ class Run:
             self.set(group, "lr", torch.float32, 0.01 / (1 + k / 30))
             if "clip_norm" in getattr(self.chain, "transforms", ()):
                 self.set(group, "max_norm", torch.float64, 1.0 + k / 100)
-            if k == 90 and "betas" in group:
+            if k == 60 and "betas" in group:
                 group["betas"] = (0.8, 0.99)
         self.step()
 
@@ -187,7 +187,7 @@ def _trained(name: str, *, is_captured: bool, by_tensors: bool, steps: int) -> l
     return found
 
 
-def captured_steps_are_the_ordinary_ones(names: list[str], steps: int = 200) -> None:
+def captured_steps_are_the_ordinary_ones(names: list[str], steps: int) -> None:
     """With the same tensors to the bit, and with floats to 1e-6. Most steps are replays."""
     for name in names:
         Recorded.made = 0
@@ -203,7 +203,7 @@ def captured_steps_are_the_ordinary_ones(names: list[str], steps: int = 200) -> 
                 patch.setattr(CapturedStep, "_replay", counted)
                 found = [_trained(name, is_captured=True, by_tensors=t, steps=steps) for t in (False, True)]
         assert 4 <= Recorded.made <= 8, (name, Recorded.made)
-        assert replays > 1.2 * steps, (name, replays)
+        assert replays > steps, (name, replays)  # of both runs
         expected = [_trained(name, is_captured=False, by_tensors=t, steps=steps) for t in (False, True)]
         for one, other in zip(found[0], expected[0], strict=True):
             for a, b in zip(one["values"], other["values"], strict=True):
@@ -384,7 +384,8 @@ def useless_captures_end() -> None:
     params = params_of()
     step = captured(Modular(params, _joint(), AdamW()))
     kept = []
-    with recorded(), pytest.warns(UserWarning, match=r"no step was captured in 50 steps.*set_to_none=False") as caught:
+    with recorded(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         for k in range(120):
             kept.append([param.grad for param in params])
             for param in params:
@@ -392,6 +393,7 @@ def useless_captures_end() -> None:
             fill(params, k)
             step()
     assert len(caught) == 1
+    assert re.search(r"no step was captured in 50 steps.*set_to_none=False", str(caught[0].message))
 
 
 def late_errors_come_with_replays() -> None:
@@ -404,10 +406,8 @@ def late_errors_come_with_replays() -> None:
             fill(params, k)
             step()
         before = [bits(param) for param in params]
-        with pytest.raises(RuntimeError, match=r"steps in a row were skipped at step 2\d\."):
-            for _ in range(30):
-                fill(params, 0, torch.nan)
-                step()
+        bad = next(filter(None, (error_of(lambda: (fill(params, 0, torch.nan), step())) for _ in range(30))))
+        assert re.search(r"steps in a row were skipped at step 2\d\.", bad)
         assert [bits(param) for param in params] == before
         assert optimizer.steps_taken == 20
         assert 3 < int(optimizer.metrics()["skipped_steps"]) <= 20
@@ -445,12 +445,10 @@ def a_replay_is_one_call() -> None:
             assert Recorded.made == made
 
 
-GROUPS = [names[i::3] for i in range(3) for names in [list(STARTS)]]
+LONG = ["joint", "gate", "before, gate"]
 CHECKS: dict[str, Callable[[], None]] = {
-    **{
-        f"captured, {', '.join(names)}": lambda names=names: captured_steps_are_the_ordinary_ones(names)
-        for names in GROUPS
-    },
+    "captured, long runs": lambda: captured_steps_are_the_ordinary_ones(LONG, 200),
+    "captured, runs": lambda: captured_steps_are_the_ordinary_ones([name for name in STARTS if name not in LONG], 80),
     "captured, changes": nothing_freezes,
     "captured, refused": who_cannot_be_captured_is_named,
     "captured, useless": useless_captures_end,
