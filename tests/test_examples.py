@@ -43,6 +43,7 @@ def test_two_calls_and_a_chain_train_alike():
 
 def test_captured_steps_on_a_cpu_are_ordinary_steps():
     module = example("captured_step")
+    module.DEVICE = torch.device("cpu")
     assert module.train(60) == module.train(60, replayed=False)
 
 

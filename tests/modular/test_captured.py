@@ -76,7 +76,7 @@ def test_who_cannot_be_captured_is_refused_on_a_cpu_too():
     assert len(recorded._optimizer_load_state_dict_post_hooks) == 0
     hooked = chained(model_of())
     hooked.register_step_pre_hook(print)
-    with pytest.raises(ValueError, match="replays do not call .*print"):
+    with pytest.raises(ValueError, match=r"replays do not call .*print"):
         captured(hooked)
     with pytest.raises(TypeError, match="optimizer must be of class Optimizer"):
         captured(model_of())

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from pretended.device import DEVICE, Graph, OnCuda, numbers, on_cuda
+from pretended.device import CUDA, DEVICE, Graph, OnCuda, numbers, on_cuda
 from pretended.runs import bits, error_of
 from torch import Tensor, nn
 
@@ -42,7 +42,8 @@ class Recorded(Graph):
 
     made = 0
 
-    def __init__(self, call: Callable[[], Any]) -> None:
+    def __init__(self, call: Callable[[], Any], device: torch.device) -> None:
+        assert device == CUDA
         Recorded.made += 1
         gc.collect()
         alive = [tensor for tensor in gc.get_objects() if type(tensor) is OnCuda]
@@ -337,6 +338,7 @@ REFUSED: dict[str, Callable[[list[Any]], Any]] = {
     r"reads losses.*max_ratio": lambda params: Modular(params, SkipStep(sigma=6.0), AdamW()),
     r"functions of the step beside a gate.*schedulers of torch": _functions,
     r"Wrap runs the code.*before_step": _wrapped,
+    r"on several devices": lambda params: Modular([*params, nn.Parameter(torch.ones(3))], AdamW()),
     r"needs capturable=True in all groups$": lambda params: torch.optim.AdamW(params),
     r"no such argument: use Modular": lambda params: torch.optim.SGD(params, 0.1),
     r"a hook of its steps. Remove": _hooked,

@@ -37,10 +37,10 @@ class Replayable(Protocol):
         """Take the step."""
 
 
-def _recorded(call: Callable[[], object]) -> Replayable:
+def _recorded(call: Callable[[], object], device: torch.device) -> Replayable:
     graph = torch.cuda.CUDAGraph()
     # threads that load data may use CUDA meanwhile
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    with torch.cuda.device(device), torch.cuda.graph(graph, capture_error_mode="thread_local"):
         call()
     return graph
 
@@ -60,8 +60,8 @@ class _Same:
 class CapturedStep:
     """Takes the steps of an optimizer, as replays of a CUDA graph where it can. `captured` makes it."""
 
-    record: Callable[[Callable[[], object]], Replayable] = staticmethod(_recorded)
-    """Captures a call, without carrying it out."""
+    record: Callable[[Callable[[], object], torch.device], Replayable] = staticmethod(_recorded)
+    """Captures a call on a device, without carrying it out."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
@@ -141,6 +141,9 @@ class CapturedStep:
                 return f"{reasons[0]}. Use SkipStep(max_ratio=...), or implement Gate.record"
             if runner.policy.may_skip and runner.schedules.any:
                 return "settings are functions of the step beside a gate. Use schedulers of torch"
+        devices = {param.device for group in optimizer.param_groups for param in group["params"]}
+        if len(devices) > 1:
+            return "its parameters are on several devices. Make an optimizer for each device"
         are_capturable = isinstance(optimizer, Modular) or all(g.get("capturable") for g in optimizer.param_groups)
         if self._is_on_device() and not are_capturable:
             text = "it needs capturable=True in all groups"
@@ -247,7 +250,7 @@ class CapturedStep:
         with self._host_unchanged(groups):
             for group, key, tensor in self._inputs:
                 group[key] = tensor
-            self._graph = self.record(self.optimizer.step)
+            self._graph = self.record(self.optimizer.step, device)
         self._state, self._replays, self._ordinary = self._state_now(), 0, 0
         self._held = [] if runner is None else [runner.fast_way.held(), runner.decisions]
 
