@@ -206,10 +206,10 @@ class CapturedStep:
             self._runner.schedules.catch_up(self._runner_groups())
         now, before = self._facts_now(), self._facts
         differing = [key for key in {**before, **now} if before.get(key, None) != now.get(key, None)]
+        if differing:
+            self._refuse()  # before the facts are noted, so that the next step is compared with the same ones
         self._facts = now
         self._alike = 0 if differing else self._alike + 1
-        if differing:
-            self._refuse()
         if self._graph is not None:
             state = self._state_now()
             if not differing and (len(state) != len(self._state) or not all(map(is_, state, self._state))):
