@@ -41,6 +41,12 @@ def test_two_calls_and_a_chain_train_alike():
     assert results["chain"][0] == pytest.approx(results["two calls"][0], rel=1e-4)
 
 
+def test_captured_steps_on_a_cpu_are_ordinary_steps():
+    module = example("captured_step")
+    module.DEVICE = torch.device("cpu")
+    assert module.train(60) == module.train(60, replayed=False)
+
+
 @pytest.mark.filterwarnings("ignore:max_norm is 0.5 in the checkpoint and 9.0")
 def test_a_changed_chain_goes_on_with_what_it_keeps():
     report = example("change_a_chain").run(5)

@@ -49,6 +49,7 @@ from torchzero_clip.migrating.moving import adapt_state_dict as adapt_state_dict
 from torchzero_clip.migrating.moving import from_torch_optim as from_torch_optim
 from torchzero_clip.migrating.moving import to_torch_optim as to_torch_optim
 from torchzero_clip.modular.before_step import before_step as before_step
+from torchzero_clip.modular.captured import captured as captured
 from torchzero_clip.modular.in_backward import step_in_backward as step_in_backward
 from torchzero_clip.modular.modular import Modular as Modular
 from torchzero_clip.optimizers.adam import Adam as Adam

@@ -28,7 +28,7 @@ from torchzero_clip.checks import non_negative
 
 PACKAGE = str(Path(torchzero_clip.__file__).parent)
 COMPREHENSIONS = {"<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>"}
-HOOKS = {"_warn_of_copy"}  # of all optimizers, once a test has put transforms before one
+HOOKS = {"warn_of_copy"}  # of all optimizers, once a test has put transforms before one
 HOOKED = f"{PACKAGE}/per_sample"
 """Clippers of other tests have hooks before the steps of all optimizers."""
 

@@ -15,7 +15,7 @@ from clipping.test_adaptive_vectors import tensor as adaptive_tensor
 from contract.entries import ENTRIES, Entry
 from contract.test_vectors import CASES
 from contract.training import gradients, parameters
-from pretended import decisions, no_float64, per_sample, worked
+from pretended import captures, decisions, no_float64, per_sample, recorded, worked
 from pretended.costs import costs_are_bounded, warm_costs_are_bounded
 from pretended.device import CPU, CUDA, DEVICE, Graph, install, numbers, on_cuda, pretended
 from pretended.runs import CLIPS, decisions_are_those_of_the_host, planned_steps_are_the_ordinary_ones
@@ -193,6 +193,8 @@ CHECKS: dict[str, Callable[[], None]] = {
     "plans": planned_steps_are_the_ordinary_ones,
     "decisions": lambda: decisions_are_those_of_the_host(sorted(CLIPS)),
     **decisions.CHECKS,
+    **recorded.CHECKS,
+    **captures.CHECKS,
     "costs": costs_are_bounded,
     "warm costs": warm_costs_are_bounded,
     **{name: lambda check=check: check(agree) for name, check in per_sample.CHECKS.items()},
@@ -202,7 +204,8 @@ CHECKS: dict[str, Callable[[], None]] = {
 GROUPS: dict[str, list[str]] = {}
 """The checks of each process. There are few, because each takes seconds to start."""
 for _name in CHECKS:
-    _group = "no float64" if _name in no_float64.CHECKS else "backward" if _name in per_sample.CHECKS else "numbers"
+    _homes = {"no float64": no_float64.CHECKS, "backward": per_sample.CHECKS, "captured": captures.CHECKS}
+    _group = next((home for home, checks in _homes.items() if _name in checks), "numbers")
     GROUPS.setdefault(_name if _name in ("costs", "several devices") else _group, []).append(_name)
 
 

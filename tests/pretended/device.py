@@ -167,7 +167,8 @@ class Device:
 
     def dispatch(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         name = function.overloadpacket.__name__
-        if name.startswith("_foreach") and len({tensor.device for tensor in args[0]}) > 1:
+        is_of_lists = name.startswith("_foreach") and isinstance(args[0], list | tuple)
+        if is_of_lists and len({tensor.device for tensor in args[0]}) > 1:
             return _row_by_row(function, args, kwargs)
         tensors = _tensors((args, kwargs))
         here = [tensor for tensor in tensors if isinstance(tensor, OnCuda)]

@@ -157,7 +157,7 @@ def agree(seed: str, runs: list[Run], steps: int, events: list[str], often: floa
             draw = random.Random(seed_of_draw)
             run.fill(event, draw)
             run.happen(event, draw)
-            errors.append(_error_of(partial(run.optimizer.step, *[lambda: 0.5] * (event == "closure"))))
+            errors.append(error_of(partial(run.optimizer.step, *[lambda: 0.5] * (event == "closure"))))
             facts.append(run.facts(asks=asks))
         assert errors[0] == errors[1], (seed, log, errors)
         different = [key for key in {**facts[0], **facts[1]} if facts[0].get(key) != facts[1].get(key)]
@@ -202,10 +202,12 @@ def decisions_are_those_of_the_host(clips: list[str], repeats: int = 1, most_gat
     assert late > 3 * len(clips)
 
 
-def _error_of(step: Callable[[], Any]) -> str | None:
+def error_of(step: Callable[[], Any], *, quiet: bool = True) -> str | None:
+    """The error of a step, and no warnings if it has to be ``quiet``."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+            if quiet:
+                warnings.simplefilter("ignore")
             step()
     except RuntimeError as error:
         return str(error)

@@ -3,7 +3,7 @@
 from torch import Tensor
 from typing_extensions import override
 
-from torchzero_clip.checks import non_negative
+from torchzero_clip.checks import scalar
 from torchzero_clip.compat import warn_user
 from torchzero_clip.core.kinds import Scaling
 from torchzero_clip.core.step import Step
@@ -27,8 +27,8 @@ class ClipNorm(Scaling):
     last place in half precision (4e-3 in bfloat16, 5e-4 in float16).
 
     Args:
-        max_norm: The limit, a setting of the param groups. With ``dim="global"`` all groups share the norm, and each is
-            scaled by its own limit.
+        max_norm: The limit, a setting of the param groups: a number >= 0 or a tensor of one element, which is not read
+            on the host. With ``dim="global"`` all groups share the norm, and each is scaled by its own limit.
         ord: The metric: a number p for the p-norm (also 0, inf, -inf and negative numbers), or one of 'l0', 'l1', 'l2',
             'l3', 'l4', 'linf', 'mad' (mean absolute value), 'std', 'var', 'sum' (magnitude of the signed sum).
         dim: The dimensions that one slice spans: None for all, one int or several (negative ones count from the end of
@@ -64,13 +64,13 @@ class ClipNorm(Scaling):
     networks](https://arxiv.org/abs/1211.5063), 2013.
     """
 
-    checks = {"max_norm": non_negative}
+    checks = {"max_norm": scalar}
     each_alone = pure = True
     limit_setting = "max_norm"
 
     def __init__(
         self,
-        max_norm: float | Schedule,
+        max_norm: float | Tensor | Schedule,
         ord: Ord = 2,
         dim: Dim = None,
         inverse_dims: bool = False,

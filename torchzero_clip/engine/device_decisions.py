@@ -103,6 +103,11 @@ class DeviceDecisions:
         self._taken.sub_(self.taken.to(self._taken.dtype))
         self._skips.sub_(self.found_inf)
 
+    @property
+    def passed(self) -> Tensor:
+        """Whether each of ``names`` lets the step pass that was decided last: booleans, which the next step changes."""
+        return self._passed if len(self.names) > 1 else self.taken.view(1)
+
     def note_norms(self, finite: Tensor, norms: Tensor, params: list[Tensor]) -> None:
         """Store the norm of each gradient, unless they are ``finite``."""
         if len(norms) != len(self._bad_norms):

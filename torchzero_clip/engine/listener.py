@@ -7,9 +7,11 @@ from typing import Protocol
 from torch import Tensor
 
 from torchzero_clip.core.nodes import Nodes
+from torchzero_clip.engine.device_decisions import DeviceDecisions
 from torchzero_clip.engine.judged import Judged
 from torchzero_clip.engine.reported_loss import Loss
 from torchzero_clip.engine.table import Table
+from torchzero_clip.functional.measure import Effect
 from torchzero_clip.types import Setting
 
 
@@ -23,6 +25,8 @@ class Seen(Protocol):
     loss: Loss  # the loss of the step
     metrics: dict[str, Tensor]  # what the transforms have measured
     refused_by: list[str]  # who has refused the step
+    decisions: DeviceDecisions | None  # set if the device decides, and only ``decisions`` knows who refuses the step
+    effect: Effect | None  # what the scaling of the step has done, if ``metrics`` lacks it, because nobody has read it
 
 
 class HasListener(ABC):
@@ -36,7 +40,7 @@ class Listener(ABC):
 
     @abstractmethod
     def begin(self, step: Seen) -> None:
-        """Called before the first transform of a step that is taken."""
+        """Called before the first transform of a step that is taken, or about which the device decides."""
 
     @abstractmethod
     def end(self, step: Seen) -> None:

@@ -59,7 +59,8 @@ class ReportedLoss:
         _check_loss(loss)
         if self._begins_anew:
             self.clear()
-        self._sum = self._sum + (widened(loss.detach().reshape(())) if isinstance(loss, Tensor) else float(loss))
+        value = widened(loss.detach().reshape(())) if isinstance(loss, Tensor) else float(loss)
+        self._sum = self._sum + value if self.count else value  # one loss takes no launches for sum and mean
         self.count += 1
 
     def zeroed(self) -> None:
@@ -74,7 +75,8 @@ class ReportedLoss:
 
     def loss(self) -> Loss:
         """The mean of the reports."""
-        return Loss(self._sum / self.count, self.count) if self.count else Loss()
+        mean = self._sum / self.count if self.count > 1 else self._sum
+        return Loss(mean, self.count) if self.count else Loss()
 
 
 def _check_loss(loss: object) -> None:

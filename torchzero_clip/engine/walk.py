@@ -15,6 +15,7 @@ from torchzero_clip.core.transform import Transform, storable
 from torchzero_clip.core.undo import Undo
 from torchzero_clip.engine.checked import applied
 from torchzero_clip.engine.company import Company
+from torchzero_clip.engine.device_decisions import DeviceDecisions
 from torchzero_clip.engine.end import End
 from torchzero_clip.engine.executor import Executor
 from torchzero_clip.engine.judged import Judged
@@ -22,7 +23,7 @@ from torchzero_clip.engine.reported_loss import Loss
 from torchzero_clip.engine.scaling import find_factors, store_state
 from torchzero_clip.engine.table import Table
 from torchzero_clip.functional import foreach
-from torchzero_clip.functional.measure import Measured, effect, scale_
+from torchzero_clip.functional.measure import Effect, Measured, effect, scale_
 from torchzero_clip.types import Setting, State
 
 
@@ -43,6 +44,10 @@ class Walk:
     metrics: dict[str, Tensor] = field(default_factory=dict)
     refused_by: list[str] = field(default_factory=list)
     """The gates that refused the step, and "nonfinite" if a gradient that is not finite did."""
+    decisions: DeviceDecisions | None = None
+    """Set if the device decides whether the step is taken."""
+    effect: Effect | None = None
+    """What the scaling of a planned step has done, if its metrics are computed later."""
     are_zero: bool = False
     """True if all gradients are 0. It stays False if reading a norm would wait, or no norm was measured."""
 

@@ -34,6 +34,10 @@ class FastWay:
         self._wait = self._FIRST_WAIT
         self._beside: dict[object, FastWay] = {}
 
+    def held(self) -> object:
+        """The memory that steps use between each other. Whoever captures a step has to keep it."""
+        return self._workspace.held()
+
     def beside(self, key: object) -> "FastWay":
         """The fast way of some of the parameters, which take their steps in turns and share memory."""
         if key not in self._beside:

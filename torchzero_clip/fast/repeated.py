@@ -33,7 +33,7 @@ from torchzero_clip.fast.workspace import StepLayout, Workspace
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.blocks import joint_norm
 from torchzero_clip.functional.choice import where
-from torchzero_clip.functional.measure import L2, Measured, Slicing, by_setting, effect, scale_
+from torchzero_clip.functional.measure import L2, Effect, Measured, Slicing, by_setting, effect, scale_
 from torchzero_clip.functional.norms import norms_of_each
 from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.types import Group, Setting, State
@@ -93,6 +93,7 @@ class Planned:
     is_measured: bool = False  # `measure` was called, by a step whose factor follows from the joint norm alone
     total: Tensor | None = None  # the joint norm of the gradients, if it was measured, is finite and not extreme
     metrics: Metrics | None = None  # computes the metrics, once the step was taken
+    effect: Effect | None = None  # of the scaling, for a listener that computes the metrics later
     decisions: DeviceDecisions | None = None  # set if the device decides whether the step is taken
 
     @cached_property
@@ -149,15 +150,23 @@ class Planned:
 
     def run_by_device(self, policy: StepPolicy, decisions: DeviceDecisions) -> None:
         """Take the step, or skip it, as the device decides."""
-        walk = self.walk if policy.has_gates else None
+        listener = self.listener
+        walk = self.walk if policy.has_gates or listener is not None else None
         policy.let_device_decide(self.judged, walk, self.columns["params"], decisions)
         self.decisions = decisions
         of_gates = {} if walk is None else walk.metrics
         try:
+            if walk is not None and listener is not None:
+                walk.decisions = decisions
+                listener.begin(walk)
             metrics = self.run()
         except BaseException:
             decisions.uncount()
+            if walk is not None:
+                walk.refused_by.append("error")
             raise
+        if walk is not None and listener is not None:
+            metrics = self._shown(walk, metrics)
         # metrics of gates may be state, which the next step changes
         self.metrics = lambda: {**{name: value.clone() for name, value in of_gates.items()}, **metrics()}
 
@@ -171,10 +180,19 @@ class Planned:
         except BaseException:
             walk.refused_by.append("error")
             raise
-        if listener is not None:
-            walk.metrics, metrics = {**walk.metrics, **metrics()}, dict
         of_gates = walk.metrics
+        if listener is not None:
+            metrics = self._shown(walk, metrics)
         self.metrics = lambda: {**of_gates, **metrics()}
+
+    def _shown(self, walk: Walk, metrics: Metrics) -> Metrics:
+        """The metrics, after a listener was given them, or the `Effect` from which it computes them later."""
+        walk.effect = self.effect
+        if self.effect is None:
+            computed = metrics()
+            metrics = partial(dict, computed)
+            walk.metrics = {**walk.metrics, **computed}
+        return metrics
 
 
 class RepeatedScaling:
@@ -195,7 +213,8 @@ class RepeatedScaling:
         self._settings = [of_groups[g] for g in self._group_of]
         self.keeps_refused = self._keeps_refused(of_groups)
         """True if a refused step changes no state of it."""
-        self.factor_of = self._joint_factor_of if len(by_setting(self._settings)) == 1 else None
+        are_numbers = not any(isinstance(value, Tensor) for value in self._settings[0].values())
+        self.factor_of = self._joint_factor_of if len(by_setting(self._settings)) == 1 and are_numbers else None
 
     def _keeps_refused(self, settings: list[Setting]) -> bool:
         node, transform = self.node, cast(Scaling, self.node.transform)
@@ -264,6 +283,10 @@ class RepeatedScaling:
         if not (measured.is_whole and measured.targets):
             return left, partial(dict, metrics())
         measured.targets = [measured.total]  # so that metrics do not keep the gradients alive
+        if step.listener is not None and not course.may_read and is_pure(node.transform):
+            step.walk.metrics.update(node.qualified(shown))
+            one = foreach.is_one_number(factors)
+            step.effect = Effect(node.path, measured.total, factors.narrow(0, 0, 1) if one else factors)
         return left, metrics
 
 

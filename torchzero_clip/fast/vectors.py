@@ -33,6 +33,10 @@ class Vectors:
     def __init__(self) -> None:
         self._kept: dict[str, _Kept] = {}
 
+    def held(self) -> object:
+        """All vectors of now."""
+        return dict(self._kept)
+
     def are_views(self, name: str, column: list[Any]) -> bool:
         """True if the numbers under a name are the views that `vector` made last."""
         kept = self._kept.get(name)

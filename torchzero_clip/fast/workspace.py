@@ -94,6 +94,10 @@ class Workspace:
         self.tried: set[tuple[int, torch.dtype]] = set()
         """The ids of elementwise transforms that were tried out, see `fast.trial`."""
 
+    def held(self) -> object:
+        """All memory of now."""
+        return self.scratch.held(), self.vectors.held()
+
     def columns(self, table: Table) -> dict[str, list[Tensor]] | None:
         """Parameters, gradients and state by key, if they have a layout, which becomes that of this step; else None."""
         states = table.states

@@ -59,7 +59,8 @@ def clip_factors(metric: Metric, norms: Tensor, limit: float | Tensor, floor: fl
     # norms are the roots of metrics, as for 'var'; limit and floor are in units of the metric
     low = metric.root(floor) if floor else 0.0
     if isinstance(limit, Tensor):
-        high = torch.where(limit >= 0, limit, math.nan).to(norms).reshape(()).pow(1 / metric.degree)
+        high = where(limit >= 0, limit, math.nan).to(norms).reshape(())
+        high = high if metric.degree == 1 else high.pow(1 / metric.degree)
     elif (high := metric.root(limit)) == math.inf and not low:
         return torch.ones_like(norms)
     elif norms.is_cpu and norms.numel() == 1 and may_look(norms):

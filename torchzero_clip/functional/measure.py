@@ -499,6 +499,25 @@ def effect(measured: Measured, factors: Tensor) -> dict[str, Tensor]:
     return {"norm": total, "factor": 1 - off.mean(), "clipped": changed.mean(dtype=widest_of(changed))}
 
 
+class Effect(NamedTuple):
+    """What a scaling has done to tensors that were slices, from which `effects` computes its metrics later."""
+
+    path: str
+    """Of the scaling."""
+    total: Tensor
+    """The joint norm before it: 0-d."""
+    factors: Tensor
+    """The factor of each tensor, or of all tensors: a vector."""
+
+
+def effects(of_steps: Sequence[Effect]) -> dict[str, Tensor]:
+    """The metrics of `effect`, as vectors with a number for each step of one scaling, in as many launches as of one."""
+    off = 1 - torch.stack([factors for _, _, factors in of_steps])
+    changed = torch.hardshrink(off, ROUNDING) != 0
+    share = changed.mean(dim=1, dtype=widest_of(changed))
+    return {"norm": torch.stack([total for _, total, _ in of_steps]), "factor": 1 - off.mean(dim=1), "clipped": share}
+
+
 def effect_numbers(measured: Measured, factors: Tensor) -> Tensor:
     """The numbers of this process from which `effect_of` finds the effect of several: a vector of three."""
     # the sum is taken of 1 - factor, so that ranks without slices report a factor of 1

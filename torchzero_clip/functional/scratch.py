@@ -38,6 +38,10 @@ class Scratch:
         knowing._tensors, knowing._layout = tensors, layout
         return knowing
 
+    def held(self) -> object:
+        """All memory of now."""
+        return dict(self._memory), dict(self._plans)
+
     def memory(self, name: str, count: int, like: Tensor) -> Tensor:
         """A vector of ``count`` elements, of the dtype and on the device of ``like``, with any values."""
         key = name, like.dtype, like.device

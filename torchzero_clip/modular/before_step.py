@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from torchzero_clip.checks import instance
-from torchzero_clip.compat import may_be_template, may_call_base, never_compiled, warn_user
+from torchzero_clip.compat import is_capturing, may_be_template, may_call_base, never_compiled, warn_user
 from torchzero_clip.core.chain import Transforms
 from torchzero_clip.core.group_keys import BEFORE_STEP as KEY
 from torchzero_clip.core.transform import Transform
@@ -246,7 +246,7 @@ class BeforeStep:
             runner.policy.idle.zeros(runner.steps_taken, is_taken=False)  # perhaps a step that only creates state
             return
         followed.sync(groups)
-        runner.undo = self._noted()
+        runner.undo = None if is_capturing() else self._noted()  # a replay raises no error
         try:
             runner.step(followed.param_groups, followed.state, None if result is None else lambda: result)
         except BaseException:
@@ -506,7 +506,7 @@ _HANDLES: weakref.WeakSet[BeforeStep] = weakref.WeakSet()
 _WARNED: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
-def _warn_of_copy(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def warn_of_copy(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Warn before the first step of an optimizer that has lost its transforms, as copies and pickles lose hooks."""
     groups = optimizer.param_groups
     if not groups or KEY not in groups[0] or torch.compiler.is_compiling() or hook_owner(optimizer, BeforeStep):
@@ -523,7 +523,7 @@ def _warn_of_copy(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 @cache
 def _warn_of_copies() -> None:
     """Warn of copies from now on, in this process."""
-    register_optimizer_step_pre_hook(_warn_of_copy)
+    register_optimizer_step_pre_hook(warn_of_copy)
 
 
 def hook_owner(optimizer: Optimizer, kind: type[T]) -> T | None:

@@ -203,12 +203,12 @@ class Runner:
     def _host_reasons(self) -> list[str]:
         """Why the host has to decide, whatever the plan is; empty if the device may."""
         reasons = [*self.policy.host_reasons(), *(self.delivery.host_reasons() if self.delivery is not None else ())]
-        if self.listener is not None:
-            reasons.append("a Recorder stores the answer in the same step")
         if SCHEDULE_STEP in self.chain_state.values:
             reasons.append("settings are functions of the step")
         if is_capturing() and self.decisions is None:
             reasons.append("a graph is captured before a first step about which the device decides")
+        if is_capturing() and self.listener is not None:
+            reasons.append("a Recorder sees no replays")
         return reasons
 
     def leave_out(self, refused_by: tuple[str, ...] = ()) -> None:
@@ -319,7 +319,11 @@ class Runner:
             return False
         # on a CPU, where the host may read, no reasons are listed
         if policy.may_skip and not (step.course.may_read or step.course.host_reasons() or self._host_reasons()):
-            self._let_device_decide(groups, step)
+            try:
+                self._let_device_decide(groups, step)
+            finally:
+                if self.listener is not None and step.is_watched:
+                    self.ended = step.walk
             return True
         total = step.measure() if policy.decides and not policy.has_gates and self.listener is None else None
         if self.listener is not None or (policy.decides and total is None):
@@ -344,28 +348,68 @@ class Runner:
 
     def _let_device_decide(self, groups: list[Group], step: UndecidedStep) -> None:
         """Take a step by the plan, or skip it, as the device decides."""
-        values, policy, decisions = self.chain_state.values, self.policy, self.decisions
+        policy, decisions = self.policy, self.decisions
         device = step.columns["params"][0].device
         if decisions is None or decisions.found_inf.device != device:
             self.settle(groups)
             self.skipped_by = ()
             decisions = self.decisions = DeviceDecisions(policy.names, device)
-        decisions.begin(values[CONSECUTIVE])
-        if (counts := decisions.arrived()) is not None:
-            try:
-                policy.look(int(counts[2]), decisions.step_at(counts, self.steps_taken + values[SKIPPED]))
-            except RuntimeError:
-                decisions.forget_sent()
-                raise
+        if not is_capturing():
+            self._look(decisions)
         if self.undo is not None:
             self.undo.tensors([decisions.counts])
         self.found_inf = decisions.found_inf
         step.run_by_device(policy, decisions)
         self._unread = step.metrics
         self.chain_state.show(groups)
+        if not is_capturing():
+            self._post(decisions)
+
+    def _look(self, decisions: DeviceDecisions) -> None:
+        """Take over the counts of the host. Raise or warn of skipped steps, if counts of the device have arrived."""
+        values = self.chain_state.values
+        decisions.begin(values[CONSECUTIVE])
+        if (counts := decisions.arrived()) is not None:
+            try:
+                self.policy.look(int(counts[2]), decisions.step_at(counts, self.steps_taken + values[SKIPPED]))
+            except RuntimeError:
+                decisions.forget_sent()
+                raise
+
+    def _post(self, decisions: DeviceDecisions) -> None:
         self._posting += 1
-        if policy.posts(self._posting) and not is_capturing():
+        if self.policy.posts(self._posting):
             decisions.post()
+
+    def begin_replay(self) -> None:
+        """Call it before a captured step is replayed, after which `end_replay` counts it."""
+        self.skipped_by, self.found_inf = (), None
+        if self.policy.may_skip and self.decisions is not None:
+            self._look(self.decisions)
+
+    def end_replay(self, groups: list[Group]) -> None:
+        """Count a step that was replayed, unless the device does."""
+        if self.reported.count:
+            self.reported.clear()
+        if self.policy.may_skip and self.decisions is not None:
+            self._post(self.decisions)
+            return
+        self.steps_taken += 1
+        if SCHEDULE_STEP in self.chain_state.values:
+            self.schedules.advance(groups)
+            self.chain_state.show(groups)
+
+    def counts_put_back(self) -> Callable[[], None]:
+        """What puts counts back that a step changes on the host."""
+        values = self.chain_state.values
+        numbers = {key: value for key, value in values.items() if not isinstance(value, Tensor)}
+        set_counts = partial(self.set_counts, self.steps_taken, self.schedules.is_behind)
+
+        def put_back() -> None:
+            values.update(numbers)
+            set_counts()
+
+        return put_back
 
     def tell(self) -> None:
         """Tell the listener that the step has ended, also if it was refused or raised an error."""

@@ -22,7 +22,7 @@ from torchzero_clip.core.nodes import Node
 from torchzero_clip.engine.listener import Listener, Seen
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.dtypes import widened, widest
-from torchzero_clip.functional.measure import L2
+from torchzero_clip.functional.measure import L2, Effect
 from torchzero_clip.functional.norms import norms_of_each
 from torchzero_clip.functional.shards import local, summed
 from torchzero_clip.recorder.measurable import Measurable
@@ -72,16 +72,18 @@ class Recording(Listener):
     @never_compiled
     def begin(self, step: Seen) -> None:
         self.output.check()
-        self.save_params(step.table.params)
+        self.save_params(step.table.params, None if step.decisions is None else step.decisions.taken)
 
     @override
     @never_compiled
     def end(self, step: Seen) -> None:
         if self.output.is_lost:
             return
-        note = Note(self.step, " ".join(step.refused_by), self._limits(step))
+        note, passed = Note(self.step, " ".join(step.refused_by), self._limits(step)), None
+        if step.decisions is not None and not step.refused_by:
+            note.undecided, passed = step.decisions.names, step.decisions.passed
         table, numbers = step.table, {"loss": step.loss.value, **step.metrics}
-        self.write(table.groups, table.params, step.judged.before, numbers, note)
+        self.write(table.groups, table.params, step.judged.before, numbers, note, passed, step.effect)
 
     def _limits(self, step: Seen) -> dict[str, float]:
         """The limits that are settings with one value in all groups."""
@@ -95,12 +97,16 @@ class Recording(Listener):
                 limits[node.path] = float(value)
         return limits
 
-    def save_params(self, params: Sequence[Tensor]) -> None:
-        """Copy the parameters if the step gets norms of updates. Find the precision in some of the steps."""
+    def save_params(self, params: Sequence[Tensor], taken: Tensor | None = None) -> None:
+        """Copy the parameters if the step gets norms of updates. Find the precision in some of the steps.
+
+        ``taken`` is the answer of the device, if it decides. Refused steps do not tell the precision.
+        """
         grads = [p.grad for p in params if p.grad is not None] if self._since_load % PRECISION_EVERY == 0 else []
         if grads := self.measurable.among(grads):
             precision, before = precision_of(grads), self._precision
-            self._precision = precision if before is None else torch.maximum(precision, before.to(precision.device))
+            precision = precision if taken is None else torch.where(taken, precision, torch.nan)
+            self._precision = precision if before is None else torch.fmax(precision, before.to(precision.device))
         is_due = self._ratios_every and self.step % self._ratios_every == 0
         copied = self.measurable.among(params) if is_due else []
         self._before = (copied, foreach.clone(copied)) if copied else None
@@ -112,11 +118,14 @@ class Recording(Listener):
         norms: Tensor | None,
         numbers: Mapping[str, object],
         note: Note,
+        passed: Tensor | None = None,
+        effect: Effect | None = None,
         *,
         is_first: bool = False,
     ) -> None:
         """Write one step: the norms of the gradients of ``params``, if they were measured, and numbers by name.
 
+        ``passed`` are the answers of the device, and ``effect`` is what the scaling has done, if nobody has read it.
         ``is_first`` is as in `may_be_template`: a step that only creates state for a checkpoint is not written.
         """
         before, self._before = self._before, None
@@ -126,7 +135,9 @@ class Recording(Listener):
         places = _places(groups, params) if norms is not None and len(params) != len(tape.params.names) else None
         written = {**numbers, **self._reported, PRECISION: self._precision}
         self._reported = {}
-        tape.write(note, norms, places, _as_tensors(written, tape.device))
+        tape.write(note, norms, places, _as_tensors(written, tape.device), passed)
+        if effect is not None:
+            tape.write_effect(effect)
         if before is not None and norms is not None and not note.refused_by:
             copied, copies = before
             places = _places(groups, copied) if len(copied) != len(tape.params.names) else None

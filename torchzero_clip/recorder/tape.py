@@ -9,6 +9,7 @@ from torch import Tensor
 
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.dtypes import moved, widest
+from torchzero_clip.functional.measure import Effect, effects
 from torchzero_clip.recorder.arithmetic import joined_norms
 from torchzero_clip.recorder.data import Ratios
 from torchzero_clip.recorder.precision import FLOAT32
@@ -19,6 +20,7 @@ from torchzero_clip.recorder.series import LATEST, jumps
 
 PRECISION = "precision"  # the name of the column
 ABSENT = -1.0  # stands for the norm of a parameter without a gradient
+PASSED = "passed "  # before the name of a gate: the column is 1 if it let the step pass about which the device decided
 
 
 @dataclass
@@ -28,6 +30,7 @@ class Note:
     step: int
     refused_by: str = ""  # the name of the gate that refused the step; empty if the step was taken
     limits: Mapping[str, float] = field(default_factory=dict)  # those that are settings, by names of transforms
+    undecided: Sequence[str] = ()  # who may have refused the step, until the answer of the device is read
 
 
 class Tape:
@@ -51,28 +54,66 @@ class Tape:
             self._used = torch.tensor([name in used for name in params.names], dtype=torch.bool, device=device)
         self._absent = torch.full((len(params.names),), ABSENT, dtype=widest(device), device=device)
         self._unknown = torch.full((), torch.nan, dtype=widest(device), device=device)
+        self._effects: list[tuple[int, Effect]] = []  # of which steps the metrics of the scaling are computed later
         self._places: Sequence[int] = ()
         self._index = torch.empty(0, dtype=torch.long, device=device)
 
-    def write(self, note: Note, norms: Tensor | None, places: Sequence[int] | None, numbers: dict[str, Tensor]) -> None:
-        """Write one step: the norms of the parameters at ``places``, None for all, and numbers (0-d) by name."""
+    def write(
+        self,
+        note: Note,
+        norms: Tensor | None,
+        places: Sequence[int] | None,
+        numbers: dict[str, Tensor],
+        passed: Tensor | None = None,
+    ) -> None:
+        """Write one step: the norms of the parameters at ``places``, None for all, and numbers (0-d) by name.
+
+        ``passed`` has the answer of the device for each name of ``note.undecided``.
+        """
         if norms is None:
             norms = self._absent
         elif places is not None:
             norms = self._spread(norms, places)
         elif self._hidden:
             self._hidden.clear()
+        if passed is not None:
+            answers = passed.to(self._steps.dtype).unbind()
+            numbers |= {PASSED + name: answer for name, answer in zip(note.undecided, answers, strict=True)}
         self._add_columns(numbers)
         waits = self.device.type == "cpu"
         device, dtype = self.device, self._steps.dtype
         columns = [numbers.get(key, self._unknown).to(device, dtype, non_blocking=not waits) for key in self.keys]
-        self._write(note, torch.cat([norms, torch.stack(columns)]) if columns else norms)
+        torch.cat([norms, *(column.view(1) for column in columns)], out=self._row())
+        self._append(note)
 
-    def _write(self, note: Note, values: Tensor) -> None:
+    def write_effect(self, effect: Effect) -> None:
+        """Compute the metrics of the scaling of the last step later, for several steps at once."""
+        if len(self._effects) == LATEST or any(effect.path != other.path for _, other in self._effects):
+            self._compute()
+        self._effects.append((self.count - 1, effect))
+
+    def _compute(self) -> None:
+        """Write the metrics that wait."""
+        by_count: dict[int, list[tuple[int, Effect]]] = {}
+        for waiting in self._effects:
+            by_count.setdefault(len(waiting[1].factors), []).append(waiting)
+        for waiting in by_count.values():
+            path, rows = waiting[0][1].path, [count % self._size for count, _ in waiting]
+            computed = {f"{path}/{key}": values for key, values in effects([e for _, e in waiting]).items()}
+            self._add_columns(computed)
+            places = [len(self.params.names) + self.keys.index(key) for key in computed]
+            cells = [self._steps.select(0, row).select(0, place) for place in places for row in rows]
+            foreach.copy_(cells, torch.cat(list(computed.values())).to(self._steps.dtype).unbind())
+        self._effects.clear()
+
+    def _row(self) -> Tensor:
+        """The memory of the next step."""
         i = self.count % self._size
         if self.count >= self._size and i % LATEST == 0:
             self._used |= (self._norms(self._steps.narrow(0, i, LATEST)) > 0).any(dim=0)
-        foreach.copy_([self._steps.select(0, i)], [values])
+        return self._steps.select(0, i)
+
+    def _append(self, note: Note) -> None:
         self.notes.append(note)
         self.count += 1
 
@@ -119,11 +160,12 @@ class Tape:
     def _norms(self, steps: Tensor) -> Tensor:
         return steps.narrow(-1, 0, len(self.params.names))
 
-    def _read(self, last: int) -> tuple[Tensor, Tensor, list[tuple[int, Tensor]], Tensor]:
+    def _read(self, last: int) -> tuple[Tensor, dict[str, Tensor], list[tuple[int, Tensor]], Tensor]:
         """Norms, numbers, and norms of parameters and updates of the last steps in order, copied at once.
 
         The last result is 1 for each parameter that had a gradient other than 0 before these steps, else 0.
         """
+        self._compute()
         kept = min(self.count, self._size, last)
         order = torch.arange(self.count - kept, self.count, device=self.device) % self._size
         earlier = torch.arange(max(self.count - self._size, 0), self.count - kept, device=self.device) % self._size
@@ -134,16 +176,37 @@ class Tape:
         copies = torch.cat([tensor.flatten() for tensor in tensors]).cpu().double().split([t.numel() for t in tensors])
         steps, used, *pairs = (copy.view(tensor.shape) for copy, tensor in zip(copies, tensors, strict=True))
         norms, numbers = steps.split([len(self.params.names), len(self.keys)], dim=1)
-        return norms, numbers, [(step, pair) for (step, *_), pair in zip(ratios, pairs, strict=True)], used
+        columns = dict(zip(self.keys, numbers.unbind(dim=1), strict=True))
+        refused = self._settle(columns)
+        read = [(step, pair) for (step, *_), pair in zip(ratios, pairs, strict=True) if step not in refused]
+        return norms, columns, read, used
+
+    def _settle(self, columns: dict[str, Tensor]) -> set[int]:
+        """Note who has refused the last steps, as the device has decided. Return the numbers of refused steps.
+
+        A refused step has metrics of gates only.
+        """
+        passed = {key.removeprefix(PASSED): columns.pop(key) for key in list(columns) if key.startswith(PASSED)}
+        count = len(next(iter(passed.values()), ()))
+        refused: set[int] = set()
+        for i, note in enumerate(list(self.notes)[len(self.notes) - count :]):
+            by = [name for name in note.undecided if passed[name][i] == 0]
+            if by:
+                note.refused_by = " ".join(by)
+                refused.add(note.step)
+                for key, values in columns.items():
+                    path, is_metric, _ = key.rpartition("/")
+                    if is_metric and path not in note.undecided:
+                        values[i] = torch.nan
+        return refused
 
     def record(self, by: By, last: int | None = None) -> Record:
         """The last steps that are kept, on the CPU; None for all. The call synchronizes with the GPU."""
         last = self.keep if last is None else min(last, self.keep)
-        norms, numbers, pairs, used = self._read(last + LATEST)
+        norms, columns, pairs, used = self._read(last + LATEST)
         notes = list(self.notes)[len(self.notes) - len(norms) :]
         layers, of_layers = self.params.joined(torch.cat([used, norms]), by, self._hidden)
         used, of_layers = of_layers[0] > 0, of_layers[1:]
-        columns = {key: numbers[:, k] for k, key in enumerate(self.keys)}
         for name in dict.fromkeys(name for note in notes for name in note.limits):
             columns[f"{name}/limit"] = norms.new_tensor([note.limits.get(name, torch.nan) for note in notes])
         unknown = norms.new_full((len(notes),), torch.nan)
@@ -168,16 +231,16 @@ class Tape:
         return record.last(last)
 
     def state_dict(self) -> SavedTape:
-        norms, numbers, ratios, used = self._read(self.keep + LATEST)
+        norms, columns, ratios, used = self._read(self.keep + LATEST)
         notes = list(self.notes)[len(self.notes) - len(norms) :]
         return {
             "names": list(self.params.names),
             "steps": [note.step for note in notes],
             "refused_by": [note.refused_by for note in notes],
             "limits": [dict(note.limits) for note in notes],
-            "keys": list(self.keys),
+            "keys": list(columns),
             "norms": norms,
-            "numbers": numbers,
+            "numbers": torch.stack(list(columns.values()), 1) if columns else norms[:, :0],
             "ratios": ratios,
             "used": used[0] > 0,
             "keep": self.keep,
@@ -190,7 +253,8 @@ class Tape:
         steps = list(zip(state["steps"], state["refused_by"], state["limits"], values, strict=True))
         self._used |= state["used"].to(self.device)
         for step, refused_by, limits, of_step in steps[-self._size :]:
-            self._write(Note(step, refused_by, limits), of_step)
+            foreach.copy_([self._row()], [of_step])
+            self._append(Note(step, refused_by, limits))
         for step, pair in state["ratios"]:
             params, updates = moved(pair, self.device)
             self.ratios.append((step, params, updates))

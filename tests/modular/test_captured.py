@@ -1,0 +1,104 @@
+"""`captured` on a CPU, where there is nothing to capture. `pretended.captures` has a device."""
+
+import pytest
+import torch
+from torch import nn
+
+from torchzero_clip import SGD, AdamW, ClipNorm, Modular, Recorder, SkipStep, before_step, captured
+from torchzero_clip.modular.captured import CapturedStep
+
+
+def model_of():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
+
+
+def chained(model):
+    return Modular(model, SkipStep(max_ratio=10.0), ClipNorm(1, dim="global"), AdamW(0.01), nonfinite="skip")
+
+
+def behind(model):
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    before_step(optimizer, ClipNorm(0.5))
+    return optimizer
+
+
+@pytest.mark.parametrize("start", [chained, behind])
+def test_on_a_cpu_it_is_the_ordinary_step(start, monkeypatch):
+    monkeypatch.setattr(CapturedStep, "record", None)
+    found = []
+    for is_captured in (True, False):
+        model = model_of()
+        optimizer = start(model)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        step = captured(optimizer) if is_captured else optimizer.step
+        for k in range(20):
+            optimizer.zero_grad(set_to_none=False)
+            model(
+                torch.full((2, 3), float("nan") if k == 9 and start is chained else float(k))
+            ).square().mean().backward()
+            step()
+            scheduler.step()
+        found.append([param.detach().clone() for param in model.parameters()])
+    assert all(map(torch.equal, *found))
+
+
+def test_a_closure_is_called_once_and_its_loss_is_returned():
+    model = model_of()
+    calls = []
+
+    def closure():
+        calls.append(None)
+        loss = model(torch.ones(2, 3)).sum()
+        loss.backward()
+        return loss
+
+    step = captured(chained(model))
+    assert step(closure).item() != 0
+    assert len(calls) == 1
+
+
+def test_after_release_steps_are_ordinary_and_the_hook_is_gone():
+    optimizer = chained(model_of())
+    hooks = len(optimizer._optimizer_load_state_dict_post_hooks)
+    step = captured(optimizer)
+    step.release()
+    assert len(optimizer._optimizer_load_state_dict_post_hooks) == hooks
+    step.release()
+    step()
+
+
+def test_who_cannot_be_captured_is_refused_on_a_cpu_too():
+    recorded = chained(model_of())
+    Recorder(recorded)
+    with pytest.raises(ValueError, match=r"a Recorder sees each step on the host. Call close\(\)"):
+        captured(recorded)
+    assert len(recorded._optimizer_load_state_dict_post_hooks) == 0
+    hooked = chained(model_of())
+    hooked.register_step_pre_hook(print)
+    with pytest.raises(ValueError, match=r"replays do not call .*print"):
+        captured(hooked)
+    with pytest.raises(TypeError, match="optimizer must be of class Optimizer"):
+        captured(model_of())
+
+
+def test_a_limit_may_be_a_tensor():
+    found = []
+    for limit in (torch.tensor(0.5, dtype=torch.float64), 0.5):
+        for dim in (None, "global"):
+            model = model_of()
+            optimizer = Modular(model, ClipNorm(limit, dim=dim), SGD(0.1))
+            for k in range(12):
+                optimizer.zero_grad()
+                model(torch.full((2, 3), k / 3)).square().mean().backward()
+                optimizer.step()
+                if k == 6:
+                    optimizer.load_state_dict(optimizer.state_dict())
+            found.append([param.detach() for param in model.parameters()])
+    half = len(found) // 2
+    for tensors, numbers in zip(found[:half], found[half:], strict=True):
+        assert all(map(torch.equal, tensors, numbers))
+    with pytest.raises(ValueError, match="max_norm must have one element"):
+        ClipNorm(torch.ones(2))
+    with pytest.raises(ValueError, match="max_norm must be >= 0"):
+        ClipNorm(-1.0)
