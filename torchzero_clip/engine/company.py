@@ -12,7 +12,7 @@ from torchzero_clip.core.nodes import Node, Nodes
 from torchzero_clip.core.step import Step
 from torchzero_clip.core.tools import Tools
 from torchzero_clip.engine.executor import WalkLike
-from torchzero_clip.engine.judged import Judged
+from torchzero_clip.engine.gradient_norms import GradientNorms
 from torchzero_clip.functional.dtypes import widened
 from torchzero_clip.functional.measure import Measured, effect_numbers
 from torchzero_clip.types import State
@@ -22,7 +22,7 @@ class Walking(WalkLike, Protocol):
     """What the company asks of a walk."""
 
     nodes: Nodes
-    judged: Judged
+    gradient_norms: GradientNorms
 
     def apply(self, node: Node, rows: list[int], updates: list[Tensor]) -> list[Tensor]:
         """Return the result of one transform for tensors."""
@@ -42,7 +42,7 @@ class Absence:
         values = step.global_state.items()
         step.global_state = {k: v.to(self._device, copy=True) if isinstance(v, Tensor) else v for k, v in values}
 
-    def settle(self, node: Node, step: Step, chain_state: State) -> None:
+    def undo_if_nobody_acts(self, node: Node, step: Step, chain_state: State) -> None:
         """Restore the state if no process has a tensor for the transform."""
         someone, before = step.tools.someone, node.global_state(chain_state)
         if someone is not None:
@@ -62,14 +62,18 @@ class Company(ABC):
         self.numbers: dict[str, Tensor] = {}  # of the transforms that have run, by path
         self._measured: dict[str, Tensor] = {}  # of the scalings that have measured, until `report`
 
-    def joined(self, node: Node, measured: Measured, updates: list[Tensor], step: Step, judged: Judged) -> Measured:
+    def joined(
+        self, node: Node, measured: Measured, updates: list[Tensor], step: Step, gradient_norms: GradientNorms
+    ) -> Measured:
         """What a scaling has measured, together with what others have measured."""
         numbers = measured.numbers(0 if self.absence is not None else sum(map(Tensor.numel, updates)))
         self._measured[node.path] = numbers
-        return self.exchanged(node, measured, numbers, step, judged)
+        return self.exchanged(node, measured, numbers, step, gradient_norms)
 
     @abstractmethod
-    def exchanged(self, node: Node, measured: Measured, numbers: Tensor, step: Step, judged: Judged) -> Measured:
+    def exchanged(
+        self, node: Node, measured: Measured, numbers: Tensor, step: Step, gradient_norms: GradientNorms
+    ) -> Measured:
         """What a scaling has measured, joined with the numbers of others. ``numbers`` are `Measured.numbers`."""
 
     @abstractmethod
@@ -86,7 +90,7 @@ class Company(ABC):
         for changed, count in step.shares.values():
             self.numbers[node.path] = torch.stack([widened(changed), widened(torch.full_like(changed, count))])
         if self.absence is not None:
-            self.absence.settle(node, step, chain_state)
+            self.absence.undo_if_nobody_acts(node, step, chain_state)
 
 
 @final
@@ -94,7 +98,9 @@ class OtherParts(Company):
     """The step has other parts, and this part measures its own tensors only."""
 
     @override
-    def exchanged(self, node: Node, measured: Measured, numbers: Tensor, step: Step, judged: Judged) -> Measured:
+    def exchanged(
+        self, node: Node, measured: Measured, numbers: Tensor, step: Step, gradient_norms: GradientNorms
+    ) -> Measured:
         return measured
 
     @override

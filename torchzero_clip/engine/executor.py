@@ -61,7 +61,7 @@ class Executor(Measurer):
         """The updates of some rows, after all that was done so far; see `Updates.current`."""
 
     @abstractmethod
-    def settle(self, rows: Sequence[int]) -> None:
+    def flush(self, rows: Sequence[int]) -> None:
         """Carry out all operations that wait on some rows, so that ``memory`` holds their updates."""
 
     @abstractmethod

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from torchzero_clip.core.nodes import Nodes
 from torchzero_clip.engine.device_decisions import DeviceDecisions
-from torchzero_clip.engine.judged import Judged
+from torchzero_clip.engine.gradient_norms import GradientNorms
 from torchzero_clip.engine.reported_loss import Loss
 from torchzero_clip.engine.table import Table
 from torchzero_clip.functional.measure import Effect
@@ -21,7 +21,8 @@ class Seen(Protocol):
     nodes: Nodes  # the transforms
     settings: Mapping[str, list[Setting]]  # the settings of each transform by path, one dict per group
     table: Table  # the parameters that take part
-    judged: Judged  # the gradients before the first transform: ``judged.before`` are their L2 norms, if there were any
+    gradient_norms: GradientNorms
+    """Of the gradients before the first transform: ``before`` are their L2 norms, if there were any."""
     loss: Loss  # the loss of the step
     metrics: dict[str, Tensor]  # what the transforms have measured
     refused_by: list[str]  # who has refused the step

@@ -20,8 +20,8 @@ from torchzero_clip.core.transform import Transform, is_pure
 from torchzero_clip.engine.checked import record, record_decided, refusal, why
 from torchzero_clip.engine.company import Company, Walking
 from torchzero_clip.engine.device_decisions import MOST_LATE, DeviceDecisions
+from torchzero_clip.engine.gradient_norms import GradientNorms
 from torchzero_clip.engine.idle import Idle
-from torchzero_clip.engine.judged import Judged
 from torchzero_clip.engine.reported_loss import Loss
 from torchzero_clip.functional.bad import BadGradients, bad_gradients, labels
 from torchzero_clip.functional.dtypes import moved
@@ -110,7 +110,7 @@ class StepPolicy:
         `Modular.step`.
         """
         self._refuse_capture(walk)
-        norms = walk.judged.measure(jointly=self._judges_all)
+        norms = walk.gradient_norms.measure(jointly=self._judges_all)
         group, device = _group_of(walk)
         if any(gate.needs_loss for gate in self._gates.values()):
             walk.loss.join(device or norms.device, walk.table.all_params(), group)
@@ -119,7 +119,7 @@ class StepPolicy:
         gates = [gate for gate, rows in scopes.items() if rows or group is not None]
         (total, lost, *of_gates), taking_part = _joint_norms(walk, [scopes[gate] for gate in gates])
         # a joint clip that comes first takes this norm of all processes instead of one more exchange
-        walk.judged.joint_norm = total
+        walk.gradient_norms.norm_of_decision = total
         steps = [_step_of_gate(walk, walk.nodes.by_path[gate]) for gate in gates]
         norms_of_gates = [_beside_state(norm, step) for norm, step in zip(of_gates, steps, strict=True)]
         rows = zip(map(walk.nodes.by_path.__getitem__, gates), norms_of_gates, steps, strict=True)
@@ -151,19 +151,19 @@ class StepPolicy:
         return True
 
     def let_device_decide(
-        self, judged: Judged, walk: Undecided | None, params: list[Tensor], decisions: DeviceDecisions
+        self, gradient_norms: GradientNorms, walk: Undecided | None, params: list[Tensor], decisions: DeviceDecisions
     ) -> None:
         """Let the device decide about a step with these parameters. It does not wait. Gates need the ``walk``."""
-        total, finite = judged.together()
-        judged.joint_norm = total
+        total, finite = gradient_norms.total_and_finite()
+        gradient_norms.norm_of_decision = total
         nodes = [] if walk is None else [walk.nodes.by_path[gate] for gate in self._gates]
         asked = [] if walk is None else [(node, _step_of_gate(walk, node)) for node in nodes]
         passed = [refusal(node, total, step).logical_not() for node, step in asked]
         if self.nonfinite == "skip":
             passed.append(finite)
-            decisions.note_norms(finite, judged.measure(), params)
+            decisions.note_norms(finite, gradient_norms.measure(), params)
         decisions.decide(passed)
-        judged.taken = decisions.taken
+        gradient_norms.taken = decisions.taken
         for node, step in asked:
             record_decided(node, total, step, decisions.taken)
             if walk is not None:
@@ -290,11 +290,11 @@ def _beside_state(norm: Tensor, step: Step) -> Tensor:
 
 
 def _joint_norms(walk: Undecided, scopes: Sequence[list[int]]) -> tuple[list[Tensor], list[Tensor]]:
-    """The numbers of `Judged.joined`, equal on all processes, and which parts of the chain have a gradient anywhere.
+    """What `GradientNorms.for_decision` returns, equal on all processes, and which parts of the chain have a gradient.
 
     The second list has a 1 if there is one, for the whole chain and then for each scope; it is empty without a group.
     """
-    norms, table, (group, device) = walk.judged.joined(scopes), walk.table, _group_of(walk)
+    norms, table, (group, device) = walk.gradient_norms.for_decision(scopes), walk.table, _group_of(walk)
     flags = [] if group is None else [torch.full_like(norms[0], len(rows) > 0) for rows in (table.rows, *scopes)]
     # a rank may have plain gradients beside sharded ones, and all would hang if it skipped the step alone
     numbers = largest_on_all_ranks(torch.stack([*norms, *flags]), table.all_params())
@@ -310,7 +310,7 @@ def _bad_gradients(walk: Undecided) -> BadGradients:
     """The names of the gradients that are not finite. All processes call it, because they have decided together."""
     table = walk.table
     names = _names(table.groups)
-    norms = walk.judged.of_each().tolist()
+    norms = walk.gradient_norms.of_each().tolist()
     norm_of = {names[param]: norm for param, norm in zip(table.params, norms, strict=True)}
     return bad_gradients(norm_of, mesh_groups(table.all_params()), _group_of(walk)[0])
 

@@ -12,8 +12,8 @@ from torchzero_clip.core.kinds import Scaling
 from torchzero_clip.core.nodes import Node, Nodes
 from torchzero_clip.core.step import Step
 from torchzero_clip.engine.company import Absence, Company, Walking
+from torchzero_clip.engine.gradient_norms import GradientNorms
 from torchzero_clip.engine.joint_metrics import joint_metrics, measuring, path_of, vector_of
-from torchzero_clip.engine.judged import Judged
 from torchzero_clip.engine.readable import ReadableExecutor
 from torchzero_clip.engine.table import Table
 from torchzero_clip.engine.updates import Updates
@@ -36,12 +36,14 @@ class Others(Company):
         """The paths of joint transforms that have only tensors without elements on this process."""
 
     @override
-    def exchanged(self, node: Node, measured: Measured, numbers: Tensor, step: Step, judged: Judged) -> Measured:
+    def exchanged(
+        self, node: Node, measured: Measured, numbers: Tensor, step: Step, gradient_norms: GradientNorms
+    ) -> Measured:
         """The joint norm over all processes; statistics get the joint norm of each process's gradients beside it."""
         if not isinstance(node.transform, Scaling) or node.transform.slicing.dim != "global":
             return measured
-        if node.path == judged.judging.joint_clip and judged.joint_norm is not None:
-            return measured.of_processes(judged.joint_norm.to(numbers.device).view(1, 1))
+        if node.path == gradient_norms.norm_needs.joint_clip and gradient_norms.norm_of_decision is not None:
+            return measured.of_processes(gradient_norms.norm_of_decision.to(numbers.device).view(1, 1))
         norms = step.gradient_norms
         beside = numbers.new_zeros(0) if norms is None else joint_of_norms(norms, 2.0).to(numbers.device).view(1)
         by_process = step.tools.by_process(torch.cat([numbers, beside]).to(self._device)).to(numbers.device)
@@ -69,7 +71,7 @@ class Others(Company):
             walk.store(node, walk.step_for(node, rows))  # the state of empty tensors begins, as in one process
             self._empty.add(node.path)
         stand_in = self.stand_in
-        stand_in.judged.joint_norm = walk.judged.joint_norm
+        stand_in.gradient_norms.norm_of_decision = walk.gradient_norms.norm_of_decision
         stand_in.apply(node, [0], list(stand_in.table.grads))
         return []
 
@@ -110,8 +112,8 @@ def _stand_in(walk: Walk, group: ProcessGroup, device: torch.device) -> Walk:
     zero = torch.zeros(1, dtype=torch.float32, device=device)
     table = Table(walk.table.groups, [zero], [zero.clone()], [{}], [0], acting=walk.nodes.joint)
     executor = ReadableExecutor(Updates(table, walk.chain_state, maximize=False))
-    judged = Judged(walk.judged.judging, table.grads, executor)
-    judged.norms = torch.zeros(1, dtype=widest(device), device=device)
+    gradient_norms = GradientNorms(walk.gradient_norms.norm_needs, table.grads, executor)
+    gradient_norms.norms = torch.zeros(1, dtype=widest(device), device=device)
     company = Others(group, device)
     company.absence = Absence(group, device)
-    return replace(walk, table=table, executor=executor, judged=judged, company=company)
+    return replace(walk, table=table, executor=executor, gradient_norms=gradient_norms, company=company)

@@ -33,7 +33,7 @@ class ReadableExecutor(Executor):
         return self.memory.current(rows, writable=writable)
 
     @override
-    def settle(self, rows: Sequence[int]) -> None:
+    def flush(self, rows: Sequence[int]) -> None:
         """The memory always holds the updates."""
 
     @override

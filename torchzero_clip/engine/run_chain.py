@@ -29,9 +29,9 @@ def run_chain(
         if isinstance(company, Others):
             metrics = company.metrics(walk.nodes, walk.metrics, len(table.params) > 0)
             walk.metrics, has_gradients = metrics or {}, metrics is not None
-        judged = walk.judged
-        norms = judged.norms if company is None else None  # those of others may not be 0
-        norms = walk.metrics.get(judged.judging.norm_metric) if norms is None else norms
+        gradient_norms = walk.gradient_norms
+        norms = gradient_norms.norms if company is None else None  # those of others may not be 0
+        norms = walk.metrics.get(gradient_norms.norm_needs.norm_metric) if norms is None else norms
         if norms is not None and may_look(norms):
             walk.are_zero = not norms.any()
     except BaseException as error:

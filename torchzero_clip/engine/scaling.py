@@ -8,7 +8,7 @@ from torchzero_clip.core.nodes import Node
 from torchzero_clip.core.step import Step
 from torchzero_clip.engine.checked import factors_of
 from torchzero_clip.engine.company import Company
-from torchzero_clip.engine.judged import Judged
+from torchzero_clip.engine.gradient_norms import GradientNorms
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.measure import Measured
 from torchzero_clip.types import State
@@ -19,17 +19,17 @@ def find_factors(
     rows: Sequence[int],
     updates: list[Tensor],
     step: Step,
-    judged: Judged,
+    gradient_norms: GradientNorms,
     company: Company | None,
     chain_state: State,
 ) -> tuple[Measured, Tensor]:
     """The norms of updates, and the factors that a scaling computes from them. State is stored, after errors too."""
     try:
-        measured = judged.measured(node, updates)
+        measured = gradient_norms.measure_scaling(node, updates)
         if node.transform.keeps_statistics:
-            step.gradient_norms = judged.of(rows)
+            step.gradient_norms = gradient_norms.of_rows(rows)
         if company is not None:
-            measured = company.joined(node, measured, updates, step, judged)
+            measured = company.joined(node, measured, updates, step, gradient_norms)
         return measured, factors_of(node, measured, updates, step)
     finally:
         store_state(node, step, chain_state, company)

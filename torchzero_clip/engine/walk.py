@@ -18,7 +18,7 @@ from torchzero_clip.engine.company import Company
 from torchzero_clip.engine.device_decisions import DeviceDecisions
 from torchzero_clip.engine.end import End
 from torchzero_clip.engine.executor import Executor
-from torchzero_clip.engine.judged import Judged
+from torchzero_clip.engine.gradient_norms import GradientNorms
 from torchzero_clip.engine.reported_loss import Loss
 from torchzero_clip.engine.scaling import find_factors, store_state
 from torchzero_clip.engine.table import Table
@@ -36,7 +36,7 @@ class Walk:
     table: Table  # the parameters that take part; each is a row
     chain_state: State  # by qualified keys
     executor: Executor  # reads and changes the updates
-    judged: Judged  # the gradients before the first transform
+    gradient_norms: GradientNorms  # the gradients before the first transform
     end: End  # what becomes of the updates that come out of the outermost chain
     loss: Loss
     undo: Undo | None = None  # what notes state before it changes, if another optimizer takes the step
@@ -56,7 +56,7 @@ class Walk:
         table = self.table
         for path, transform in chain.transforms.items():
             if transform.target == "closure":
-                self.judged.before_closure()
+                self.gradient_norms.before_closure()
                 node = self.nodes.by_path[path]
                 rows = table.in_scope(node, table.rows)
                 # other processes wait in the exchange of a joint transform, so without a tensor here a stand-in acts
@@ -65,7 +65,7 @@ class Walk:
                     _, grads, *_ = table.picked(rows)
                     foreach.copy_(grads, self.apply(node, rows, foreach.clone(grads)))
                 # norms that were taken before describe other gradients now
-                self.judged.forget()
+                self.gradient_norms.forget()
 
     def run(self, chain: Chain, prefix: str, rows: list[int], end: End | None = None) -> None:
         """Send the updates of some rows down a chain, to its ``end`` if it is the outermost one."""
@@ -74,8 +74,8 @@ class Walk:
         for i, node in enumerate(nodes):
             transform, rest = node.transform, nodes[i + 1 :]
             acting = self.table.in_scope(node, rows)
-            if self.judged.listens:
-                self.judged.before_first(transform)
+            if self.gradient_norms.listens:
+                self.gradient_norms.before_first(transform)
             # transforms with target="closure" have exchanged their numbers in `change_closure_gradients`
             if company is not None and transform.target != "closure":
                 acting = company.acting(self, node, acting)
@@ -95,14 +95,14 @@ class Walk:
     def _change(self, node: Node, rows: list[int], end: End | None, rest: Sequence[Node]) -> None:
         """Apply a transform to what its target names."""
         transform = node.transform
-        if self.judged.judging.is_asked:
-            self.judged.before_change(transform)
+        if self.gradient_norms.norm_needs.is_asked:
+            self.gradient_norms.before_change(transform)
         # a transform with target="grad" writes to .grad, which a rule may have returned as its update
         if "grad" in self.nodes.targets:
             self.executor.memory.keep(rows)
         if transform.target != "update":
             # what waits on these updates comes first, because the target may be memory that it reads, such as .grad
-            self.executor.settle(rows)
+            self.executor.flush(rows)
             self._change_target(node, rows)
         elif isinstance(transform, Scaling):
             measured, factors = self._measured(node, rows, self.executor.read(rows))
@@ -160,7 +160,7 @@ class Walk:
 
     def _measured(self, node: Node, rows: list[int], updates: list[Tensor]) -> tuple[Measured, Tensor]:
         step, company = self.step_for(node, rows), self.company
-        measured, factors = find_factors(node, rows, updates, step, self.judged, company, self.chain_state)
+        measured, factors = find_factors(node, rows, updates, step, self.gradient_norms, company, self.chain_state)
         # with company the metrics are those of all processes, and are computed when the step has ended
         if company is None:
             step.metrics.update(effect(measured, factors))
@@ -171,13 +171,13 @@ class Walk:
 
     def step_for(self, node: Node, rows: list[int], rest: Sequence[Node] = ()) -> Step:
         """The `Step` for one transform, with its state before the step. Settings include those of the ``rest``."""
-        transform, table, judged = node.transform, self.table, self.judged
+        transform, table, gradient_norms = node.transform, self.table, self.gradient_norms
         of_groups = settings_of(node, rest, self.settings)
         params, grads, states, group_of = table.picked(rows)
         # one object for all parameters of a group: `by_setting` then finds a range without comparing
         settings = of_groups * len(rows) if len(of_groups) == 1 else [of_groups[g] for g in group_of]
         # only statistics ask which gradients are usable. A scaling measures them if they are not known yet
-        reads_norms = transform.keeps_statistics and judged.norms is not None
+        reads_norms = transform.keeps_statistics and gradient_norms.norms is not None
         step = Step(
             params,
             grads,
@@ -185,7 +185,7 @@ class Walk:
             self.executor.states(node, states, partial(_begin, transform, params, settings)),
             settings,
             node.global_state(self.chain_state) if node.global_keys else {},
-            gradient_norms=judged.of(rows) if reads_norms else None,
+            gradient_norms=gradient_norms.of_rows(rows) if reads_norms else None,
             apply_child=partial(self._apply_child, node, rows) if node.children else None,
             tools=self.executor,
             has_loss=self.loss.exists,

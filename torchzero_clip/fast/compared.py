@@ -102,7 +102,7 @@ class Reader(Protocol):
         """The kinds of step that it takes with these settings. A plan knows only one."""
         ...
 
-    def settle(self, settings: Mapping[str, list[Setting]]) -> None:
+    def use_settings(self, settings: Mapping[str, list[Setting]]) -> None:
         """Take over checked settings."""
         ...
 
@@ -124,7 +124,7 @@ class SameSettings:
         self._owners = [node.path for node in nodes for _ in node.storage_keys]  # of each key
         self._readers = readers
         self._variants = [reader.variants(walk.settings) for reader in readers]
-        self._settle(walk.settings, walk.table.groups, set(nodes.by_path))
+        self._use_settings(walk.settings, walk.table.groups, set(nodes.by_path))
 
     def are_kept(self, groups: list[Group]) -> bool:
         """True if the same kind of step is taken with the settings of now. Raise if a setting is invalid."""
@@ -145,7 +145,7 @@ class SameSettings:
         settings = {**self.of_groups, **self._nodes.checked_settings(groups, paths)}
         if [reader.variants(settings) for reader in self._readers] != self._variants:
             return False
-        self._settle(settings, groups, paths)
+        self._use_settings(settings, groups, paths)
         return True
 
     def _current_arguments(self) -> list[object]:
@@ -153,12 +153,12 @@ class SameSettings:
         values = [value for attributes in self._attributes for value in attributes.values()]
         return values + list(map(type, self._transforms))
 
-    def _settle(self, settings: Mapping[str, list[Setting]], groups: Sequence[Group], paths: Set[str]) -> None:
+    def _use_settings(self, settings: Mapping[str, list[Setting]], groups: Sequence[Group], paths: Set[str]) -> None:
         """Take over checked settings, which are new for the transforms at these ``paths``."""
         self.of_groups = settings
         for reader in self._readers:
             if not paths.isdisjoint(reader.paths):
-                reader.settle(settings)
+                reader.use_settings(settings)
         self._lengths = list(map(len, groups))
         values = [group[key] for group in groups for key in self._keys]
         parts = chain.from_iterable(value if type(value) is tuple else (value,) for value in values)

@@ -105,7 +105,7 @@ class Fast(Averaging, Executor):
     @override
     def read(self, rows: list[int], *, writable: bool = False) -> list[Tensor]:
         if self._queues:
-            self.settle(rows)
+            self.flush(rows)
         self._last_read = self.memory.current(rows, writable=writable)
         return self._last_read
 
@@ -129,7 +129,7 @@ class Fast(Averaging, Executor):
         return norms_of_each(grads, self._scratch, plain=self._layout is not None)
 
     @override
-    def settle(self, rows: Sequence[int]) -> None:
+    def flush(self, rows: Sequence[int]) -> None:
         for queue in self._queues.claim(rows):
             for op in queue.ops:
                 self._carry_out(op, queue.rows)
@@ -139,7 +139,7 @@ class Fast(Averaging, Executor):
         # a statistic is marked as started when its operation begins to wait, and moves when it is carried out
         for queue in list(self._queues):
             if any(isinstance(op, Pointwise) for op in queue.ops):
-                self.settle(queue.rows)
+                self.flush(queue.rows)
 
     def _carry_out(self, op: Op, rows: list[int]) -> None:
         if isinstance(op, Scale):
@@ -169,7 +169,7 @@ class Fast(Averaging, Executor):
                 if not alone.does_nothing:
                     scale(self.memory.current(rows), alone.factor)
                 return
-        self.settle(rows)
+        self.flush(rows)
         self.memory.write_back(rows)
 
     @override
@@ -213,7 +213,7 @@ class Fast(Averaging, Executor):
             return False
         queue = self._queues.on(rows)
         if transform.reads_tensors or queue is None:
-            self.settle(rows)
+            self.flush(rows)
             queue = None
             if not self.memory.untouched:
                 return False
@@ -316,7 +316,7 @@ class Fast(Averaging, Executor):
         """Return the operations on these rows if a kernel can take them. Otherwise carry them out, and return none."""
         queue = self._queues.on(rows)
         if queue is None or any(isinstance(op, Scale) and not op.fits_kernels for op in queue.ops):
-            self.settle(rows)
+            self.flush(rows)
             return []
         self._queues.remove(queue)
         return [op for op in queue.ops if not (isinstance(op, Scale) and op.does_nothing)]

@@ -63,6 +63,6 @@ class Plan(NamedTuple):
         may_read = is_usual and first_param.is_cpu
         scaling = RepeatedScaling(first[0], table.group_of, may_read=may_read) if first else None
         settings = SameSettings(walk, [ending] if scaling is None else [scaling, ending])
-        nodes, judging, end = walk.nodes, walk.judged.judging, walk.end
-        course = Course(nodes, judging, end, ended.layout, table.group_of, maximize, keep_grads, scaling, ending)
+        nodes, norm_needs, end = walk.nodes, walk.gradient_norms.norm_needs, walk.end
+        course = Course(nodes, norm_needs, end, ended.layout, table.group_of, maximize, keep_grads, scaling, ending)
         return cls(options, course, tensors, settings)

@@ -16,7 +16,7 @@ from torchzero_clip.core.transform import Transform, is_pure
 from torchzero_clip.core.undo import Undo
 from torchzero_clip.engine.device_decisions import DeviceDecisions
 from torchzero_clip.engine.end import End
-from torchzero_clip.engine.judged import Judged, Judging
+from torchzero_clip.engine.gradient_norms import GradientNorms, NormNeeds
 from torchzero_clip.engine.listener import Listener
 from torchzero_clip.engine.nonfinite import StepPolicy
 from torchzero_clip.engine.reported_loss import Loss
@@ -49,7 +49,7 @@ class Course:
     """What all steps by one plan do, without a tensor of a step."""
 
     nodes: Nodes
-    judging: Judging
+    norm_needs: NormNeeds
     end: End
     layout: StepLayout
     group_of: list[int]
@@ -107,18 +107,20 @@ class Planned:
         return Fast(self.workspace, updates, self.columns)
 
     @cached_property
-    def judged(self) -> Judged:
+    def gradient_norms(self) -> GradientNorms:
         grads = self.columns["grads"]
         in_place = self.course.in_place and not self.is_watched
         measurer = _Measurer(grads, self.scratch()) if in_place else self.executor
-        return Judged(self.course.judging, grads, measurer, listens=self.listener is not None)
+        return GradientNorms(self.course.norm_needs, grads, measurer, listens=self.listener is not None)
 
     @cached_property
     def walk(self) -> Walk:
         """The step as a policy and a listener see it. Ask for it before a step is taken."""
         self.is_watched = True
         course, table, executor, loss = self.course, self.table, self.executor, self.loss()
-        return Walk(course.nodes, self.settings, table, self.chain_state, executor, self.judged, course.end, loss)
+        return Walk(
+            course.nodes, self.settings, table, self.chain_state, executor, self.gradient_norms, course.end, loss
+        )
 
     def scratch(self) -> Scratch:
         """Memory for intermediate results of the gradients."""
@@ -130,7 +132,7 @@ class Planned:
         if scaling is not None and scaling.factor_of is not None and not self.is_measured:
             self.is_measured = True
             if self.is_watched:
-                self.total = self.judged.total()
+                self.total = self.gradient_norms.total()
             # the gradients are plain, float32 and on CPU, so blocks measure them
             elif (joint := joint_norm(self.columns["grads"], self.scratch())) is not None:
                 self.total = joint[0]
@@ -143,7 +145,7 @@ class Planned:
         if course.scaling is not None:
             factor, metrics = course.scaling.find(self)
         elif self.listener is not None:
-            self.judged.before_first(acting(course.nodes)[0].transform)
+            self.gradient_norms.before_first(acting(course.nodes)[0].transform)
         course.ending.finish(self, factor)
         self.metrics = metrics
         return metrics
@@ -152,7 +154,7 @@ class Planned:
         """Take the step, or skip it, as the device decides."""
         listener = self.listener
         walk = self.walk if policy.has_gates or listener is not None else None
-        policy.let_device_decide(self.judged, walk, self.columns["params"], decisions)
+        policy.let_device_decide(self.gradient_norms, walk, self.columns["params"], decisions)
         self.decisions = decisions
         of_gates = {} if walk is None else walk.metrics
         try:
@@ -208,7 +210,7 @@ class RepeatedScaling:
     def variants(self, settings: Mapping[str, list[Setting]]) -> Set[Hashable]:
         return frozenset()
 
-    def settle(self, settings: Mapping[str, list[Setting]]) -> None:
+    def use_settings(self, settings: Mapping[str, list[Setting]]) -> None:
         of_groups = settings[self.node.path]
         self._settings = [of_groups[g] for g in self._group_of]
         self.keeps_refused = self._keeps_refused(of_groups)
@@ -260,13 +262,13 @@ class RepeatedScaling:
         states = VectorStates(step.states, node.path, node.state, begin, vectors, columns)
         states.undo = step.undo
         state = node.global_state(step.chain_state)
-        return Step(params, grads, step.loss().value, states, settings, state, tools=step.judged.measurer)
+        return Step(params, grads, step.loss().value, states, settings, state, tools=step.gradient_norms.measurer)
 
     def _by_tensors(self, step: Planned) -> tuple[Tensor | None, Metrics]:
         node, course, seen = self.node, step.course, self._seen(step)
         rows = list(range(len(seen.grads)))
         updates = seen.grads if course.in_place else step.executor.read(rows)
-        measured, factors = find_factors(node, rows, updates, seen, step.judged, None, step.chain_state)
+        measured, factors = find_factors(node, rows, updates, seen, step.gradient_norms, None, step.chain_state)
         left, used, taken = None, factors, None if step.decisions is None else step.decisions.taken
         if taken is not None and not (course.in_place and course.ending.applies_in_kernel(measured, factors)):
             used = _unless_refused(factors, taken)  # a gradient times 1 keeps its bits
@@ -305,7 +307,7 @@ class ByRule:
         rule = self._rule.transform
         return set(map(rule.variant, settings[self._rule.path])) if isinstance(rule, UpdateRule) else set()
 
-    def settle(self, settings: Mapping[str, list[Setting]]) -> None:
+    def use_settings(self, settings: Mapping[str, list[Setting]]) -> None:
         of_groups = settings_of(self._rule, self._rest, settings)
         self._settings: list[Setting] = [of_groups[g] for g in self._group_of]
         self._runs = by_setting(self._settings)
@@ -358,7 +360,7 @@ class ByDelivery:
     def variants(self, settings: Mapping[str, list[Setting]]) -> Set[Hashable]:
         return frozenset()
 
-    def settle(self, settings: Mapping[str, list[Setting]]) -> None:
+    def use_settings(self, settings: Mapping[str, list[Setting]]) -> None:
         pass
 
     def applies(self, waiting: Scale) -> bool:

@@ -101,7 +101,7 @@ class BeforeStep:
     @property
     def bad_gradients(self) -> BadGradients | None:
         """As `Modular.bad_gradients`."""
-        self._settle()
+        self._read_decisions()
         return self.runner.policy.bad_gradients
 
     @property
@@ -116,13 +116,13 @@ class BeforeStep:
         These are names of gates, "nonfinite", or "found_inf" if a gradient scaler has found gradients that are not
         finite.
         """
-        self._settle()
+        self._read_decisions()
         return self.runner.skipped_by
 
     @property
     def steps_taken(self) -> int:
         """How many steps the transforms have let pass, as `Modular.steps_taken`."""
-        self._settle()
+        self._read_decisions()
         return self.runner.steps_taken
 
     @property
@@ -130,8 +130,8 @@ class BeforeStep:
         """As `Modular.host_decides`."""
         return self.runner.host_decides()
 
-    def _settle(self) -> None:
-        self.runner.settle(self._followed.param_groups)
+    def _read_decisions(self) -> None:
+        self.runner.read_decisions(self._followed.param_groups)
 
     def has(self, group: Group) -> bool:
         """True if a param group is one of the optimizer's."""

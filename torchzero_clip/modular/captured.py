@@ -259,7 +259,7 @@ class CapturedStep:
         """Put back what the code of a step changes on the host, because a step is captured and not taken."""
         runner, put_back = self._runner, None
         if runner is not None:
-            runner.settle(self._runner_groups())  # which writes counts to the groups
+            runner.read_decisions(self._runner_groups())  # which writes counts to the groups
             put_back = runner.counts_put_back()
         before = [dict(group) for group in groups]
         try:
@@ -292,7 +292,7 @@ class CapturedStep:
         """Take ordinary steps until a new capture."""
         self._drop()
         if self._runner is not None:
-            self._runner.settle(self._runner_groups())
+            self._runner.read_decisions(self._runner_groups())
         self._short = self._short + 1 if self._replays < FEW else 0
         if self._short == MOST_CAPTURES:
             self._is_off = True

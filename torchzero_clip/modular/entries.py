@@ -102,7 +102,7 @@ class Entries:
         self._was_saved = True
         followed = self._followed
         followed.sync(optimizer.param_groups)
-        followed.runner.settle(followed.param_groups)
+        followed.runner.read_decisions(followed.param_groups)
         self.placed.look(optimizer)
         each = self.placed.save(optimizer, saved)
         for settings, group in zip(followed.settings_to_save(), saved["param_groups"], strict=True):
@@ -116,7 +116,7 @@ class Entries:
         if not isinstance(groups, list | tuple) or not isinstance(states, Mapping):
             return  # torch raises
         self._followed.sync(optimizer.param_groups)
-        self._followed.runner.settle(self._followed.param_groups)
+        self._followed.runner.read_decisions(self._followed.param_groups)
         if IDENTITY in set[str]().union(*groups).difference(*optimizer.param_groups):
             self._followed.runner.new_load((), ()).agree(ValueError(_OF_CHAIN), self._followed.param_groups)
         hooks: Any = optimizer
@@ -170,7 +170,7 @@ class Entries:
 
     def _take_over(self, load: Load) -> None:
         self._load = None
-        self._followed.runner.settle(self._followed.param_groups)
+        self._followed.runner.read_decisions(self._followed.param_groups)
         for group, loaded in zip(self._followed.param_groups, load.groups, strict=True):
             group.update({key: value for key, value in loaded.items() if key not in OF_OPTIMIZER})
         load.restore(self._followed.param_groups, self._followed.state)

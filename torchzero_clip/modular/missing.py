@@ -55,7 +55,7 @@ class Missing:
 
 def _known_norms(walk: Seen) -> dict[int, float]:
     """The norm of each gradient on all processes together, by the id of the parameter; empty if they are not known."""
-    norms, params = walk.judged.norms, walk.table.params
+    norms, params = walk.gradient_norms.norms, walk.table.params
     if norms is None or len(norms) != len(params):
         return {}
     return dict(zip(map(id, params), norms.tolist(), strict=True))

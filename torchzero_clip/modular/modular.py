@@ -152,13 +152,13 @@ class Modular(Explained, ClassMaker, Optimizer):
     @property
     def steps_taken(self) -> int:
         """How many steps this object has taken. Steps that were refused or had no gradients do not count."""
-        self.runner.settle(self.param_groups)
+        self.runner.read_decisions(self.param_groups)
         return self.runner.steps_taken
 
     @property
     def skipped_by(self) -> tuple[str, ...]:
         """Who refused the last call of `step`: names of gates, and "nonfinite". Empty if the step was not refused."""
-        self.runner.settle(self.param_groups)
+        self.runner.read_decisions(self.param_groups)
         return self.runner.skipped_by
 
     @property
@@ -167,7 +167,7 @@ class Modular(Explained, ClassMaker, Optimizer):
 
         They are those of all processes of the meshes and of the ``process_group``, and equal on all of them.
         """
-        self.runner.settle(self.param_groups)
+        self.runner.read_decisions(self.param_groups)
         return self.runner.policy.bad_gradients
 
     @property
@@ -320,7 +320,7 @@ class Modular(Explained, ClassMaker, Optimizer):
 
     def state_dict(self) -> StateDict:
         """Return settings and state. As in torch, the tensors are the optimizer's own, and later steps change them."""
-        self.runner.settle(self.param_groups)
+        self.runner.read_decisions(self.param_groups)
         hook = self.register_state_dict_post_hook(
             lambda _, saved: complete(saved, self.param_groups, self.runner.chain_state), prepend=True
         )
@@ -353,14 +353,14 @@ class Modular(Explained, ClassMaker, Optimizer):
         """
         if self.runner.shared.is_lost:
             self.runner.shared.refuse()
-        self.runner.settle(self.param_groups)
+        self.runner.read_decisions(self.param_groups)
         with self.runner.new_load(new, dropped).hooked(self):
             super().load_state_dict(state_dict)
         if self._origin is not None:
             self._origin.looks = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        self.runner.settle(self.param_groups)
+        self.runner.read_decisions(self.param_groups)
         return super().__getstate__() | {"runner": copy.copy(self.runner), "_written": self._written}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

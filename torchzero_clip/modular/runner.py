@@ -20,7 +20,7 @@ from torchzero_clip.core.undo import Undo
 from torchzero_clip.engine.company import OtherParts
 from torchzero_clip.engine.device_decisions import DeviceDecisions
 from torchzero_clip.engine.end import Deliver, Subtract
-from torchzero_clip.engine.judged import Judged, Judging
+from torchzero_clip.engine.gradient_norms import GradientNorms, NormNeeds
 from torchzero_clip.engine.listener import Listener
 from torchzero_clip.engine.nonfinite import Nonfinite, StepPolicy, UndecidedStep
 from torchzero_clip.engine.others import Others
@@ -95,7 +95,7 @@ class Runner:
         check_group(process_group, [])
         self.shared = SharedGroup(process_group)
         self.delivery = delivery  # the end of a step; None to subtract the updates from the parameters
-        self._judging = Judging(self.nodes)
+        self._norm_needs = NormNeeds(self.nodes)
         self.fast_way = FastWay()
         self._metrics: dict[str, Tensor] = {}
         self._unread: Callable[[], dict[str, Tensor]] | None = None  # computes the metrics of a planned step
@@ -176,7 +176,7 @@ class Runner:
         with torch.inference_mode(False), torch.no_grad():  # whatever the mode of the caller
             return self._unread()
 
-    def settle(self, groups: Sequence[Group]) -> None:
+    def read_decisions(self, groups: Sequence[Group]) -> None:
         """Count the steps about which the device has decided. It synchronizes once, if there were any."""
         decisions, values = self.decisions, self.chain_state.values
         answers = None if decisions is None else decisions.answers()
@@ -267,7 +267,7 @@ class Runner:
     ) -> None:
         """Take a step, or skip it. A planned step passes ``go``, which takes it."""
         if self.decisions is not None and not is_capturing():
-            self.settle(groups)
+            self.read_decisions(groups)
             self.skipped_by = ()
         values, parts = self.chain_state.values, self.parts
         is_taken = False
@@ -340,7 +340,7 @@ class Runner:
                 if values:
                     self.chain_state.show(groups)
         self._unread = step.metrics or self._unread
-        key, idle = self._judging.norm_metric, policy.idle  # if ``step.total`` is set, it is not 0
+        key, idle = self._norm_needs.norm_metric, policy.idle  # if ``step.total`` is set, it is not 0
         looks = step.course.may_read and (step.is_measured or idle.looks(self.steps_taken))
         if step.total is None and key and looks:
             idle.look(self._known_metrics().get(key), self.steps_taken)
@@ -351,7 +351,7 @@ class Runner:
         policy, decisions = self.policy, self.decisions
         device = step.columns["params"][0].device
         if decisions is None or decisions.found_inf.device != device:
-            self.settle(groups)
+            self.read_decisions(groups)
             self.skipped_by = ()
             decisions = self.decisions = DeviceDecisions(policy.names, device)
         if not is_capturing():
@@ -449,8 +449,8 @@ class Runner:
         end = self.delivery or Subtract(self.keep_grads or "grad" in self.nodes.targets or is_repeated)
         updates = Updates(table, values, maximize=self.maximize, over_grads=end.over_grads)
         executor = fast_way.executor(updates, columns) if is_fast and not is_repeated else ReadableExecutor(updates)
-        judged = Judged(self._judging, table.grads, executor, listens=self.listener is not None)
-        walk = Walk(self.nodes, settings, table, values, executor, judged, end, loss, self.undo)
+        gradient_norms = GradientNorms(self._norm_needs, table.grads, executor, listens=self.listener is not None)
+        walk = Walk(self.nodes, settings, table, values, executor, gradient_norms, end, loss, self.undo)
         walk.company = None if self.parts is None else OtherParts()
         if (group := self.shared.group) is not None:
             Others(group, device_of(table.all_params(), group), has_schedules=self._has_joint_schedules).join(walk)

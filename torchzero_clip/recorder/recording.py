@@ -83,7 +83,7 @@ class Recording(Listener):
         if step.decisions is not None and not step.refused_by:
             note.undecided, passed = step.decisions.names, step.decisions.passed
         table, numbers = step.table, {"loss": step.loss.value, **step.metrics}
-        self.write(table.groups, table.params, step.judged.before, numbers, note, passed, step.effect)
+        self.write(table.groups, table.params, step.gradient_norms.before, numbers, note, passed, step.effect)
 
     def _limits(self, step: Seen) -> dict[str, float]:
         """The limits that are settings with one value in all groups."""

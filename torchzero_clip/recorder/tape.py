@@ -177,11 +177,11 @@ class Tape:
         steps, used, *pairs = (copy.view(tensor.shape) for copy, tensor in zip(copies, tensors, strict=True))
         norms, numbers = steps.split([len(self.params.names), len(self.keys)], dim=1)
         columns = dict(zip(self.keys, numbers.unbind(dim=1), strict=True))
-        refused = self._settle(columns)
+        refused = self._decided(columns)
         read = [(step, pair) for (step, *_), pair in zip(ratios, pairs, strict=True) if step not in refused]
         return norms, columns, read, used
 
-    def _settle(self, columns: dict[str, Tensor]) -> set[int]:
+    def _decided(self, columns: dict[str, Tensor]) -> set[int]:
         """Note who has refused the last steps, as the device has decided. Return the numbers of refused steps.
 
         A refused step has metrics of gates only.

@@ -19,7 +19,7 @@ from torchzero_clip.functional.shards import elements_at, memories
 from torchzero_clip.functional.slices import joint_of_norms
 
 
-class Judging:
+class NormNeeds:
     """What the transforms of a chain ask about the gradients before the first transform. Made once for each chain."""
 
     def __init__(self, nodes: Nodes) -> None:
@@ -44,19 +44,19 @@ class Judging:
 
 
 @dataclass
-class Judged:
+class GradientNorms:
     """The norms of the gradients before the first transform: each is measured once, and only if it is asked for.
 
     Statistics find the usable gradients by them. Gates and ``nonfinite`` decide by them whether the step is taken. A
     listener stores them.
     """
 
-    judging: Judging
+    norm_needs: NormNeeds
     grads: list[Tensor]
     measurer: Measurer
     listens: bool = False  # a `Listener` needs ``before``
     norms: Tensor | None = None  # a norm of each gradient, or their joint norm, once it was measured
-    joint_norm: Tensor | None = None
+    norm_of_decision: Tensor | None = None
     """The joint L2 norm of the gradients of all processes, once gates have measured it: 0-d."""
     before: Tensor | None = None  # the L2 norm of each gradient, once it was measured for a listener
     taken: Tensor | None = None
@@ -66,7 +66,7 @@ class Judged:
         """The L2 norm of each gradient, equal on all ranks, in float64. ``jointly``: the joint norm if it is enough."""
         if self.norms is None:
             # joint statistics only ask whether it is finite and not 0, which the joint norm of the gradients answers
-            jointly = jointly and self.judging.asks_jointly
+            jointly = jointly and self.norm_needs.asks_jointly
             joint = self.measurer.joint_norm(self.grads, beside=self.listens) if jointly else None
             if joint is None:
                 self.norms = norms = self.measurer.norms_of_each(self.grads)
@@ -76,7 +76,7 @@ class Judged:
             self._note(norms)
         return self.norms
 
-    def of(self, rows: Sequence[int]) -> Tensor:
+    def of_rows(self, rows: Sequence[int]) -> Tensor:
         """The norm of the gradient of each row, or the joint norm if statistics need only that."""
         norms = self.measure()
         norms = norms if self.taken is None else where(self.taken, norms, torch.nan)
@@ -87,13 +87,15 @@ class Judged:
         norms = self.measure()
         return norms if len(norms) == len(self.grads) else self.measurer.norms_of_each(self.grads)
 
-    def joined(self, scopes: Sequence[list[int]]) -> list[Tensor]:
+    def for_decision(self, scopes: Sequence[list[int]]) -> list[Tensor]:
         """The joint norm of all gradients; 1 if some gradient is not finite, else 0; the joint norm of each scope."""
-        total, finite = self.together()
-        of_scopes = [total if len(rows) == len(self.grads) else joint_of_norms(self.of(rows), 2.0) for rows in scopes]
+        total, finite = self.total_and_finite()
+        of_scopes = [
+            total if len(rows) == len(self.grads) else joint_of_norms(self.of_rows(rows), 2.0) for rows in scopes
+        ]
         return [total, finite.logical_not().to(total.dtype), *of_scopes]
 
-    def together(self) -> tuple[Tensor, Tensor]:
+    def total_and_finite(self) -> tuple[Tensor, Tensor]:
         """The joint norm of all gradients, and whether all are finite: 0-d."""
         norms = self.measure()
         # the squares of other dtypes are in the range of float64, so their sum is finite if all are
@@ -104,7 +106,7 @@ class Judged:
         return total, norms.isfinite().all()
 
     def total(self) -> Tensor | None:
-        """The joint norm of the gradients, to the bit as in `measured`; None if that measures each of them alone."""
+        """The joint norm of the gradients, to the bit as in `measure_scaling`; None if that measures each alone."""
         if self.norms is not None:
             return self.norms.squeeze(0) if self.norms.numel() < len(self.grads) else None
         total, norms = self.measurer.joint_norm(self.grads, beside=self.listens) or (None, None)
@@ -114,7 +116,7 @@ class Judged:
 
     def before_change(self, transform: Transform) -> None:
         """Called before a transform changes updates, because later statistics need the norms of the gradients."""
-        if self.judging.is_asked and not _measures_gradients(transform):
+        if self.norm_needs.is_asked and not _measures_gradients(transform):
             self.measure()
 
     def before_first(self, transform: Transform) -> None:
@@ -124,29 +126,29 @@ class Judged:
 
     def before_closure(self) -> None:
         """Called before the gradients that a closure has left are changed."""
-        if self.judging.is_asked:
+        if self.norm_needs.is_asked:
             self.measure()
         self._note()
 
     def forget(self) -> None:
         """Called after the gradients were changed: later statistics judge those that enter the rest of the chain."""
-        self.norms = self.joint_norm = None
+        self.norms = self.norm_of_decision = None
 
-    def measured(self, node: Node, updates: list[Tensor]) -> Measured:
+    def measure_scaling(self, node: Node, updates: list[Tensor]) -> Measured:
         """The norms of the updates of a scaling on this process, which may be those of the gradients too."""
         norms, count = self.norms, len(updates)
-        if node.path == self.judging.joint_clip and norms is not None and len(norms) < count:
+        if node.path == self.norm_needs.joint_clip and norms is not None and len(norms) < count:
             total = norms.squeeze(0)  # gates have measured the gradients jointly
             return Measured(L2, list(range(count)), total.expand(count), total, memories(updates), joint=True)
         beside = self.listens and self.before is None
-        each, slicing = node.path in self.judging.needs_each, node.transform.slicing  # pyright: ignore
+        each, slicing = node.path in self.norm_needs.needs_each, node.transform.slicing  # pyright: ignore
         resources = self.measurer.resources(updates)._replace(name=node.path, beside=beside, each=each)
-        total, is_alone = self.joint_norm, self.measurer.process_group is None
-        if norms is not None and total is not None and node.path == self.judging.first_scaling and is_alone:
+        total, is_alone = self.norm_of_decision, self.measurer.process_group is None
+        if norms is not None and total is not None and node.path == self.norm_needs.first_scaling and is_alone:
             is_known = not norms.is_cpu and len(norms) == count == len(self.grads)  # gates have measured each gradient
             resources = resources._replace(norms=(total, norms) if is_known else None)
-        measured = measure(updates, slicing, self.judging.dims_of.get(node.path), resources)
-        if self.judging.is_asked and self.norms is None:
+        measured = measure(updates, slicing, self.norm_needs.dims_of.get(node.path), resources)
+        if self.norm_needs.is_asked and self.norms is None:
             # these are gradients: see `before_change`
             is_joint = not each and len(measured.vector) > 0
             self.norms = measured.vector.narrow(0, 0, 1) if is_joint else measured.tensor_norms
