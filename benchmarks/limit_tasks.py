@@ -93,20 +93,20 @@ def supervised(model: nn.Module, split: Split, loss: Loss, seed: int, size: int,
     return Training(model, of_batch, held_out)
 
 
-def text(core: Core, seed: int, *, noise: float = 0.0, corrupted: float = 0.0) -> Training:
+def text(core: Core, seed: int, *, width: int = 48, noise: float = 0.0, corrupted: float = 0.0) -> Training:
     split = characters(manual())
     if noise:
         split = split._replace(y=relabelled(split.y, noise, CHARACTERS, seed))
-    return supervised(Sequence(core), split, entropy, seed, 16, corrupted)
+    return supervised(Sequence(core, width=width), split, entropy, seed, 16, corrupted)
 
 
-def of_words(seed: int) -> Training:
-    return supervised(Sequence("gru", WORDS), words(), entropy, seed, 16)
+def of_words(seed: int, width: int = 48) -> Training:
+    return supervised(Sequence("gru", WORDS, width), words(), entropy, seed, 16)
 
 
-def adapters(seed: int) -> Training:
+def adapters(seed: int, width: int = 48) -> Training:
     """A transformer that has learned the manual learns source code, by low-rank changes of its layers."""
-    model = Sequence("transformer")
+    model = Sequence("transformer", width=width)
     before = supervised(model, characters(manual()), entropy, seed, 16)
     optimizer = torch.optim.Adam(model.parameters(), 3e-3)
     for step in range(200):
@@ -148,26 +148,26 @@ def denoising(seed: int) -> Training:
     return supervised(denoiser(), photo(), F.mse_loss, seed, 16)
 
 
-def heavy_noise(seed: int) -> Training:
+def heavy_noise(seed: int, width: int = 64) -> Training:
     """A function with noise whose variance is infinite (Student's t with 1.5 degrees of freedom)."""
     split = function(seed, 16, 4)
     torch.manual_seed(seed)
     noise = torch.distributions.StudentT(1.5).sample(split.y.shape)
-    return supervised(network(16, 4), split._replace(y=split.y + 0.5 * noise), F.mse_loss, seed, 32)
+    return supervised(network(16, 4, width), split._replace(y=split.y + 0.5 * noise), F.mse_loss, seed, 32)
 
 
-def heavy_inputs(seed: int) -> Training:
+def heavy_inputs(seed: int, width: int = 64) -> Training:
     """Classes, from inputs with a lognormal scale."""
     split = function(seed, 16, 6)
     torch.manual_seed(seed)
     x, held_x = (v * torch.randn(len(v), 1).mul(1.5).exp() for v in (split.x, split.held_x))
     y, held_y = (v.argmax(1) for v in (split.y, split.held_y))
-    return supervised(network(16, 6), Split(x, y, held_x, held_y), entropy, seed, 32)
+    return supervised(network(16, 6, width), Split(x, y, held_x, held_y), entropy, seed, 32)
 
 
-def guessing(seed: int) -> Training:
+def guessing(seed: int, width: int = 64) -> Training:
     """A policy guesses the digit of a picture, and learns only whether the guess was right."""
-    split, model = digits(seed), network(64, 10)
+    split, model = digits(seed), network(64, 10, width)
     generator = torch.Generator().manual_seed(1000 + seed)
     usual = torch.tensor(0.1)
 
@@ -186,14 +186,14 @@ def guessing(seed: int) -> Training:
     return Training(model, loss, held_out)
 
 
-def tanh_function(seed: int) -> Training:
+def tanh_function(seed: int, width: int = 64) -> Training:
     """A function, from so many samples that few are seen twice."""
-    return supervised(network(16, 4), function(seed, 16, 4, 300_000), F.mse_loss, seed, 32)
+    return supervised(network(16, 4, width), function(seed, 16, 4, 300_000), F.mse_loss, seed, 32)
 
 
-def control(seed: int) -> Training:
+def control(seed: int, width: int = 32) -> Training:
     """A policy pushes a mass to the origin while the wind blows; it learns from the cost alone (REINFORCE)."""
-    model, spread = network(2, 1, 32), 0.5
+    model, spread = network(2, 1, width), 0.5
 
     def costs(count: int, explore: float) -> tuple[Tensor, Tensor]:
         place, speed = torch.randn(count), torch.randn(count)
