@@ -45,7 +45,9 @@ def effective_count(values: Tensor) -> float:
 
 def share_range(above: int, count: int, independent: float, probability: float = 0.95) -> tuple[float, float]:
     """Where the share of future values above a limit will be, if ``above`` of ``count`` values were above it."""
-    shares, chances = _future_shares(torch.tensor([float(above)], dtype=torch.float64, device="cpu"), count, independent)
+    shares, chances = _future_shares(
+        torch.tensor([float(above)], dtype=torch.float64, device="cpu"), count, independent
+    )
     total = chances[0].cumsum(0)
     tails = torch.tensor([1 - probability, 1 + probability], dtype=torch.float64, device="cpu") / 2
     low, high = shares[0][torch.searchsorted(total, tails)].tolist()

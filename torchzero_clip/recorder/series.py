@@ -161,11 +161,6 @@ class Series:
 
     def doubts(self, limit: float) -> Iterator[Doubt]:
         """The reasons why a limit found from these norms may be wrong."""
-        yield from self._doubts_of_norms(limit)
-        if not bool((self.usual > limit).any()):
-            yield "the limit is as large as the largest usual norm", False
-
-    def _doubts_of_norms(self, limit: float) -> Iterator[Doubt]:
         kept, every = self.norms[self.start :], len(self.norms) + self.zeros + self.bad
         others = ((self.bad, every, 100, "inf or NaN"), (self.zeros, every, 20, "0"))
         for count, total, border, what in (*others, (int(self.spikes.sum()), len(kept), 20, "spikes")):
@@ -185,6 +180,8 @@ class Series:
             largest = f"{same:,} of {len(self.norms):,} norms are equal to the largest, {float(self.norms.max()):.4g}"
             clipped = "so clip_grad_norm_ or a setting of a trainer probably clipped the gradients before"
             yield f"{largest}, {clipped}", same >= len(self.norms) / 20
+        if not bool((self.usual > limit).any()):
+            yield "the limit is as large as the largest usual norm", False
 
 
 @dataclass(frozen=True)
