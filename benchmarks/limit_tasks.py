@@ -104,9 +104,9 @@ def of_words(seed: int, width: int = 48) -> Training:
     return supervised(Sequence("gru", WORDS, width), words(), entropy, seed, 16)
 
 
-def adapters(seed: int, width: int = 48) -> Training:
+def adapters(seed: int) -> Training:
     """A transformer that has learned the manual learns source code, by low-rank changes of its layers."""
-    model = Sequence("transformer", width=width)
+    model = Sequence("transformer")
     before = supervised(model, characters(manual()), entropy, seed, 16)
     optimizer = torch.optim.Adam(model.parameters(), 3e-3)
     for step in range(200):
@@ -255,42 +255,6 @@ TASKS: dict[str, Task] = {
     "RL: guessing digits": Task("Adam", 1e-3, 1500, guessing),
     "RL: control": Task("Adam", 1e-2, 400, control),
     "RL: control, SGD": Task("SGD", 0.003, 400, control),
-}
-
-# Trainings that go on after the record. The rule of the answer was developed on every second one.
-CONTINUED: dict[str, Task] = {
-    "text: LSTM, 600": Task("Adam", 1e-2, 600, partial(text, "lstm")),
-    "text: LSTM, 2,000": Task("Adam", 3e-3, 2000, partial(text, "lstm"), falls=False),
-    "text: GRU, 300": Task("RMSprop", 3e-3, 300, partial(text, "gru")),
-    "text: GRU, 1,000": Task("SGD", 0.3, 1000, partial(text, "gru"), falls=False),
-    "text: RNN, 1,000": Task("RMSprop", 1e-3, 1000, partial(text, "rnn"), falls=False),
-    "text: RNN, 4,000": Task("SGD", 0.1, 4000, partial(text, "rnn")),
-    "text: transformer, 300": Task("Adam", 3e-3, 300, partial(text, "transformer"), falls=False),
-    "text: transformer, 600": Task("RMSprop", 1e-3, 600, partial(text, "transformer")),
-    "text: transformer, 1,000": Task("SGD", 0.3, 1000, partial(text, "transformer"), falls=False),
-    "text: transformer, 2,000": Task("Adam", 3e-3, 2000, partial(text, "transformer")),
-    "text: window, 1,000": Task("SGD", 0.3, 1000, partial(text, "window")),
-    "text: window, 4,000": Task("Adam", 3e-3, 4000, partial(text, "window"), falls=False),
-    "text: words, 600": Task("Adam", 3e-3, 600, of_words, falls=False),
-    "text: words, 1,000": Task("RMSprop", 1e-3, 1000, of_words),
-    "text: adapters, 1,000": Task("Adam", 1e-2, 1000, adapters),
-    "text: adapters, SGD, 600": Task("SGD", 0.3, 600, adapters, falls=False),
-    "text: noisy labels, 1,000": Task("Adam", 1e-2, 1000, partial(text, "gru", noise=0.2), falls=False),
-    "text: corrupt batches, 2,000": Task("SGD", 0.1, 2000, partial(text, "lstm", corrupted=0.02)),
-    "photograph: denoising, 300": Task("Adam", 3e-3, 300, denoising, falls=False),
-    "photograph: denoising, 2,000": Task("SGD", 0.1, 2000, denoising),
-    "photograph: denoising, 4,000": Task("RMSprop", 1e-3, 4000, denoising, falls=False),
-    "digits: autoencoder, 1,000": Task("RMSprop", 1e-3, 1000, autoencoder, falls=False),
-    "digits: autoencoder, 4,000": Task("Adam", 3e-3, 4000, autoencoder),
-    "digits: noisy labels, 600": Task("SGD", 0.03, 600, partial(of_digits, convolutions, noise=0.3), falls=False),
-    "function: network, 1,000": Task("Adam", 3e-3, 1000, tanh_function),
-    "function: network, 4,000": Task("SGD", 0.03, 4000, tanh_function, falls=False),
-    "heavy tails: noise, 2,000": Task("RMSprop", 3e-4, 2000, heavy_noise),
-    "heavy tails: inputs, 1,000": Task("Adam", 1e-3, 1000, heavy_inputs, falls=False),
-    "RL: guessing digits, 2,000": Task("RMSprop", 1e-3, 2000, guessing, falls=False),
-    "RL: guessing digits, 4,000": Task("Adam", 1e-3, 4000, guessing),
-    "RL: control, 300": Task("Adam", 1e-2, 300, control, falls=False),
-    "RL: control, 600": Task("SGD", 0.003, 600, control),
 }
 MEMORIZED = (
     "digits: network",

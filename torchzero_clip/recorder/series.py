@@ -20,7 +20,7 @@ FEWEST = 20
 FEWEST_INDEPENDENT = 30  # the estimate has an error of a third, and 20 are too few
 FACTOR = 2  # the share of later norms above the limit is within this factor of what was asked, if there are enough
 SURE = 0.95  # the probability of it
-MORE, MOST_TIMES = 1.25, 1e6
+MORE = 1.05
 ADAPTS = "A limit that adapts follows them: ZClip(max_norm=None)"
 BLOCKS = 20
 DEVIATION = 1.4826  # the standard deviation of a normal distribution, in median distances from the median
@@ -101,7 +101,7 @@ class Series:
         """Whether about ``share`` of the later norms will be above the limit that this share exceeds, and why not."""
         if drift := self._drift(share):
             return "drifting", [(f"{drift}. {ADAPTS}", True)]
-        chance = self._chance(share)
+        chance = self.chance(share)
         if chance >= SURE and self.independent >= FEWEST_INDEPENDENT:
             return "enough", []
         return "too few", [self._few(share, chance)]
@@ -114,36 +114,31 @@ class Series:
             return "large norms become more frequent"
         half = self.halves[-1]
         share = max(share, min(FEW / len(half.rest), 0.5))  # fewer than ten norms would show chance
-        if self._chance(share) > 1 - SURE:
+        if self.chance(share) > 1 - SURE:
             return ""
         limit = quantile(self.usual, 1 - share)
-        following = percent(half.share_above(math.log(limit), half.next))
+        following = percent(half.share_above(math.log(limit), 1.5 * half.slope))
         then = f"{following} of the next {len(self.norms) // 4:,} norms exceed {limit:.4g}, not {percent(share)}"
         return f"at the slope of the second half, {then}"
 
-    def _chance(self, share: float) -> float:
+    def chance(self, share: float) -> float:
         """The probability that the share of later norms above the limit is within a factor of two of this share.
 
         Later are as many norms as a quarter of the run, along the line of its second half.
         """
         half, limit = self.halves[-1], quantile(self.usual, 1 - share)
         recorded = float((self.usual > limit).double().mean())  # less than asked if norms are equal to the limit
-        return half.chance(recorded, share, math.log(limit), half.next, self._independent_in_half)
+        return half.chance(recorded, share, math.log(limit), self._independent_in_half)
 
     @property
     def _independent_in_half(self) -> float:
         return self.independent * len(self.halves[-1].rest) / len(self.usual)
 
     def _few(self, share: float, chance: float) -> Doubt:
-        """How many more norms would be enough, if they did not drift."""
-        count, independent, half, times = len(self.usual), self.independent, self.halves[-1], 1.0
-        border = half.middle + quantile(half.rest, 1 - share)
-        while times < MOST_TIMES and (
-            independent * times < FEWEST_INDEPENDENT
-            or half.chance(share, share, border, 0.0, self._independent_in_half * times) < SURE
-        ):
-            times *= MORE
-        if times == 1:
+        """How many more norms would be enough, if they neither rose nor fell."""
+        count, independent = len(self.usual), self.independent
+        times = _enough(share) / min(self._independent_in_half, independent / 2)
+        if times <= 1:
             near = f"from {percent(share / FACTOR)} to {percent(min(share * FACTOR, 1))}"
             limit = f"{quantile(self.usual, 1 - share):.4g}"
             later = f"with a probability of {percent(chance)}, the share of later norms above {limit} is {near}"
@@ -201,24 +196,31 @@ class Half:
         rest = logs - middle - slope * place
         return cls(middle, slope, rest, float((rest.square().sum() / place.square().sum()).sqrt()))
 
-    @property
-    def next(self) -> float:
-        """How far above the middle the line is in the middle of the following quarter."""
-        return 1.5 * self.slope
-
     def share_above(self, border: float, moved: float) -> float:
         """The share above a border, if the line were level, ``moved`` above the middle."""
         return float((self.middle + moved + self.rest > border + EQUAL).double().mean())
 
-    def chance(self, recorded: float, share: float, border: float, moved: float, independent: float) -> float:
-        """The probability that the share of the following quarter above a border is near what was recorded and asked.
+    def chance(self, recorded: float, share: float, border: float, independent: float) -> float:
+        """The probability that the share of the next quarter above a border is near what was recorded and asked.
 
         Both the slope and the share have errors, which are those of so many independent norms in this half.
         """
-        moves = (moved + 1.5 * self.error / independent**0.5 * NORMAL).tolist()
+        moves = (1.5 * (self.slope + self.error / independent**0.5 * NORMAL)).tolist()
         above = torch.tensor([self.share_above(border, move) for move in moves], dtype=torch.float64, device="cpu")
         count = len(self.rest)
         return chance_between(recorded / FACTOR, FACTOR * max(recorded, share), above * count, count, independent)
+
+
+def _enough(share: float) -> float:
+    """How many independent norms in the second half are enough, if their logarithms are normal, around a level line."""
+    count, chance = FEWEST_INDEPENDENT / 2, 0.0
+    border = torch.tensor(1 - share, dtype=torch.float64, device="cpu").mul(2).sub(1).erfinv() * 2**0.5
+    while chance < SURE:
+        count *= MORE
+        # the standard error of a slope is that of a mean times the root of 3, because the half is two quarters long
+        above = torch.special.ndtr(1.5 * (3 / count) ** 0.5 * NORMAL - border)
+        chance = chance_between(share / FACTOR, share * FACTOR, above * count, round(count), count)
+    return count
 
 
 def spikes_among(norms: Tensor) -> Tensor:
