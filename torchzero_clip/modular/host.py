@@ -126,7 +126,7 @@ def with_closure(args: Args, kwargs: dict[str, Any], wrap: Callable[[Any], Any])
         return None
     if "closure" in kwargs:
         return args, kwargs | {"closure": wrap(closure)}
-    return (args[0], wrap(closure), *args[2:]), kwargs
+    return (*args[:1], wrap(closure), *args[2:]), kwargs
 
 
 def end_surely(optimizer: Optimizer, begin: Callable[[Any], object], finish: Callable[[Any], object]) -> Any:

@@ -1,12 +1,30 @@
 """Checks the state of a recorder before it is loaded."""
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NoReturn, NotRequired, SupportsIndex, TypedDict, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
+KINDS: Mapping[type, tuple[str, Callable[[Any], bool]]] = {
+    int: (
+        "an int >= 0",
+        lambda x: isinstance(x, SupportsIndex) and not isinstance(x, bool | Tensor) and operator.index(x) >= 0,
+    ),
+    float: ("a number", lambda x: isinstance(x, int | float) and not isinstance(x, bool)),
+    str: ("a string", lambda x: isinstance(x, str)),
+    Tensor: ("a tensor", lambda x: isinstance(x, Tensor)),
+    dict: ("a dict", lambda x: isinstance(x, Mapping)),
+    list: ("a list", _is_list),
+    tuple: ("a pair", lambda x: _is_list(x) and len(x) == 2),
+}
 
 
 class SavedTape(TypedDict):
@@ -72,25 +90,20 @@ def _check_tape(tape: SavedTape) -> None:
 
 
 def _check(place: str, value: Any, kind: Any) -> None:
-    """Raise unless a value is of a type such as ``list[tuple[int, Tensor]]``. An integer must be at least 0."""
+    """Raise unless a value is of a type such as ``list[tuple[int, Tensor]]``."""
     origin, inner = get_origin(kind) or kind, get_args(kind)
-    name, is_one = {
-        int: ("an int >= 0", isinstance(value, SupportsIndex) and not isinstance(value, bool | Tensor)),
-        float: ("a number", isinstance(value, int | float) and not isinstance(value, bool)),
-        str: ("a string", isinstance(value, str)),
-        Tensor: ("a tensor", isinstance(value, Tensor)),
-        dict: ("a dict", isinstance(value, Mapping)),
-        list: ("a list", isinstance(value, Sequence) and not isinstance(value, str | bytes)),
-        tuple: (f"{len(inner)} entries", isinstance(value, Sequence) and len(value) == len(inner)),
-    }[origin]
-    if not is_one or (origin is int and operator.index(value) < 0):
+    name, is_one = KINDS[origin]
+    if not is_one(value):
         _raise(f"{place} must be {name}, got {_shown(value)}")
-    if inner:
-        entries = value.items() if origin is dict else enumerate(value)
-        for i, (key, entry) in enumerate(entries):
-            if origin is dict:
-                _check(place, key, inner[0])
-            _check(f"{place}[{key!r}]", entry, inner[i] if origin is tuple else inner[-1])
+    if not inner:
+        return
+    if origin is dict:
+        for key, entry in value.items():
+            _check(place, key, inner[0])
+            _check(f"{place}[{key!r}]", entry, inner[1])
+    else:
+        for i, entry in enumerate(value):
+            _check(f"{place}[{i}]", entry, inner[i] if origin is tuple else inner[0])
 
 
 def _check_tensor(place: str, value: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> None:

@@ -122,13 +122,14 @@ class Series:
         return f"at the slope of the second half, {then}"
 
     def chance(self, share: float) -> float:
-        """The probability that the share of later norms above the limit is within a factor of two of this share.
+        """The probability that of the next norms, a quarter as many as these, about this share is above the limit.
 
-        Later are as many norms as a quarter of the run, along the line of its second half.
+        They follow the line of the second half, and about is within a factor of two.
         """
         half, limit = self.halves[-1], quantile(self.usual, 1 - share)
         recorded = float((self.usual > limit).double().mean())  # less than asked if norms are equal to the limit
-        return half.chance(recorded, share, math.log(limit), self._independent_in_half)
+        low, high = recorded / FACTOR, FACTOR * max(recorded, share)
+        return half.chance(low, high, math.log(limit), self._independent_in_half, len(self.norms) / 4)
 
     @property
     def _independent_in_half(self) -> float:
@@ -200,15 +201,15 @@ class Half:
         """The share above a border, if the line were level, ``moved`` above the middle."""
         return float((self.middle + moved + self.rest > border + EQUAL).double().mean())
 
-    def chance(self, recorded: float, share: float, border: float, independent: float) -> float:
-        """The probability that the share of the next quarter above a border is near what was recorded and asked.
+    def chance(self, low: float, high: float, border: float, independent: float, later: float) -> float:
+        """The probability that of so many later norms, a share from ``low`` to ``high`` is above the border.
 
-        Both the slope and the share have errors, which are those of so many independent norms in this half.
+        ``independent`` is the number of independent norms in this half, which have chance in their slope and share.
         """
         moves = (1.5 * (self.slope + self.error / independent**0.5 * NORMAL)).tolist()
         above = torch.tensor([self.share_above(border, move) for move in moves], dtype=torch.float64, device="cpu")
         count = len(self.rest)
-        return chance_between(recorded / FACTOR, FACTOR * max(recorded, share), above * count, count, independent)
+        return chance_between(low, high, above * count, count, independent / (1 + count / later))
 
 
 def _enough(share: float) -> float:
@@ -219,7 +220,7 @@ def _enough(share: float) -> float:
         count *= MORE
         # the standard error of a slope is that of a mean times the root of 3, because the half is two quarters long
         above = torch.special.ndtr(1.5 * (3 / count) ** 0.5 * NORMAL - border)
-        chance = chance_between(share / FACTOR, share * FACTOR, above * count, round(count), count)
+        chance = chance_between(share / FACTOR, share * FACTOR, above * count, round(count), count / 3)
     return count
 
 
