@@ -519,7 +519,14 @@ def test_the_probability_is_how_often_the_limit_is_right_if_all_slopes_are_as_li
     found = [right_and_chance(seed, count, slope, r) for seed, slope in enumerate(slopes)]
     right, chances = (sum(column) / len(found) for column in zip(*found, strict=True))
     assert abs(right - chances) < 0.1
+
+
+@pytest.mark.parametrize("r", [0.0, 0.3])
+def test_of_records_with_enough_norms_95_of_100_have_a_right_limit(r):
+    slopes = torch.linspace(-0.25, 0.25, 80).tolist()
+    found = [right_and_chance(seed, 2000, slope, r) for seed, slope in enumerate(slopes)]
     sure = [is_right for is_right, chance in found if chance >= 0.95]
+    assert len(sure) > 15
     assert sum(sure) >= 0.95 * len(sure)
 
 
