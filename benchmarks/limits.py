@@ -4,7 +4,7 @@ It trains each task of `benchmarks.limit_tasks` without a clip and records the w
 same weights and with the same batches: with the limits that the record suggests, and with the limit 1. It compares
 the held-out losses, averaged over seeds, and prints the table that docs/choosing_a_limit.md sums up.
 
-``--continue 96`` records 96 other trainings, of `benchmarks.limit_draws`, which go on for a quarter of the recorded
+``--continue 72`` records 72 other trainings, of `benchmarks.limit_draws`, which go on for a quarter of the recorded
 steps. It prints what the suggestion for 10% of the steps answers, and the share of later norms above its limit, also
 for the first half and the first quarter of a record. The tasks that memorize follow.
 """
