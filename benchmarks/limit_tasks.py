@@ -93,15 +93,15 @@ def supervised(model: nn.Module, split: Split, loss: Loss, seed: int, size: int,
     return Training(model, of_batch, held_out)
 
 
-def text(core: Core, seed: int, *, noise: float = 0.0, corrupted: float = 0.0) -> Training:
+def text(core: Core, seed: int, *, width: int = 48, noise: float = 0.0, corrupted: float = 0.0) -> Training:
     split = characters(manual())
     if noise:
         split = split._replace(y=relabelled(split.y, noise, CHARACTERS, seed))
-    return supervised(Sequence(core), split, entropy, seed, 16, corrupted)
+    return supervised(Sequence(core, width=width), split, entropy, seed, 16, corrupted)
 
 
-def of_words(seed: int) -> Training:
-    return supervised(Sequence("gru", WORDS), words(), entropy, seed, 16)
+def of_words(seed: int, width: int = 48) -> Training:
+    return supervised(Sequence("gru", WORDS, width), words(), entropy, seed, 16)
 
 
 def adapters(seed: int) -> Training:
@@ -148,26 +148,26 @@ def denoising(seed: int) -> Training:
     return supervised(denoiser(), photo(), F.mse_loss, seed, 16)
 
 
-def heavy_noise(seed: int) -> Training:
+def heavy_noise(seed: int, width: int = 64) -> Training:
     """A function with noise whose variance is infinite (Student's t with 1.5 degrees of freedom)."""
     split = function(seed, 16, 4)
     torch.manual_seed(seed)
     noise = torch.distributions.StudentT(1.5).sample(split.y.shape)
-    return supervised(network(16, 4), split._replace(y=split.y + 0.5 * noise), F.mse_loss, seed, 32)
+    return supervised(network(16, 4, width), split._replace(y=split.y + 0.5 * noise), F.mse_loss, seed, 32)
 
 
-def heavy_inputs(seed: int) -> Training:
+def heavy_inputs(seed: int, width: int = 64) -> Training:
     """Classes, from inputs with a lognormal scale."""
     split = function(seed, 16, 6)
     torch.manual_seed(seed)
     x, held_x = (v * torch.randn(len(v), 1).mul(1.5).exp() for v in (split.x, split.held_x))
     y, held_y = (v.argmax(1) for v in (split.y, split.held_y))
-    return supervised(network(16, 6), Split(x, y, held_x, held_y), entropy, seed, 32)
+    return supervised(network(16, 6, width), Split(x, y, held_x, held_y), entropy, seed, 32)
 
 
-def guessing(seed: int) -> Training:
+def guessing(seed: int, width: int = 64) -> Training:
     """A policy guesses the digit of a picture, and learns only whether the guess was right."""
-    split, model = digits(seed), network(64, 10)
+    split, model = digits(seed), network(64, 10, width)
     generator = torch.Generator().manual_seed(1000 + seed)
     usual = torch.tensor(0.1)
 
@@ -186,14 +186,14 @@ def guessing(seed: int) -> Training:
     return Training(model, loss, held_out)
 
 
-def tanh_function(seed: int) -> Training:
+def tanh_function(seed: int, width: int = 64) -> Training:
     """A function, from so many samples that few are seen twice."""
-    return supervised(network(16, 4), function(seed, 16, 4, 300_000), F.mse_loss, seed, 32)
+    return supervised(network(16, 4, width), function(seed, 16, 4, 300_000), F.mse_loss, seed, 32)
 
 
-def control(seed: int) -> Training:
+def control(seed: int, width: int = 32) -> Training:
     """A policy pushes a mass to the origin while the wind blows; it learns from the cost alone (REINFORCE)."""
-    model, spread = network(2, 1, 32), 0.5
+    model, spread = network(2, 1, width), 0.5
 
     def costs(count: int, explore: float) -> tuple[Tensor, Tensor]:
         place, speed = torch.randn(count), torch.randn(count)
@@ -255,42 +255,6 @@ TASKS: dict[str, Task] = {
     "RL: guessing digits": Task("Adam", 1e-3, 1500, guessing),
     "RL: control": Task("Adam", 1e-2, 400, control),
     "RL: control, SGD": Task("SGD", 0.003, 400, control),
-}
-
-# Trainings that go on after the record. The rule of the answer was developed on every second one.
-CONTINUED: dict[str, Task] = {
-    "text: LSTM, 600": Task("Adam", 1e-2, 600, partial(text, "lstm")),
-    "text: LSTM, 2,000": Task("Adam", 3e-3, 2000, partial(text, "lstm"), falls=False),
-    "text: GRU, 300": Task("RMSprop", 3e-3, 300, partial(text, "gru")),
-    "text: GRU, 1,000": Task("SGD", 0.3, 1000, partial(text, "gru"), falls=False),
-    "text: RNN, 1,000": Task("RMSprop", 1e-3, 1000, partial(text, "rnn"), falls=False),
-    "text: RNN, 4,000": Task("SGD", 0.1, 4000, partial(text, "rnn")),
-    "text: transformer, 300": Task("Adam", 3e-3, 300, partial(text, "transformer"), falls=False),
-    "text: transformer, 600": Task("RMSprop", 1e-3, 600, partial(text, "transformer")),
-    "text: transformer, 1,000": Task("SGD", 0.3, 1000, partial(text, "transformer"), falls=False),
-    "text: transformer, 2,000": Task("Adam", 3e-3, 2000, partial(text, "transformer")),
-    "text: window, 1,000": Task("SGD", 0.3, 1000, partial(text, "window")),
-    "text: window, 4,000": Task("Adam", 3e-3, 4000, partial(text, "window"), falls=False),
-    "text: words, 600": Task("Adam", 3e-3, 600, of_words, falls=False),
-    "text: words, 1,000": Task("RMSprop", 1e-3, 1000, of_words),
-    "text: adapters, 1,000": Task("Adam", 1e-2, 1000, adapters),
-    "text: adapters, SGD, 600": Task("SGD", 0.3, 600, adapters, falls=False),
-    "text: noisy labels, 1,000": Task("Adam", 1e-2, 1000, partial(text, "gru", noise=0.2), falls=False),
-    "text: corrupt batches, 2,000": Task("SGD", 0.1, 2000, partial(text, "lstm", corrupted=0.02)),
-    "photograph: denoising, 300": Task("Adam", 3e-3, 300, denoising, falls=False),
-    "photograph: denoising, 2,000": Task("SGD", 0.1, 2000, denoising),
-    "photograph: denoising, 4,000": Task("RMSprop", 1e-3, 4000, denoising, falls=False),
-    "digits: autoencoder, 1,000": Task("RMSprop", 1e-3, 1000, autoencoder, falls=False),
-    "digits: autoencoder, 4,000": Task("Adam", 3e-3, 4000, autoencoder),
-    "digits: noisy labels, 600": Task("SGD", 0.03, 600, partial(of_digits, convolutions, noise=0.3), falls=False),
-    "function: network, 1,000": Task("Adam", 3e-3, 1000, tanh_function),
-    "function: network, 4,000": Task("SGD", 0.03, 4000, tanh_function, falls=False),
-    "heavy tails: noise, 2,000": Task("RMSprop", 3e-4, 2000, heavy_noise),
-    "heavy tails: inputs, 1,000": Task("Adam", 1e-3, 1000, heavy_inputs, falls=False),
-    "RL: guessing digits, 2,000": Task("RMSprop", 1e-3, 2000, guessing, falls=False),
-    "RL: guessing digits, 4,000": Task("Adam", 1e-3, 4000, guessing),
-    "RL: control, 300": Task("Adam", 1e-2, 300, control, falls=False),
-    "RL: control, 600": Task("SGD", 0.003, 600, control),
 }
 MEMORIZED = (
     "digits: network",

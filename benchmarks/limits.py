@@ -4,8 +4,9 @@ It trains each task of `benchmarks.limit_tasks` without a clip and records the w
 same weights and with the same batches: with the limits that the record suggests, and with the limit 1. It compares
 the held-out losses, averaged over seeds, and prints the table that docs/choosing_a_limit.md sums up.
 
-``--continue`` records other trainings, which go on for a quarter of the recorded steps. It prints what the suggestion
-for 10% of the steps answers, and the share of later norms above its limit. The tasks that memorize follow.
+``--continue 72`` records 72 other trainings, of `benchmarks.limit_draws`, which go on for a quarter of the recorded
+steps. It prints what the suggestion for 10% of the steps answers, and the share of later norms above its limit, also
+for the first half and the first quarter of a record. The tasks that memorize follow.
 """
 
 import argparse
@@ -20,10 +21,13 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 
-from benchmarks.limit_tasks import CONTINUED, MEMORIZED, TASKS, Task
+from benchmarks.limit_draws import drawn
+from benchmarks.limit_tasks import MEMORIZED, TASKS, Task
 from torchzero_clip import SGD, Adam, ClipNorm, Modular, Recorder, RMSprop, Transform, UpdateRule
+from torchzero_clip.recorder.series import FACTOR
 from torchzero_clip.recorder.suggestion import suggested
 
+SHARE, FEWEST_STEPS = 0.1, 300
 SHARES = {"1%": 0.01, "10%": 0.1, "median": 0.5}
 CHOICES = ["none", *SHARES, "1.0"]
 MOST_WORSE = 1.02
@@ -83,28 +87,48 @@ def _rule(task: Task, lr: float) -> UpdateRule:
 
 
 class Continued(NamedTuple):
-    """The norms of a training, those that were recorded and those after them."""
+    """What the suggestion says of the recorded norms of a training, and what came true."""
 
-    task: str
-    recorded: list[float]
-    later: list[float]
+    training: str
+    steps: int
+    answer: str
+    chance: float  # the probability of a right limit
+    later: float  # the share of later norms above the limit; NaN without later norms
 
-    def row(self) -> str:
-        """What the suggestion says of the recorded norms, and what came true."""
-        found = suggested({"joint": torch.tensor(self.recorded, dtype=torch.float64)}, SHARES["10%"], "joint")
-        limit, count = found.limits["joint"], len(self.recorded)
-        above = sum(not norm <= limit for norm in self.later)
-        share = f"{above / len(self.later):.1%}" if self.later else ""
-        return f"| {self.task} | {count:,} | {found.answer} | {found.confidence} | {share} |"
+    @property
+    def is_right(self) -> bool:
+        return SHARE / FACTOR <= self.later <= SHARE * FACTOR
 
 
-def continued(name: str) -> Continued:
-    """Record a training that goes on, or one that memorizes."""
-    torch.set_num_threads(1)
-    task = CONTINUED.get(name) or TASKS[name]
-    more = task.steps // 4 if name in CONTINUED else 0
-    norms = train(task, 0, [], more=more)[1].record().norms_of_gradients().tolist()
-    return Continued(name, norms[: task.steps], norms[task.steps :])
+def continued(training: str, steps: int, norms: Sequence[float]) -> list[Continued]:
+    """Judge a record of so many steps, its first half and its first quarter; nothing if the training diverged.
+
+    Parts have at least 300 steps.
+    """
+    found: list[Continued] = []
+    if not all(map(math.isfinite, norms)):
+        return found
+    for count in [steps, *(part for part in (steps // 2, steps // 4) if part >= FEWEST_STEPS)]:
+        recorded, later = torch.tensor(norms[:count], dtype=torch.float64), norms[count : count + count // 4]
+        suggestion = suggested({"joint": recorded}, SHARE, "joint")
+        above = sum(not norm <= suggestion.limits["joint"] for norm in later)
+        chance, share = suggestion.series["joint"].chance(SHARE), above / len(later) if later else math.nan
+        found.append(Continued(training, count, suggestion.answer, chance, share))
+    return found
+
+
+def summed_up(found: Sequence[Continued]) -> list[str]:
+    """How often each answer was given, how often its limit was right, and how good the probabilities are."""
+    lines: list[str] = []
+    for answer in ("enough", "too few", "drifting"):
+        given = [each for each in found if each.answer == answer]
+        lines.append(f"{answer}: {len(given)}, of which {sum(each.is_right for each in given)} have a right limit")
+    for low, high in ((0.0, 0.2), (0.2, 0.5), (0.5, 0.8), (0.8, 0.95), (0.95, 1.01)):
+        given = [each for each in found if low <= each.chance < high]
+        if given:
+            mean, right = (sum(x) / len(given) for x in ([g.chance for g in given], [g.is_right for g in given]))
+            lines.append(f"probability {low} to {min(high, 1.0)}: {len(given)}, mean {mean:.0%}, right {right:.0%}")
+    return lines
 
 
 def compared(job: tuple[str, int]) -> Result:
@@ -181,14 +205,26 @@ def _ratio(row: Row, choice: str) -> str:
     return f"**{ratio:.3f}**" if best else f"{ratio:.3f}"
 
 
-def print_continued(path: Path | None) -> None:
+def recorded_norms(task: Task, seed: int) -> list[float]:
+    """The norms of a training without a clip, which goes on for a quarter of its steps."""
+    return train(task, seed, [], more=task.steps // 4)[1].record().norms_of_gradients().tolist()
+
+
+def print_continued(count: int, path: Path | None) -> None:
+    torch.set_num_threads(1)
+    norms = dict[str, list[float]]()
     found: list[Continued] = []
-    print("| training | steps | answer | confidence | later norms above the limit |\n| --- | ---: | --- | --- | ---: |")
-    for name in tqdm([*CONTINUED, *MEMORIZED], disable=None):
-        found.append(continued(name))
-        print(found[-1].row(), flush=True)
+    jobs = [(*drawn(number), 1000 + number) for number in range(count)]
+    print("| training | steps | answer | probability | later norms above the limit |")
+    print("| --- | ---: | --- | ---: | ---: |")
+    for name, task, seed in tqdm([*jobs, *((name, TASKS[name], 0) for name in MEMORIZED)], disable=None):
+        norms[name] = recorded_norms(task, seed)[: task.steps if name in MEMORIZED else None]
+        for each in continued(name, task.steps, norms[name]):
+            print(f"| {name} | {each.steps:,} | {each.answer} | {each.chance:.0%} | {each.later:.1%} |", flush=True)
+            found += [each] if name not in MEMORIZED else []
         if path:
-            path.write_text(json.dumps([each._asdict() for each in found]) + "\n")
+            path.write_text(json.dumps(norms) + "\n")
+    print("\n".join(["", *summed_up(found)]))
 
 
 def main() -> None:
@@ -197,11 +233,11 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3, help="how many seeds (default: %(default)s)")
     parser.add_argument("--processes", type=int, default=2, help="how many processes (default: %(default)s)")
     parser.add_argument("--sweep", action="store_true", help="try learning rates without a clip instead")
-    parser.add_argument("--json", type=Path, help="where to write the losses")
-    parser.add_argument("--continue", action="store_true", dest="goes_on", help="see above")
+    parser.add_argument("--json", type=Path, help="where to write the losses, or the norms")
+    parser.add_argument("--continue", type=int, dest="continued", metavar="TRAININGS", help="see above")
     options = parser.parse_args()
-    if options.goes_on:
-        print_continued(options.json)
+    if options.continued is not None:
+        print_continued(options.continued, options.json)
         return
     names = [name for name in TASKS if any(part in name for part in options.tasks)]
     seeds = [SWEEP_SEED] if options.sweep else range(options.seeds)

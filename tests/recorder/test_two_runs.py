@@ -244,6 +244,14 @@ def test_two_sets_of_layers_are_named():
     ]
 
 
+def test_biases_of_which_some_are_sharded_are_named_by_what_they_are():
+    """Under tensor parallelism each process has the biases of `down` and `norm`, and a part of those of `up`."""
+    parts = [f"blocks.{i}.{part}" for i in range(3) for part in ("norm", "up", "down")]
+    names = [f"{part}.{kind}" for part in ("embed", *parts, "head") for kind in ("weight", "bias")]
+    biases = [name for name in names if name.endswith("bias") and ".up." not in name]
+    assert LayerSets(names).name_of(biases) == "`*.bias` except `*.up.*`"
+
+
 def test_a_reported_norm_that_is_wrong_from_a_step_on():
     found = record().compare(reporting(3, places("mlp"), begin=7)).findings
     assert found == ["The norm that the second run reports counts `*.mlp.*` 3 times, from step 7 on."]
@@ -265,7 +273,7 @@ def test_sets_of_layers_have_their_shortest_names():
     named = LayerSets(NAMES).named
     assert named["`*.bias`"] == {*places("bias")}
     assert named["`blocks.2`"] == {*places("blocks.2")}
-    assert named["all layers but `head`"] == {*places("blocks")}
+    assert named["all layers except `head`"] == {*places("blocks")}
     assert next(text for text, members in named.items() if members == {*places("mlp")}) == "`*.mlp.*`"
 
 
@@ -378,7 +386,7 @@ def test_runs_in_one_process_and_in_two_do_not_part(folder, dtype):
         ("a shard", "The norm that the second run reports is 0."),
         (
             "counted twice",
-            "The norm that the second run reports counts all layers but `*.up.*` and",
+            "The norm that the second run reports counts all layers except `*.up.*` and",
         ),
         ("wrong group", "8 of 23 layers, `*.mlp.*`, differ, 2"),
         ("a sum", "a sum where the other has a mean over 2?"),

@@ -29,6 +29,7 @@ from torchzero_clip.hints import explained
 from torchzero_clip.modular.entries import Entries
 from torchzero_clip.modular.followed import Followed, runner_before
 from torchzero_clip.modular.host import (
+    Depth,
     RefusedStep,
     are_zero,
     at_zero_grad,
@@ -38,6 +39,7 @@ from torchzero_clip.modular.host import (
     unwrap,
     unwrap_method,
     unwrapped_host,
+    with_closure,
 )
 from torchzero_clip.modular.modular import Modular
 from torchzero_clip.private_losses import refuse_loss
@@ -68,8 +70,7 @@ class BeforeStep:
         delivery.scale, delivery.host_reasons = self._scale, self._host_reasons
         entries.begin(optimizer)
         self._infs = 0  # steps in a row that a gradient scaler has refused
-        self._depth = 0  # 1 during a step, and 2 while `step` of a subclass calls that of its base class
-        self._is_wrapped = False  # False in a step that is called by a method from before the wrapper
+        self._depth = Depth()
         self._hidden: list[tuple[Tensor, Tensor]] = []  # parameters and their gradients, in a refused step of this kind
         self._has_scaled = False  # this step has set ``grad_scale`` of the optimizer
         self._scale_before: Any = None  # its value before the step
@@ -180,37 +181,35 @@ class BeforeStep:
         """Change the gradients, or wrap the closure that makes them."""
         if torch.compiler.is_compiling():
             return self._before_compiled(optimizer, args, kwargs)
-        if self._depth:
-            if self._is_wrapped or may_call_base(optimizer):
-                self._depth += 1
-                return None
-            self._end(optimizer, is_taken=False)  # the step before raised an error and was called without the wrapper
+        if self._depth.enters_base(optimizer):
+            return None
+        # the step before may have raised an error, and been called without the wrapper
+        self._end(optimizer, is_taken=False)
         is_of_torch = type(optimizer).__module__.startswith("torch.optim")
-        if not self._is_wrapped and self.runner.policy.may_skip and not is_of_torch:
+        if not self._depth.is_wrapped and self.runner.policy.may_skip and not is_of_torch:
             raise RuntimeError(
                 f"this step of {type(optimizer).__name__} was stored before before_step was called, so transforms "
                 "cannot refuse it: call before_step first, for example before accelerator.prepare"
             )
-        if not self._is_wrapped and may_call_base(optimizer):
+        if not self._depth.is_wrapped and may_call_base(optimizer):
             raise RuntimeError(
                 f"this step of {type(optimizer).__name__}, which may call that of its base class, was stored before "
                 "before_step was called, so transforms cannot know where it ends: call before_step first"
             )
-        self._depth = 1
+        self._depth.count = 1
         self.runner.skipped_by = ()
         self._entries.look(optimizer)
         self._entries.placed.withdraw(optimizer)
-        closure = kwargs.get("closure") if len(args) < 2 else args[1]
-        if closure is None:
+        changed = with_closure(args, kwargs, partial(self._wrapped, optimizer))
+        if changed is None:
             self._change(optimizer, None)
-            return None
-        versions_before = versions(_params(optimizer)) if self.runner.policy.may_skip else None
-        closure = partial(self._evaluate, optimizer, closure, [], versions_before)
-        if "closure" in kwargs:
-            return args, kwargs | {"closure": closure}
-        return (optimizer, closure, *args[2:]), kwargs
+        return changed
 
     _before_compiled = never_compiled(before)
+
+    def _wrapped(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+        versions_before = versions(_params(optimizer)) if self.runner.policy.may_skip else None
+        return partial(self._evaluate, optimizer, closure, [], versions_before)
 
     def _evaluate(
         self,
@@ -257,7 +256,7 @@ class BeforeStep:
             optimizer.found_inf = runner.found_inf  # pyright: ignore
         if not runner.skipped_by:
             return
-        if self._is_wrapped:
+        if self._depth.is_wrapped:
             raise RefusedStep(result)
         # optimizers of torch change nothing in a step without gradients
         params = {param for group in groups for param in group["params"] if param.grad is not None}
@@ -346,24 +345,22 @@ class BeforeStep:
 
     def after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """End the step, unless it is that of a base class."""
-        if self._depth > 1:
-            self._depth -= 1
-        else:
+        if not self._depth.leaves_base():
             self._end(optimizer, is_taken=True)
 
     def begin(self, optimizer: Optimizer) -> None:
         """The wrapper has been called, and catches a `RefusedStep`."""
         self._end(optimizer, is_taken=False)  # the step before, if it raised an error and was called without it
-        self._is_wrapped = True
+        self._depth.is_wrapped = True
 
     def finish(self, optimizer: Optimizer) -> None:
         """The wrapper ends."""
-        self._is_wrapped = False
+        self._depth.is_wrapped = False
         self._end(optimizer, is_taken=False)
 
     def _end(self, optimizer: Optimizer, *, is_taken: bool) -> None:
         """End the step, unless it has ended. If the optimizer has raised, undo what the transforms did to state."""
-        if not self._depth:
+        if not self._depth.count:
             return
         if self._has_scaled:
             self._restore_scale(optimizer)
@@ -375,7 +372,7 @@ class BeforeStep:
             self.runner.reported.clear()
         if self in _HANDLES:  # else a closure or a hook has called `remove`
             self._entries.placed.place(optimizer)
-        self._depth = 0
+        self._depth.count = 0
         for param, grad in self._hidden:
             if param.grad is None:  # else there is a new one, if the step raised
                 param.grad = grad

@@ -3,17 +3,20 @@
 import functools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from torchzero_clip.checks import needs_closure
+from torchzero_clip.compat import may_call_base
 from torchzero_clip.core.chain import Transforms, flatten
 from torchzero_clip.engine.listener import HasListener
 from torchzero_clip.modular.modular import Modular
 from torchzero_clip.modular.validation import NOT_ZERO_REDUNDANCY
 from torchzero_clip.types import Group
+
+Args: TypeAlias = tuple[Any, ...]
 
 
 class RefusedStep(BaseException):
@@ -93,6 +96,37 @@ def takes_factor(optimizer: Any, hook: int, count: int) -> bool:
         if not isinstance(getattr(hooks[key], "__self__", None), HasListener):  # the recorder reads no gradients here
             return False
     return True
+
+
+class Depth:
+    """How often ``step`` of an optimizer has been entered: twice if that of a subclass calls that of its base class."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.is_wrapped = False  # True while the wrapper of `end_surely` runs, which sees how a step ends
+
+    def enters_base(self, optimizer: Optimizer) -> bool:
+        """Called by a hook before a step: True, and one deeper, if it is the step of a base class."""
+        # a step that was stored before may come without the wrapper, after one that has raised
+        is_of_base = self.count > 0 and (self.is_wrapped or may_call_base(optimizer))
+        self.count += is_of_base
+        return is_of_base
+
+    def leaves_base(self) -> bool:
+        """Called by a hook after a step: True if it was the step of a base class."""
+        is_of_base = self.count > 1
+        self.count -= is_of_base
+        return is_of_base
+
+
+def with_closure(args: Args, kwargs: dict[str, Any], wrap: Callable[[Any], Any]) -> tuple[Args, dict[str, Any]] | None:
+    """The arguments of a step, its closure wrapped; None without a closure. ``args`` begin with the optimizer."""
+    closure = kwargs.get("closure") if len(args) < 2 else args[1]
+    if closure is None:
+        return None
+    if "closure" in kwargs:
+        return args, kwargs | {"closure": wrap(closure)}
+    return (*args[:1], wrap(closure), *args[2:]), kwargs
 
 
 def end_surely(optimizer: Optimizer, begin: Callable[[Any], object], finish: Callable[[Any], object]) -> Any:

@@ -43,17 +43,28 @@ def effective_count(values: Tensor) -> float:
     return count / times
 
 
-def share_range(above: int, count: int, independent: float, probability: float = 0.95) -> tuple[float, float]:
-    """Where the share of future values above a limit will be, if ``above`` of ``count`` values were above it."""
-    # if the limit is one of the values, the share has the distribution Beta(above + 1, count - above)
-    a, b = ((above + 1) * independent / count, (count - above) * independent / count)
-    width = 25 * max((1 / a + 1 / b) ** 0.5, 1 / a + 1 / b)
-    logits = math.log(a / b) + torch.linspace(-width, width, 20_001, dtype=torch.float64, device="cpu")  # of the share
-    density = a * torch.nn.functional.logsigmoid(logits) + b * torch.nn.functional.logsigmoid(-logits)
-    total = (density - density.max()).exp().cumsum(0)
-    tails = torch.tensor([1 - probability, 1 + probability], dtype=torch.float64, device="cpu") / 2
-    low, high = logits[torch.searchsorted(total / total[-1], tails)].sigmoid().tolist()
+def share_range(above: int, count: int, independent: float) -> tuple[float, float]:
+    """Where the share of future values above a limit is with 95%, if ``above`` of ``count`` values were above it."""
+    numbers = torch.tensor([above, 0.025, 0.975], dtype=torch.float64, device="cpu")
+    shares, chances = _future_shares(numbers[:1], count, independent, 20_001)
+    low, high = shares[0][torch.searchsorted(chances[0].cumsum(0), numbers[1:])].tolist()
     return low if above else 0.0, high
+
+
+def chance_between(low: float, high: float, above: Tensor, count: int, independent: float) -> float:
+    """The probability that the future share is from ``low`` to ``high``: the mean over several numbers ``above``."""
+    shares, chances = _future_shares(above, count, independent, 2_001)
+    return float(torch.where((shares >= low) & (shares <= high), chances, 0.0).sum(dim=1).mean())
+
+
+def _future_shares(above: Tensor, count: int, independent: float, points: int) -> tuple[Tensor, Tensor]:
+    """Possible shares of future values above a limit, and their probabilities: a row for each number ``above``."""
+    # if the limit is one of the values, the share has the distribution Beta(above + 1, count - above)
+    a, b = ((x * independent / count)[:, None] for x in (above + 1, (count - above).clamp(min=0.5)))
+    width = 25 * torch.maximum((1 / a + 1 / b).sqrt(), 1 / a + 1 / b)
+    logits = (a / b).log() + width * torch.linspace(-1, 1, points, dtype=torch.float64, device="cpu")
+    density = a * torch.nn.functional.logsigmoid(logits) + b * torch.nn.functional.logsigmoid(-logits)
+    return logits.sigmoid(), density.softmax(dim=1)
 
 
 def joined_norms(norms: Tensor) -> Tensor:

@@ -1,13 +1,30 @@
 """Checks the state of a recorder before it is loaded."""
 
 import operator
-from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn, NotRequired, SupportsIndex, TypedDict
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NoReturn, NotRequired, SupportsIndex, TypedDict, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
 
-KINDS = {str: "a string", Mapping: "a dict", Sequence: "a list"}
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
+KINDS: Mapping[type, tuple[str, Callable[[Any], bool]]] = {
+    int: (
+        "an int >= 0",
+        lambda x: isinstance(x, SupportsIndex) and not isinstance(x, bool | Tensor) and operator.index(x) >= 0,
+    ),
+    float: ("a number", lambda x: isinstance(x, int | float) and not isinstance(x, bool)),
+    str: ("a string", lambda x: isinstance(x, str)),
+    Tensor: ("a tensor", lambda x: isinstance(x, Tensor)),
+    dict: ("a dict", lambda x: isinstance(x, Mapping)),
+    list: ("a list", _is_list),
+    tuple: ("a pair", lambda x: _is_list(x) and len(x) == 2),
+}
 
 
 class SavedTape(TypedDict):
@@ -38,32 +55,29 @@ def checked_state(state: object) -> SavedRecorder:
     """The state. A ValueError names the key if it was not returned by `Recorder.state_dict`."""
     if not isinstance(state, Mapping) or not {"step", "tape"} <= set(state):  # pyright: ignore[reportUnknownArgumentType]
         raise ValueError("state_dict must come from Recorder.state_dict(), with the keys 'step' and 'tape'")
-    saved: Mapping[str, Any] = state  # pyright: ignore[reportUnknownVariableType]
-    step, joint, tape = saved["step"], saved.get("joint", []), saved["tape"]
-    _check_int("['step']", step)
-    _check_strings("['joint']", joint)
-    if tape is not None:
-        _check_kind("['tape']", tape, Mapping)
-        _check_tape(tape)
-    if "run" not in saved:
-        return {"step": step, "joint": joint, "tape": tape}
-    _check_kind("['run']", saved["run"], str)
-    return {"step": step, "joint": joint, "tape": tape, "run": saved["run"]}
+    given: Mapping[str, Any] = state  # pyright: ignore[reportUnknownVariableType]
+    saved: SavedRecorder = {"step": given["step"], "joint": given.get("joint", []), "tape": given["tape"]}
+    if "run" in given:
+        saved["run"] = given["run"]
+    for key, kind in get_type_hints(SavedRecorder).items():
+        if key in saved and key != "tape":
+            _check(f"[{key!r}]", saved[key], kind)
+    if saved["tape"] is not None:
+        _check_tape(saved["tape"])
+    return saved
 
 
-def _check_tape(tape: Mapping[str, Any]) -> None:
-    if missing := [key for key in SavedTape.__annotations__ if key not in tape]:
-        _raise(f"['tape'] lacks the key {missing[0]!r}")
-    for key in ("names", "refused_by", "keys"):
-        _check_strings(f"['tape'][{key!r}]", tape[key])
-    for key in ("steps", "limits", "ratios"):
-        _check_kind(f"['tape'][{key!r}]", tape[key], Sequence)
-    _check_int("['tape']['keep']", tape["keep"], least=1)
-    for i, step in enumerate(tape["steps"]):
-        _check_int(f"['tape']['steps'][{i}]", step)
-        if i and step <= tape["steps"][i - 1]:
-            _raise(f"['tape']['steps'] must increase, got {tape['steps'][i - 1]} and then {step}")
-    _check_limits(tape["limits"])
+def _check_tape(tape: SavedTape) -> None:
+    _check("['tape']", tape, dict)
+    for key, kind in get_type_hints(SavedTape).items():
+        if key not in tape:
+            _raise(f"['tape'] lacks the key {key!r}")
+        _check(f"['tape'][{key!r}]", tape[key], kind)
+    if tape["keep"] < 1:
+        _raise(f"['tape']['keep'] must be an int >= 1, got {tape['keep']}")
+    for before, step in pairwise(tape["steps"]):
+        if step <= before:
+            _raise(f"['tape']['steps'] must increase, got {before} and then {step}")
     count, width = len(tape["steps"]), len(tape["names"])
     for key in ("refused_by", "limits"):
         if len(tape[key]) != count:
@@ -71,44 +85,28 @@ def _check_tape(tape: Mapping[str, Any]) -> None:
     _check_tensor("['tape']['norms']", tape["norms"], (count, width))
     _check_tensor("['tape']['numbers']", tape["numbers"], (count, len(tape["keys"])))
     _check_tensor("['tape']['used']", tape["used"], (width,), torch.bool)
-    for i, ratio in enumerate(tape["ratios"]):
-        place = f"['tape']['ratios'][{i}]"
-        _check_kind(place, ratio, Sequence)
-        if len(ratio) != 2:
-            _raise(f"{place} must be a step and a tensor, got {len(ratio)} entries")
-        _check_int(f"{place}[0]", ratio[0])
-        _check_tensor(f"{place}[1]", ratio[1], (2, width))
+    for i, (_, norms) in enumerate(tape["ratios"]):
+        _check_tensor(f"['tape']['ratios'][{i}][1]", norms, (2, width))
 
 
-def _check_limits(limits: Sequence[Mapping[str, object]]) -> None:
-    for i, by_name in enumerate(limits):
-        place = f"['tape']['limits'][{i}]"
-        _check_kind(place, by_name, Mapping)
-        _check_strings(place, list(by_name))
-        for name, limit in by_name.items():
-            if isinstance(limit, bool) or not isinstance(limit, int | float):
-                _raise(f"{place}[{name!r}] must be a number, got {limit!r}")
+def _check(place: str, value: Any, kind: Any) -> None:
+    """Raise unless a value is of a type such as ``list[tuple[int, Tensor]]``."""
+    origin, inner = get_origin(kind) or kind, get_args(kind)
+    name, is_one = KINDS[origin]
+    if not is_one(value):
+        _raise(f"{place} must be {name}, got {_shown(value)}")
+    if not inner:
+        return
+    if origin is dict:
+        for key, entry in value.items():
+            _check(place, key, inner[0])
+            _check(f"{place}[{key!r}]", entry, inner[1])
+    else:
+        for i, entry in enumerate(value):
+            _check(f"{place}[{i}]", entry, inner[i] if origin is tuple else inner[0])
 
 
-def _check_int(place: str, value: object, least: int = 0) -> None:
-    if isinstance(value, bool | Tensor) or not isinstance(value, SupportsIndex) or operator.index(value) < least:
-        _raise(f"{place} must be an int >= {least}, got {_shown(value)}")
-
-
-def _check_kind(place: str, value: object, kind: type) -> None:
-    if not isinstance(value, kind) or (kind is Sequence and isinstance(value, str | bytes)):
-        _raise(f"{place} must be {KINDS[kind]}, got {_shown(value)}")
-
-
-def _check_strings(place: str, values: Sequence[object]) -> None:
-    _check_kind(place, values, Sequence)
-    for i, value in enumerate(values):
-        _check_kind(f"{place}[{i}]", value, str)
-
-
-def _check_tensor(place: str, value: object, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> None:
-    if not isinstance(value, Tensor):
-        _raise(f"{place} must be a tensor, got {_shown(value)}")
+def _check_tensor(place: str, value: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> None:
     if tuple(value.shape) != shape:
         _raise(f"{place} must have shape {shape}, got {tuple(value.shape)}")
     if not value.is_floating_point() if dtype is None else value.dtype != dtype:

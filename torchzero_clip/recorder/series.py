@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, tensor_split
 
-from torchzero_clip.recorder.arithmetic import effective_count, joined_norms, median_of, quantile, share_range
+from torchzero_clip.recorder.arithmetic import chance_between, effective_count, joined_norms, median_of, quantile
 from torchzero_clip.recorder.words import percent
 
 Answer: TypeAlias = Literal["enough", "too few", "drifting"]
@@ -19,9 +19,8 @@ Doubt: TypeAlias = tuple[str, bool]  # a reason why a limit may be wrong, and wh
 FEWEST = 20
 FEWEST_INDEPENDENT = 30  # the estimate has an error of a third, and 20 are too few
 FACTOR = 2  # the share of later norms above the limit is within this factor of what was asked, if there are enough
-MORE = 1.1
-SURE = 3  # a slope above so many standard errors is not chance
-ERRORS = 1  # of the slope; with 0, 1 of 15 records of which it was said that they are enough was wrong
+SURE = 0.95  # the probability of it
+MORE = 1.05
 ADAPTS = "A limit that adapts follows them: ZClip(max_norm=None)"
 BLOCKS = 20
 DEVIATION = 1.4826  # the standard deviation of a normal distribution, in median distances from the median
@@ -32,6 +31,8 @@ MOST_DROPPED = 10
 CLOSE = 1.25
 FEW = 10
 AROUND = 100
+# quantiles of the normal distribution, for the error of a slope
+NORMAL = (torch.arange(1, 42, 2, dtype=torch.float64, device="cpu") / 21 - 1).erfinv() * 2**0.5
 NUMERALS = ("no", "one", "two", "three", "four")
 EQUAL = 1e-5  # norms this close to the largest one count as equal to it, because clipping rounds
 FEWEST_RATIOS = 8  # with five earlier ratios, one of 28 steps of noise was an early sign; with eight, one of 150
@@ -98,52 +99,51 @@ class Series:
 
     def answer(self, share: float) -> tuple[Answer, list[Doubt]]:
         """Whether about ``share`` of the later norms will be above the limit that this share exceeds, and why not."""
-        drift, is_sure = self._drift(share)
-        if drift and is_sure:
+        if drift := self._drift(share):
             return "drifting", [(f"{drift}. {ADAPTS}", True)]
-        if (few := self._few(share)) is not None:
-            return "too few", [few]
-        more = f"{drift}: record about {len(self.norms):,} more steps"
-        return ("too few", [(more, False)]) if drift else ("enough", [])
+        chance = self.chance(share)
+        if chance >= SURE and self.independent >= FEWEST_INDEPENDENT:
+            return "enough", []
+        return "too few", [self._few(share, chance)]
 
-    def _drift(self, share: float) -> tuple[str, bool]:
-        """How the norms drift, empty if they do not, and whether chance does not explain it."""
+    def _drift(self, share: float) -> str:
+        """How the norms drift; empty if they do not, or if chance may explain it."""
         if self.dropped == MOST_DROPPED:
-            return "the norms still changed in the first half of the run, which was left out", True
-        half = self.halves[-1]
-        independent = self.independent * len(half.rest) / len(self.usual)
-        share = max(share, min(FEW / len(half.rest), 0.5))  # fewer than ten norms would show chance
-        limit = quantile(self.usual, 1 - share)
-        recorded = float((self.usual > limit).double().mean())  # less than asked if norms are equal to the limit
-
-        def is_far(found: float) -> bool:
-            return not recorded / FACTOR <= found <= FACTOR * max(recorded, share)
-
-        border, error = math.log(limit), half.error / independent**0.5
-        above = half.share_above(border)
-        low, high = share_range(round(above * len(half.rest)), len(half.rest), independent)
-        if is_far(above) and not low <= recorded <= high:
-            return f"{percent(above)} of the second half exceed {limit:.4g}, not {percent(share)}", True
-        last, following = half.share_above(border, half.slope / 2), half.share_above(border, half.slope * 1.5)
-        is_drift = is_far(last) or is_far(following)
-        count = f"of the next {len(self.norms) // 4:,} norms"
-        if is_drift and abs(half.slope) > SURE * error:
-            then = f"{percent(last)} of the last quarter and {percent(following)} {count} exceed {limit:.4g}"
-            return f"at the slope of the second half, {then}, not {percent(share)}", True
+            return "the norms still changed in the first half of the run, which was left out"
         if _spreads(self._rest):
-            return "large norms become more frequent", True
-        least, most = (half.share_above(border, 1.5 * (half.slope + sign * ERRORS * error)) for sign in (-1, 1))
-        if not (is_drift or is_far(least) or is_far(most)):
-            return "", False
-        range_ = f"{percent(least)} to {percent(most)} {count} may exceed {limit:.4g}"
-        return f"the slope of the second half is so uncertain that {range_}, not {percent(share)}", False
+            return "large norms become more frequent"
+        half = self.halves[-1]
+        share = max(share, min(FEW / len(half.rest), 0.5))  # fewer than ten norms would show chance
+        if self.chance(share) > 1 - SURE:
+            return ""
+        limit = quantile(self.usual, 1 - share)
+        following = percent(half.share_above(math.log(limit), 1.5 * half.slope))
+        then = f"{following} of the next {len(self.norms) // 4:,} norms exceed {limit:.4g}, not {percent(share)}"
+        return f"at the slope of the second half, {then}"
 
-    def _few(self, share: float) -> Doubt | None:
-        count, independent, times = len(self.usual), self.independent, 1.0
-        while not _is_enough(share, math.ceil(count * times), independent * times):
-            times *= MORE
-        if times == 1:
-            return None
+    def chance(self, share: float) -> float:
+        """The probability that of the next norms, a quarter as many as these, about this share is above the limit.
+
+        They follow the line of the second half, and about is within a factor of two.
+        """
+        half, limit = self.halves[-1], quantile(self.usual, 1 - share)
+        recorded = float((self.usual > limit).double().mean())  # less than asked if norms are equal to the limit
+        low, high = recorded / FACTOR, FACTOR * max(recorded, share)
+        return half.chance(low, high, math.log(limit), self._independent_in_half, len(self.norms) / 4)
+
+    @property
+    def _independent_in_half(self) -> float:
+        return self.independent * len(self.halves[-1].rest) / len(self.usual)
+
+    def _few(self, share: float, chance: float) -> Doubt:
+        """How many more norms would be enough, if they neither rose nor fell."""
+        count, independent = len(self.usual), self.independent
+        times = _enough(share) / min(self._independent_in_half, independent / 2)
+        if times <= 1:
+            near = f"from {percent(share / FACTOR)} to {percent(min(share * FACTOR, 1))}"
+            limit = f"{quantile(self.usual, 1 - share):.4g}"
+            later = f"with a probability of {percent(chance)}, the share of later norms above {limit} is {near}"
+            return f"at the slope of the second half, {later}: record about {len(self.norms):,} more steps", False
         as_much = f", which tell as much as about {independent:,.0f} independent ones," if independent < count else ""
         more = float(f"{len(self.norms) * (times - 1):.1g}")
         text = f"{count:,} norms{as_much} are too few to find the norm that {percent(share)} of them exceed"
@@ -157,11 +157,6 @@ class Series:
 
     def doubts(self, limit: float) -> Iterator[Doubt]:
         """The reasons why a limit found from these norms may be wrong."""
-        yield from self._doubts_of_norms(limit)
-        if not bool((self.usual > limit).any()):
-            yield "the limit is as large as the largest usual norm", False
-
-    def _doubts_of_norms(self, limit: float) -> Iterator[Doubt]:
         kept, every = self.norms[self.start :], len(self.norms) + self.zeros + self.bad
         others = ((self.bad, every, 100, "inf or NaN"), (self.zeros, every, 20, "0"))
         for count, total, border, what in (*others, (int(self.spikes.sum()), len(kept), 20, "spikes")):
@@ -181,6 +176,8 @@ class Series:
             largest = f"{same:,} of {len(self.norms):,} norms are equal to the largest, {float(self.norms.max()):.4g}"
             clipped = "so clip_grad_norm_ or a setting of a trainer probably clipped the gradients before"
             yield f"{largest}, {clipped}", same >= len(self.norms) / 20
+        if not bool((self.usual > limit).any()):
+            yield "the limit is as large as the largest usual norm", False
 
 
 @dataclass(frozen=True)
@@ -189,7 +186,6 @@ class Half:
 
     middle: float  # the mean
     slope: float  # for each quarter of the run
-    line: Tensor
     rest: Tensor
     error: float  # the standard error of the slope, if one number were independent
 
@@ -198,20 +194,34 @@ class Half:
         """The line through the logarithms, whose places are in quarters of the run."""
         place, middle = quarters - quarters.mean(), float(logs.mean())
         slope = float((place * logs).sum() / place.square().sum())
-        line = middle + slope * place
-        rest = logs - line
-        return cls(middle, slope, line, rest, float((rest.square().sum() / place.square().sum()).sqrt()))
+        rest = logs - middle - slope * place
+        return cls(middle, slope, rest, float((rest.square().sum() / place.square().sum()).sqrt()))
 
-    def share_above(self, border: float, moved: float | None = None) -> float:
-        """The share above a border; with ``moved``, if they were near the middle plus this number."""
-        line = self.line if moved is None else self.middle + moved
-        return float((line + self.rest > border + EQUAL).double().mean())
+    def share_above(self, border: float, moved: float) -> float:
+        """The share above a border, if the line were level, ``moved`` above the middle."""
+        return float((self.middle + moved + self.rest > border + EQUAL).double().mean())
+
+    def chance(self, low: float, high: float, border: float, independent: float, later: float) -> float:
+        """The probability that of so many later norms, a share from ``low`` to ``high`` is above the border.
+
+        ``independent`` is the number of independent norms in this half, which have chance in their slope and share.
+        """
+        moves = (1.5 * (self.slope + self.error / independent**0.5 * NORMAL)).tolist()
+        above = torch.tensor([self.share_above(border, move) for move in moves], dtype=torch.float64, device="cpu")
+        count = len(self.rest)
+        return chance_between(low, high, above * count, count, independent / (1 + count / later))
 
 
-def _is_enough(share: float, count: int, independent: float) -> bool:
-    """True if the share of later norms above a limit is within a factor of two with a probability of 95%."""
-    low, high = share_range(max(round(share * count), 1), count, independent)
-    return independent >= FEWEST_INDEPENDENT and share / FACTOR <= low and high <= share * FACTOR
+def _enough(share: float) -> float:
+    """How many independent norms in the second half are enough, if their logarithms are normal, around a level line."""
+    count, chance = FEWEST_INDEPENDENT / 2, 0.0
+    border = torch.tensor(1 - share, dtype=torch.float64, device="cpu").mul(2).sub(1).erfinv() * 2**0.5
+    while chance < SURE:
+        count *= MORE
+        # the standard error of a slope is that of a mean times the root of 3, because the half is two quarters long
+        above = torch.special.ndtr(1.5 * (3 / count) ** 0.5 * NORMAL - border)
+        chance = chance_between(share / FACTOR, share * FACTOR, above * count, round(count), count / 3)
+    return count
 
 
 def spikes_among(norms: Tensor) -> Tensor:

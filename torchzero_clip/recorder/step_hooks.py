@@ -9,41 +9,15 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from torchzero_clip.compat import may_call_base, never_compiled
+from torchzero_clip.compat import never_compiled
 from torchzero_clip.engine.listener import HasListener
 from torchzero_clip.engine.reported_loss import ReportedLoss
 from torchzero_clip.functional.norms import norms_of_each
 from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.modular.before_step import handle_of
-from torchzero_clip.modular.host import end_surely, unwrap_method
+from torchzero_clip.modular.host import Depth, end_surely, unwrap_method, with_closure
 from torchzero_clip.recorder.recording import FAILED, Recording, nothing
 from torchzero_clip.recorder.tape import Note
-
-
-class Depth:
-    """How often `step` of an optimizer has been entered: twice if that of a subclass calls that of its base class."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._is_wrapped = False  # True from `begin` to `finish`, which a wrapper of ``optimizer.step`` calls
-
-    def begin(self, optimizer: Optimizer) -> None:
-        self.count, self._is_wrapped = 0, True
-
-    def finish(self, optimizer: Optimizer) -> None:
-        self.count, self._is_wrapped = 0, False
-
-    def enter(self, optimizer: Optimizer) -> bool:
-        """Count a step that calls its hooks. True for the outermost one."""
-        # a step that was stored before may come without the wrapper, after one that has raised
-        is_inner = self.count > 0 and (self._is_wrapped or may_call_base(optimizer))
-        self.count = self.count + 1 if is_inner else 1
-        return not is_inner
-
-    def leave(self) -> bool:
-        """True at the end of the outermost step."""
-        self.count -= 1
-        return self.count <= 0
 
 
 class StepHooks(HasListener):
@@ -53,7 +27,7 @@ class StepHooks(HasListener):
         self.reported = ReportedLoss()
         self._handles = optimizer.register_step_pre_hook(self.before), optimizer.register_step_post_hook(self.after)
         self._depth = Depth()
-        self._wrapper = end_surely(optimizer, self._depth.begin, self._depth.finish)
+        self._wrapper = end_surely(optimizer, partial(self._around, True), partial(self._around, False))
         self._optimizer = weakref.ref(optimizer)
         self._recording = self.listener = run
         self._scratch = Scratch()
@@ -64,24 +38,26 @@ class StepHooks(HasListener):
         if (optimizer := self._optimizer()) is not None:
             unwrap_method(optimizer, "step", self._wrapper)
 
+    def _around(self, begins: bool, optimizer: Optimizer) -> None:
+        """The wrapper of the step begins or ends."""
+        self._depth.count, self._depth.is_wrapped = 0, begins
+
     @never_compiled
     def before(
         self, optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[object, ...], dict[str, Any]] | None:
         """Measure the gradients, or wrap the closure that makes them."""
-        # the transforms before the steps tell the listener what they have seen
-        if not self._depth.enter(optimizer) or handle_of(optimizer) is not None:
+        if self._depth.enters_base(optimizer):
+            return None
+        self._depth.count = 1
+        if handle_of(optimizer) is not None:  # its transforms tell the listener what they have seen
             return None
         self._recording.output.check()
         self._recording.finish(FAILED)
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if closure is None:
+        measured = with_closure(args, kwargs, lambda closure: _measured(closure, partial(self._measure, optimizer)))
+        if measured is None:
             self._measure(optimizer, None)
-            return None
-        closure = _measured(closure, partial(self._measure, optimizer))
-        if "closure" in kwargs:
-            return args, kwargs | {"closure": closure}
-        return (optimizer, closure, *args[2:]), kwargs
+        return measured
 
     @torch.no_grad()
     @never_compiled
@@ -106,7 +82,8 @@ class StepHooks(HasListener):
 
     @never_compiled
     def after(self, optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        if self._depth.leave():
+        if not self._depth.leaves_base():
+            self._depth.count = 0
             self._recording.finish("")
 
     @torch.no_grad()

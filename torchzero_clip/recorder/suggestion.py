@@ -52,10 +52,10 @@ class Suggestion:
     Args:
         limit: The limit. For scope "group", a dict with one limit for each group, by the name of the group.
         spikes: How many norms were spikes.
-        answer: "enough" if the share of later norms above the limit will be about ``share_clipped``, within a factor of
-            two. "drifting" if the norms are growing or falling, so that it will not be, and a limit that adapts is
-            better. "too few" if more steps should be recorded. With several groups, "drifting" if a group drifts, else
-            "too few" if a group has too few norms.
+        answer: "enough" if the share of later norms above the limit is within a factor of two of ``share_clipped`` with
+            a probability of 95%. "drifting" if the norms are growing or falling, so that it will not be, and a limit
+            that adapts is better. "too few" if more steps should be recorded. With several groups, "drifting" if a
+            group drifts, else "too few" if a group has too few norms.
         confidence: How well the record determines the limit, not whether training with it is better: "high" if there is
             no reason to doubt it, "medium" for one reason that is not serious, "low" for a serious one or several.
         reason: The reasons; empty if there are none.
@@ -75,11 +75,11 @@ class Suggestion:
         >>> for step in range(1000):
         ...     weight.grad = torch.full((1,), 50.0 if step == 800 else 1.0 + 0.7 * step % 1)
         ...     optimizer.step()
-        >>> suggestion = recorder.suggest_max_norm(share_clipped=0.1)
+        >>> suggestion = recorder.suggest_max_norm(share_clipped=0.2)
         >>> round(suggestion.limit, 3), suggestion.spikes, suggestion.answer, suggestion.confidence
-        (1.9, 1, 'enough', 'high')
+        (1.8, 1, 'enough', 'high')
         >>> suggestion.transform()
-        ClipNorm(1.899999976158142, dim='global')
+        ClipNorm(1.7999999523162842, dim='global')
     """
 
     limit: float | dict[str, float]

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations
+from itertools import combinations, permutations
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -312,10 +312,11 @@ class LayerSets:
         ones, others = _distinct(sets), _distinct(parts_of)
         twos = {f"{a} and {b}": one | other for (a, one), (b, other) in combinations(ones.items(), 2)}
         named = {**ones, **others, **twos}
+        parts = {f"{a} except {b}": one - other for (a, one), (b, other) in permutations(ones.items(), 2)}
         everything = frozenset(range(len(layers)))
-        named |= {f"all layers but {text}": everything - members for text, members in named.items()}
-        self.named = {text: members for text, members in named.items() if members}
-        """The places of the layers that match one or two patterns, or all but these, by text."""
+        rests = {f"all layers except {text}": everything - members for text, members in named.items()}
+        self.named = {text: members for text, members in (named | parts | rests).items() if members}
+        """The places of layers by text: those that match one or two patterns, one but not another, or neither."""
         self._places = {name: i for i, name in enumerate(layers)}
 
     def name_of(self, layers: Iterable[str]) -> str | None:
