@@ -1,5 +1,8 @@
 """`captured` on a CPU, where there is nothing to capture. `pretended.captures` has a device."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from torch import nn
@@ -66,6 +69,13 @@ def test_after_release_steps_are_ordinary_and_the_hook_is_gone():
     assert len(optimizer._optimizer_load_state_dict_post_hooks) == hooks
     step.release()
     step()
+
+
+def test_a_captured_step_is_not_copied():
+    step = captured(chained(model_of()))
+    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="call captured on the copy of the optimizer"):
+            copied(step)
 
 
 def test_who_cannot_be_captured_is_refused_on_a_cpu_too():

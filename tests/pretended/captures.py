@@ -31,6 +31,7 @@ from torchzero_clip import (
     captured,
     step_in_backward,
 )
+from torchzero_clip.modular.before_step import BeforeStep, chain_of
 from torchzero_clip.modular.captured import CapturedStep
 
 MODULES = ("modular.runner", "engine.nonfinite", "functional.choice", "modular.before_step")
@@ -236,6 +237,32 @@ def _set(key: str, value: Any) -> Callable[[Any, list[Any]], None]:
     return change
 
 
+def _before_later(optimizer: Any, params: list[Any]) -> None:
+    before_step(optimizer, SkipStep(max_ratio=50.0), _joint(0.5), nonfinite="skip")
+
+
+def _before_anew(optimizer: Any, params: list[Any]) -> None:
+    handle = chain_of(optimizer)
+    assert isinstance(handle, BeforeStep)
+    handle.remove()
+    before_step(optimizer, _joint(0.125))
+
+
+def _of_scaler(**values: float) -> Callable[[Any, list[Any]], None]:
+    def change(optimizer: Any, params: list[Any]) -> None:
+        for name, value in values.items():
+            setattr(optimizer, name, on_cuda(torch.tensor(value)))
+
+    return change
+
+
+def _another_step(optimizer: Any, params: list[Any]) -> None:
+    """An ordinary step in between, without a gradient, so that it follows no plan."""
+    kept, params[1].grad = params[1].grad, None
+    optimizer.step()
+    params[1].grad = kept
+
+
 def _replace(place: str) -> Callable[[Any, list[Any]], None]:
     def change(optimizer: Any, params: list[Any]) -> None:
         if place == "grad":
@@ -283,13 +310,49 @@ CHANGES: dict[str, Callable[[Any, list[Any]], object]] = {
 }
 
 
+def _gated(params: list[Any]) -> Any:
+    return Modular(params, SkipStep(max_ratio=50.0), _joint(0.5), AdamW(2**-7))
+
+
+def _groups(params: list[Any]) -> list[dict[str, Any]]:
+    return [{"params": params[:1], "lr": 0.125}, {"params": params[1:], "weight_decay": 0.25}]
+
+
+def _limit_of_a_group(optimizer: Any, params: list[Any]) -> None:
+    chain = chain_of(optimizer)
+    assert chain is not None
+    chain.param_groups[1]["max_norm"] = 0.125
+
+
+_adamw = _before(torch.optim.AdamW, list, fused=True)
+_before_gated = _before(torch.optim.AdamW, lambda: [SkipStep(max_ratio=50.0), _joint(0.5)], fused=True)
+_before_joint = _before(torch.optim.AdamW, lambda: [_joint(0.5)], fused=True)
+OTHERS: dict[str, tuple[Callable[[list[Any]], Any], Callable[[Any, list[Any]], object]]] = {
+    "before_step": (_adamw, _before_later),
+    "another before_step": (_before_gated, _before_anew),
+    "grad_scale": (_adamw, _of_scaler(grad_scale=4.0)),
+    "found_inf": (_adamw, _of_scaler(grad_scale=1.0, found_inf=1.0)),
+    "grad_scale before": (_before_joint, _of_scaler(grad_scale=4.0)),
+    "found_inf before": (_before_gated, _of_scaler(found_inf=1.0)),
+    "another step": (_before_joint, _another_step),
+    "another step, gate": (_before_gated, _another_step),
+    "groups": (lambda params: _gated(_groups(params)), _limit_of_a_group),
+    "groups before": (lambda params: _before_joint(_groups(params)), _limit_of_a_group),
+    "all frozen": (
+        _modular(lambda: [_joint(), AdamW(0.01)]),
+        lambda _, params: [p.requires_grad_(False) for p in params],
+    ),
+}
+"""What is done to optimizers of other kinds."""
+
+
 def nothing_freezes() -> None:
     """What is changed after a capture acts in the next step."""
-    for name, change in CHANGES.items():
+    for name, (start, change) in {**{name: (_gated, change) for name, change in CHANGES.items()}, **OTHERS}.items():
         found = []
         for is_captured in (True, False):
             params, made = params_of(), Recorded.made
-            optimizer = Modular(params, SkipStep(max_ratio=50.0), _joint(0.5), AdamW(2**-7))
+            optimizer = start(params)
             with recorded():
                 step = captured(optimizer) if is_captured else optimizer.step
                 for k in range(30):
@@ -299,10 +362,12 @@ def nothing_freezes() -> None:
                         change(optimizer, params)
                     step()
             held = [param for group in optimizer.param_groups for param in group["params"]]
-            found.append([numbers(param).clone() for param in held])
-            assert optimizer.steps_taken == 30
+            chain = chain_of(optimizer)
+            shown = {} if chain is None else chain.metrics()
+            found.append([numbers(value).clone() for value in (*held, *(shown[key] for key in sorted(shown)))])
+            found[-1].append(torch.tensor([] if chain is None else [chain.steps_taken, len(chain.skipped_by)]))
         for a, b in zip(*found, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
 
 
 def _recorded_run(params: list[Any]) -> Any:
@@ -399,6 +464,56 @@ def useless_captures_end() -> None:
     assert re.search(r"no step was captured in 50 steps.*set_to_none=False", str(caught[0].message))
 
 
+def steps_without_gradients_do_not_count() -> None:
+    """They are not taken, so they are not captured, and functions of the step stay where they are."""
+    for may_have in (False, True):
+        params = params_of()
+        optimizer = Modular(params, _joint(), AdamW(lambda step: 0.01 / (1 + step)))
+        with recorded():
+            step = captured(optimizer)
+            for k in range(30):
+                if may_have:
+                    fill([param.requires_grad_(False) for param in params], k)
+                step()
+        assert optimizer.steps_taken == optimizer.param_groups[0]["schedule_step"] == 0
+        assert optimizer.param_groups[0]["lr"] == 0.01
+
+
+def failed_captures_end() -> None:
+    """With one warning, and nothing is lost: numbers stay in the groups, and all steps are taken."""
+    found = []
+    for is_captured in (True, False):
+        params = params_of()
+        optimizer = STARTS["before, gate"](params)
+
+        def fails(call: Callable[[], object], device: torch.device) -> Any:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr("torchzero_clip.modular.runner.Runner.step", lambda *_: {}["no step"])
+                try:
+                    call()
+                except KeyError:
+                    raise RuntimeError("operation not permitted when stream is capturing") from None
+
+        with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            patch.setattr(CapturedStep, "record", staticmethod(fails))
+            step = captured(optimizer) if is_captured else optimizer.step
+            for k in range(20):
+                fill(params, k)
+                optimizer.param_groups[0]["lr"] = 0.01 / (k + 1)
+                step()
+        said = [str(w.message) for w in caught]
+        assert len(said) == is_captured, said
+        assert not said or re.search(r"could not be captured. .*ordinary from now on. operation not permitted", said[0])
+        assert isinstance(optimizer.param_groups[0]["lr"], float)
+        chain = chain_of(optimizer)
+        assert chain is not None
+        assert chain.steps_taken == 20
+        found.append([numbers(param).clone() for param in params])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
 def late_errors_come_with_replays() -> None:
     """At most 16 steps late, before a further step is counted."""
     params = params_of()
@@ -455,6 +570,8 @@ CHECKS: dict[str, Callable[[], None]] = {
     "captured, changes": nothing_freezes,
     "captured, refused": who_cannot_be_captured_is_named,
     "captured, useless": useless_captures_end,
+    "captured, no gradients": steps_without_gradients_do_not_count,
+    "captured, failed": failed_captures_end,
     "captured, late errors": late_errors_come_with_replays,
     "captured, one call": a_replay_is_one_call,
 }

@@ -30,6 +30,10 @@ IGNORED = {"params", "param_names", "name", "initial_lr", *COUNTERS}
 """Keys of param groups that do not change what a captured step does."""
 
 
+OF_SCALER = "grad_scale", "found_inf"
+"""What a gradient scaler gives to an optimizer of torch."""
+
+
 class Replayable(Protocol):
     """A captured step."""
 
@@ -65,8 +69,7 @@ class CapturedStep:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
-        self._chain = chain_of(optimizer)
-        self._runner = None if self._chain is None else self._chain.runner
+        self._find_chain()
         self._graph: Replayable | None = None
         self._inputs: list[tuple[Group, str, Tensor]] = []  # the numbers of param groups that stand in tensors
         self._filled: list[float] = []  # what was written to these tensors
@@ -74,7 +77,8 @@ class CapturedStep:
         self._held: list[object] = []  # memory that the captured step uses
         self._facts: dict[str, object] = {}  # of the last step
         self._alike = self._ordinary = self._replays = self._short = self._loads = 0
-        self._is_off = False
+        self._is_off = self._is_rehearsed = False
+        self._shown: object = None  # where a replay leaves its metrics
         self._refuse()
         self._hook = optimizer.register_load_state_dict_post_hook(self._note_load)
         # torch warns of ordinary steps with capturable=True, which come first
@@ -96,7 +100,8 @@ class CapturedStep:
                 result = closure()
         self._look()
         if self._graph is None:
-            step()
+            with self._tensors_in_groups():
+                step()
             self._ordinary += 1
         else:
             self._replay(self._graph)
@@ -107,6 +112,14 @@ class CapturedStep:
         self._hook.remove()
         self._drop()
         self._is_off = True
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a captured step cannot be copied or pickled: call captured on the copy of the optimizer")
+
+    def _find_chain(self) -> None:
+        """Find the transforms, because `before_step` may be called later, and `remove` of its handle too."""
+        self._chain = chain_of(self.optimizer)
+        self._runner = None if self._chain is None else self._chain.runner
 
     def _note_load(self, optimizer: Optimizer) -> None:
         self._loads += 1
@@ -182,6 +195,7 @@ class CapturedStep:
             "a load": self._loads,
             "the dtype of norms": widest(params[0].device),
             "the hooks": list(map(_Same, _hooks(self.optimizer))),
+            **{f"{name} of the optimizer": _Same(getattr(self.optimizer, name, None)) for name in OF_SCALER},
         }
         filled = {(g, key) for g, key, _ in self._numbers() if not _is_on_device(groups[g][key])}
         for g, group in enumerate(groups):
@@ -202,6 +216,7 @@ class CapturedStep:
 
     def _look(self) -> None:
         """Compare this step with the last one. Drop the graph if they differ, and capture a step if it is time."""
+        self._find_chain()
         if self._runner is not None and self._runner.chain_state.values:
             self._runner.schedules.catch_up(self._runner_groups())
         now, before = self._facts_now(), self._facts
@@ -216,8 +231,11 @@ class CapturedStep:
                 differing = ["the memory of the state"]
             if differing:
                 self._give_up(differing[0])
-        elif self._is_ready():
-            self._capture()
+            return
+        if differing:
+            self._drop()
+        if self._is_ready():
+            self._prepare()
         elif self._ordinary == LONG:
             reasons = [] if self._chain is None else self._chain.host_decides
             why = next(iter(reasons), f"{differing[0]} changes" if differing else "steps differ")
@@ -229,6 +247,9 @@ class CapturedStep:
             return False
         if runner is None:
             return True
+        params = (param for group in self.optimizer.param_groups for param in group["params"])
+        if not any(param.requires_grad and param.grad is not None for param in params):
+            return False  # such a step is not taken, and does not count
         if runner.policy.may_skip and (runner.decisions is None or runner.host_decides()):
             return False
         return runner.fast_way.plan is not None or self._alike >= WITHOUT_PLAN
@@ -237,20 +258,47 @@ class CapturedStep:
         chain = self._chain
         return self.optimizer.param_groups if chain is None else chain.param_groups
 
-    def _capture(self) -> None:
-        """Capture the step, with tensors in the place of numbers. Nothing is changed."""
-        groups, runner = self._groups(), self._runner
+    def _prepare(self) -> None:
+        """Make tensors for numbers, with which the next step is an ordinary one. Capture the step after it."""
+        groups = self._groups()
         device = groups[0]["params"][0].device
+        if self._is_rehearsed:
+            self._capture(groups, device)
+            return
         self._inputs = [
             (groups[g], key, torch.full((), float(groups[g][key]), dtype=dtype or widest(device), device=device))
             for g, key, dtype in self._numbers()
             if not _is_on_device(groups[g][key])
         ]
         self._filled = [float(group[key]) for group, key, _ in self._inputs]
-        with self._host_unchanged(groups):
-            for group, key, tensor in self._inputs:
-                group[key] = tensor
-            self._graph = self.record(self.optimizer.step, device)
+        self._is_rehearsed = True
+
+    @contextmanager
+    def _tensors_in_groups(self) -> Generator[None]:
+        """Let tensors stand for numbers, so that a step makes all memory that a captured step must not make."""
+        self._fill()
+        numbers = [group[key] for group, key, _ in self._inputs]
+        for group, key, tensor in self._inputs:
+            group[key] = tensor
+        try:
+            yield
+        finally:
+            for (group, key, tensor), number in zip(self._inputs, numbers, strict=True):
+                if group[key] is tensor:  # else a function of the step has given it another value
+                    group[key] = number
+
+    def _capture(self, groups: list[Group], device: torch.device) -> None:
+        """Capture the step. Nothing is changed. If it cannot be captured, steps are ordinary."""
+        runner = self._runner
+        try:
+            with self._host_unchanged(groups), self._tensors_in_groups():
+                self._graph = self.record(self.optimizer.step, device)
+                self._shown = None if runner is None else runner.shown()
+        except RuntimeError as error:
+            self._drop()
+            self._is_off = True
+            warn_user(f"the step could not be captured. Steps are ordinary from now on. {error}")
+            return
         self._state, self._replays, self._ordinary = self._state_now(), 0, 0
         self._held = [] if runner is None else [runner.fast_way.held(), runner.decisions]
 
@@ -272,20 +320,28 @@ class CapturedStep:
 
     def _replay(self, graph: Replayable) -> None:
         runner = self._runner
-        for k, (group, key, tensor) in enumerate(self._inputs):
-            if group[key] != self._filled[k]:
-                scalar(key, group[key])
-                self._filled[k] = float(group[key])
-                tensor.fill_(self._filled[k])
+        self._fill()
         if runner is not None:
             runner.begin_replay()
         graph.replay()
         self._replays += 1
         if runner is not None:
+            runner.show(self._shown)
             runner.end_replay(self._runner_groups())
 
+    def _fill(self) -> None:
+        """Write the numbers of now to their tensors."""
+        for k, (group, key, tensor) in enumerate(self._inputs):
+            value = group[key]
+            if isinstance(value, Tensor):
+                scalar(key, value)  # a tensor of several elements has no !=
+            if value != self._filled[k]:
+                scalar(key, value)
+                self._filled[k] = float(value)
+                tensor.fill_(self._filled[k])
+
     def _drop(self) -> None:
-        self._graph = None
+        self._graph, self._is_rehearsed, self._shown = None, False, None
         self._inputs, self._filled, self._state, self._held = [], [], [], []
 
     def _give_up(self, changed: str) -> None:

@@ -399,6 +399,15 @@ class Runner:
             self.schedules.advance(groups)
             self.chain_state.show(groups)
 
+    def shown(self) -> object:
+        """Where a step has left its metrics, for `show`."""
+        return dict(self._metrics), self._unread
+
+    def show(self, shown: Any) -> None:
+        """Let `metrics` read what `shown` returned, because a step in between has others."""
+        metrics, self._unread = shown
+        self._metrics = dict(metrics)
+
     def counts_put_back(self) -> Callable[[], None]:
         """What puts counts back that a step changes on the host."""
         values = self.chain_state.values
