@@ -488,7 +488,7 @@ def steps_without_gradients_do_not_count() -> None:
 class TimesLoss(TensorwiseTransform):
     """Multiplies by the loss, if there is one."""
 
-    pure = True
+    each_alone, pure = False, True
 
     def __init__(self) -> None:
         super().__init__({})
@@ -516,7 +516,7 @@ def losses_do_not_freeze() -> None:
                     else:
                         optimizer.report_loss(loss)
                         step()
-            assert Recorded.made == made + 2 * is_captured
+            assert Recorded.made == made + 2 * is_captured, (Recorded.made, made, is_captured, by_closure)
             found.append([numbers(param).clone() for param in params])
         for a, b in zip(*found, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
