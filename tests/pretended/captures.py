@@ -25,6 +25,7 @@ from torchzero_clip import (
     Modular,
     Recorder,
     SkipStep,
+    TensorwiseTransform,
     Wrap,
     ZClip,
     before_step,
@@ -324,6 +325,10 @@ def _limit_of_a_group(optimizer: Any, params: list[Any]) -> None:
     chain.param_groups[1]["max_norm"] = 0.125
 
 
+def _eps_in_a_tensor(params: list[Any]) -> Any:
+    return torch.optim.AdamW([{"params": params, "eps": torch.tensor(1e-8)}], capturable=True, foreach=True)
+
+
 _adamw = _before(torch.optim.AdamW, list, fused=True)
 _before_gated = _before(torch.optim.AdamW, lambda: [SkipStep(max_ratio=50.0), _joint(0.5)], fused=True)
 _before_joint = _before(torch.optim.AdamW, lambda: [_joint(0.5)], fused=True)
@@ -336,6 +341,7 @@ OTHERS: dict[str, tuple[Callable[[list[Any]], Any], Callable[[Any, list[Any]], o
     "found_inf before": (_before_gated, _of_scaler(found_inf=1.0)),
     "another step": (_before_joint, _another_step),
     "another step, gate": (_before_gated, _another_step),
+    "eps in place": (_eps_in_a_tensor, lambda optimizer, _: optimizer.param_groups[0]["eps"].fill_(0.5)),
     "groups": (lambda params: _gated(_groups(params)), _limit_of_a_group),
     "groups before": (lambda params: _before_joint(_groups(params)), _limit_of_a_group),
     "all frozen": (
@@ -479,6 +485,43 @@ def steps_without_gradients_do_not_count() -> None:
         assert optimizer.param_groups[0]["lr"] == 0.01
 
 
+class TimesLoss(TensorwiseTransform):
+    """Multiplies by the loss, if there is one."""
+
+    each_alone, pure = False, True
+
+    def __init__(self) -> None:
+        super().__init__({})
+
+    def apply_tensor(self, tensor: Tensor, param: Tensor, grad: Tensor, loss: Any, state: Any, setting: Any) -> Tensor:
+        return tensor if loss is None else tensor * loss
+
+
+def losses_do_not_freeze() -> None:
+    """A step with a loss is not captured if a transform of a user may read it, reported or of a closure."""
+    for by_closure in (False, True):
+        found = []
+        for is_captured in (True, False):
+            params, made = params_of(), Recorded.made
+            optimizer = Modular(params, TimesLoss(), SGD(0.01))
+            with recorded():
+                step: Any = captured(optimizer) if is_captured else optimizer.step
+                for k in range(60):
+                    fill(params, k)
+                    loss = on_cuda(torch.tensor(1.0 + k / 8))
+                    if k < 20 or k >= 40:
+                        step()
+                    elif by_closure:
+                        assert step(lambda loss=loss: loss) is loss
+                    else:
+                        optimizer.report_loss(loss)
+                        step()
+            assert Recorded.made == made + 2 * is_captured, (Recorded.made, made, is_captured, by_closure)
+            found.append([numbers(param).clone() for param in params])
+        for a, b in zip(*found, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
 def failed_captures_end() -> None:
     """With one warning, and nothing is lost: numbers stay in the groups, and all steps are taken."""
     found = []
@@ -571,6 +614,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     "captured, refused": who_cannot_be_captured_is_named,
     "captured, useless": useless_captures_end,
     "captured, no gradients": steps_without_gradients_do_not_count,
+    "captured, losses": losses_do_not_freeze,
     "captured, failed": failed_captures_end,
     "captured, late errors": late_errors_come_with_replays,
     "captured, one call": a_replay_is_one_call,

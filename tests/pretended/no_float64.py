@@ -153,6 +153,24 @@ def sums_beyond_float32(_: Agree) -> None:
             close(-numbers(param).double(), exact - mean)
 
 
+def joint_deviations_near_the_largest_number(agree: Agree) -> None:
+    """Their sum of squares has no root in float32. Those of a constant are 0, also if its mean is rounded."""
+    for shapes in ([(60, 50)], [(7,), (3, 4), (60, 50)]):
+        for dim in (None, "global"):
+            for largest, is_constant in ((3e38, False), (3e38, True), (0.3, True)):
+                generator, found = torch.Generator().manual_seed(0), []
+                rows = [torch.rand(shape, generator=generator) * 2 - 1 for shape in shapes]
+                rows = [torch.full_like(row, largest) if is_constant else row * largest for row in rows]
+                for place in (on_cuda, Tensor.clone):
+                    params = [nn.Parameter(place(torch.zeros(row.shape))) for row in rows]
+                    optimizer = Modular(params, ClipNorm(0.5, "std", dim=dim), SGD(1.0))
+                    for param, row in zip(params, rows, strict=True):
+                        param.grad = place(row)
+                    optimizer.step()
+                    found.append(params)
+                agree(found[0], [numbers(param) for param in found[1]], (shapes, dim, largest), torch.float32)
+
+
 def norms_beyond_float32(_: Agree) -> None:
     """Norms of a CPU that float32 cannot hold stay finite and positive beside a gradient on the device."""
     for size in (1e100, 1e-100):
@@ -334,6 +352,7 @@ CHECKS: dict[str, Callable[[Agree], None]] = {
     "without float64, exact norms": exact_norms,
     "without float64, launches": norms_take_few_launches,
     "without float64, long norms": long_norms,
+    "without float64, joint deviations": joint_deviations_near_the_largest_number,
     "without float64, statistics": statistics_stay_right,
     "without float64, counts": counts_go_on,
     "without float64, checkpoints": checkpoints_move,

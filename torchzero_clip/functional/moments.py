@@ -70,12 +70,13 @@ def joint_moments(parts: Sequence[Part], metric: Metric, moments: Moments | None
     """The numbers from which `root_of_moments` finds the metric, no power, of whole tensors as one vector.
 
     For 'sum' they are the real and the imaginary part of the sum. For 'std' and 'var' they are the number of elements,
-    the real and the imaginary part of the mean, and the norm of the deviations from it.
+    the real and the imaginary part of the mean, and the root of the mean square of the deviations from it, which is
+    finite for finite elements.
     """
     moments = moments or moments_of_slices(parts, metric)
     if moments is not None:
         count, mean, spread = _joined_moments(parts, moments)
-        return torch.cat([torch.full_like(spread, count).view(1), _as_reals(mean), spread.view(1)])
+        return torch.cat([torch.full_like(spread, count).view(1), _as_reals(mean), spread.view(1) / math.sqrt(count)])
     count, room = sum(p.size for p in parts), _joint_room(parts)
     parts = _divided(parts, [room] * len(parts))
     total = joint_sum(parts)
@@ -83,7 +84,7 @@ def joint_moments(parts: Sequence[Part], metric: Metric, moments: Moments | None
         return _as_reals(enlarged(total, room))
     mean = total / max(count, 1)
     spreads = norms_of_slices(_deviations(parts, [moved(mean, p.tensor.device) for p in parts]), 2.0)
-    spread = moved(joint_of_norms(pack(spreads), 2.0), mean.device).view(1)
+    spread = moved(joint_of_norms(pack(spreads), 2.0), mean.device).view(1) / math.sqrt(max(count, 1))
     return torch.cat([torch.full_like(spread, count), _as_reals(enlarged(mean, room)), enlarged(spread, room)])
 
 
@@ -93,12 +94,15 @@ def root_of_moments(metric: Metric, rows: Tensor) -> Tensor:
         return torch.hypot(*rows.sum(dim=0).unbind())
     count, *mean, spread = rows.unbind(dim=1)
     if len(rows) > 1:
-        # the spread of all is that of each and the distance of its mean from the joint mean
+        # the spread of all is that of each and the distance of its mean from the joint mean, by the shares of elements
         total = count.sum().view(1)
         joint = [(count * x).sum().view(1) / total.clamp(min=1) for x in mean]
-        apart = count.sqrt() * torch.hypot(*(x - y for x, y in zip(mean, joint, strict=True)))
-        count, mean, spread = total, joint, joint_of_norms(torch.cat([spread, apart]), 2.0).view(1)
-    return _deviation(spread, torch.hypot(*mean), count).squeeze(0)
+        apart = torch.hypot(*(x - y for x, y in zip(mean, joint, strict=True)))
+        shares = (count / total.clamp(min=1)).sqrt()
+        count, mean = total, joint
+        spread = joint_of_norms(torch.cat([spread * shares, apart * shares]), 2.0).view(1)
+    least = torch.hypot(*mean) * _rounding(spread)
+    return (torch.where(spread <= least, 0.0, spread) * (count / (count - 1).clamp(min=1)).sqrt()).squeeze(0)
 
 
 def _as_reals(value: Tensor) -> Tensor:
@@ -186,11 +190,12 @@ def _deviations(parts: Sequence[Part], means: Sequence[Tensor]) -> list[Part]:
     return [part._replace(tensor=part.tensor.to(sum_dtype(part.tensor)) - mean) for part, mean in pairs]
 
 
-def _deviation(spread: Tensor, mean: Tensor, count: Tensor | int) -> Tensor:
+def _deviation(spread: Tensor, mean: Tensor, count: int) -> Tensor:
     """The standard deviation from the norm of the deviations; 0 where they are only the rounding of the mean."""
-    if isinstance(count, Tensor):
-        root, degrees = count.sqrt(), (count - 1).clamp(min=1).sqrt()
-    else:
-        root, degrees = math.sqrt(count), math.sqrt(max(count - 1, 1))
-    # the mean has an error of 1e-16 of itself, which is all that the elements of a constant tensor differ by
-    return torch.where(spread <= mean.abs() * (root * 1e-15), 0.0, spread) / degrees
+    least = mean.abs() * (math.sqrt(count) * _rounding(spread))
+    return torch.where(spread <= least, 0.0, spread) / math.sqrt(max(count - 1, 1))
+
+
+def _rounding(spread: Tensor) -> float:
+    """The error of a mean over itself, which is all that the elements of a constant tensor differ by."""
+    return 1e-15 if spread.dtype == torch.float64 else 4 * torch.finfo(spread.dtype).eps

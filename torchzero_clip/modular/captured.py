@@ -13,6 +13,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from torchzero_clip.checks import instance, scalar
 from torchzero_clip.compat import warn_user
 from torchzero_clip.core.chain_state import COUNTERS
+from torchzero_clip.core.transform import is_pure
 from torchzero_clip.engine.listener import HasListener
 from torchzero_clip.functional.dtypes import widest
 from torchzero_clip.modular.before_step import BeforeStep, chain_of, hook_owner, warn_of_copy
@@ -77,7 +78,7 @@ class CapturedStep:
         self._held: list[object] = []  # memory that the captured step uses
         self._facts: dict[str, object] = {}  # of the last step
         self._alike = self._ordinary = self._replays = self._short = self._loads = 0
-        self._is_off = self._is_rehearsed = False
+        self._is_off = self._is_rehearsed = self._has_loss = False
         self._shown: object = None  # where a replay leaves its metrics
         self._refuse()
         self._hook = optimizer.register_load_state_dict_post_hook(self._note_load)
@@ -98,10 +99,10 @@ class CapturedStep:
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
-        self._look()
+        self._look(has_loss=result is not None)
         if self._graph is None:
             with self._tensors_in_groups():
-                step()
+                _ = step() if closure is None else step(lambda: result)  # with the loss, which transforms may read
             self._ordinary += 1
         else:
             self._replay(self._graph)
@@ -123,6 +124,17 @@ class CapturedStep:
 
     def _note_load(self, optimizer: Optimizer) -> None:
         self._loads += 1
+
+    def _may_read_loss(self) -> bool:
+        """True if a transform may read the loss of the step. Those of this package do not, except for gates."""
+        transforms = [] if self._runner is None else [node.transform for node in self._runner.nodes]
+        package = __name__.partition(".")[0]
+        return not all(
+            is_pure(one) and (one.each_alone or type(one).__module__.partition(".")[0] == package) for one in transforms
+        )
+
+    def _reports_loss(self) -> bool:
+        return self._runner is not None and self._runner.reported.count > 0
 
     def _is_on_device(self) -> bool:
         param = next((p for group in self.optimizer.param_groups for p in group["params"]), None)
@@ -194,6 +206,7 @@ class CapturedStep:
             "requires_grad of the parameters": [p.requires_grad for p in params],
             "a load": self._loads,
             "the dtype of norms": widest(params[0].device),
+            "a loss": self._has_loss,
             "the hooks": list(map(_Same, _hooks(self.optimizer))),
             **{f"{name} of the optimizer": _Same(getattr(self.optimizer, name, None)) for name in OF_SCALER},
         }
@@ -214,9 +227,10 @@ class CapturedStep:
         chain = [] if self._runner is None else self._runner.chain_state.values.values()
         return [value for value in (*values, *nested, *chain) if isinstance(value, Tensor)]
 
-    def _look(self) -> None:
+    def _look(self, *, has_loss: bool) -> None:
         """Compare this step with the last one. Drop the graph if they differ, and capture a step if it is time."""
         self._find_chain()
+        self._has_loss = self._may_read_loss() and (has_loss or self._reports_loss())
         if self._runner is not None and self._runner.chain_state.values:
             self._runner.schedules.catch_up(self._runner_groups())
         now, before = self._facts_now(), self._facts
@@ -238,12 +252,13 @@ class CapturedStep:
             self._prepare()
         elif self._ordinary == LONG:
             reasons = [] if self._chain is None else self._chain.host_decides
+            reasons = ["a transform may read the loss"] if self._has_loss else reasons
             why = next(iter(reasons), f"{differing[0]} changes" if differing else "steps differ")
             warn_user(f"no step was captured in {LONG} steps, because {why}{_way_out(why)}")
 
     def _is_ready(self) -> bool:
         runner = self._runner
-        if self._is_off or self._alike < ALIKE:
+        if self._is_off or self._has_loss or self._alike < ALIKE:
             return False
         if runner is None:
             return True
@@ -420,6 +435,8 @@ def _comparable(value: Any) -> object:
     """The value, so that == reads no tensor."""
     if isinstance(value, tuple | list):
         return tuple(map(_comparable, value))  # pyright: ignore[reportUnknownArgumentType]
+    if isinstance(value, Tensor) and value.is_cpu and not value.is_inference():
+        return _Same(value), value._version  # a captured step has its numbers, which may change in place
     return value if isinstance(value, float | int | str | None) else _Same(value)
 
 
