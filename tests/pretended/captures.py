@@ -407,7 +407,7 @@ REFUSED: dict[str, Callable[[list[Any]], Any]] = {
     r"steps in the backward.*remove\(\)": _in_backward,
     r"raises in the same step.*Write nonfinite=.skip": lambda params: Modular(params, AdamW(), nonfinite="raise"),
     r"reads losses.*max_ratio": lambda params: Modular(params, SkipStep(sigma=6.0), AdamW()),
-    r"functions of the step beside a gate.*schedulers of torch": _functions,
+    r"functions of the step, with a gate.*schedulers of torch": _functions,
     r"Wrap runs the code.*before_step": _wrapped,
     r"on several devices": lambda params: Modular([*params, nn.Parameter(torch.ones(3))], AdamW()),
     r"needs capturable=True in all groups$": lambda params: torch.optim.AdamW(params),

@@ -288,7 +288,7 @@ class BeforeStep:
         """Divide by the scale of a gradient scaler. Return False if it has found gradients that are not finite."""
         found_inf = getattr(optimizer, FOUND_INF, None)
         if found_inf is not None and found_inf.item():
-            self._settle()  # else the last answer of the device would replace the reason
+            self._read_decisions()  # else the last answer of the device would replace the reason
             self.runner.leave_out((FOUND_INF,))
             self._infs += 1
             if is_worth_a_warning(self._infs):

@@ -165,7 +165,7 @@ class CapturedStep:
             if reasons := runner.policy.host_reasons():
                 return f"{reasons[0]}. Use SkipStep(max_ratio=...), or implement Gate.record"
             if runner.policy.may_skip and runner.schedules.any:
-                return "settings are functions of the step beside a gate. Use schedulers of torch"
+                return "settings are functions of the step, with a gate or nonfinite='skip'. Use schedulers of torch"
         devices = {param.device for group in optimizer.param_groups for param in group["params"]}
         if len(devices) > 1:
             return "its parameters are on several devices. Make an optimizer for each device"
@@ -376,11 +376,12 @@ class CapturedStep:
 def captured(optimizer: Optimizer) -> CapturedStep:
     """Return a function that takes the steps of an optimizer as replays of a CUDA graph.
 
-    A replay is one call of the host instead of hundreds. The optimizer stays as it is, for schedulers, trainers and
+    A replay launches all kernels of the step by one call. Before it, the host compares the memory of all parameters and
+    gradients. The optimizer stays as it is, for schedulers, trainers and
     checkpoints: only call ``step()`` instead of ``optimizer.step()``.
 
     The first steps are ordinary. When a few looked the same, a step is captured, and later ones are replays. The rates
-    ``lr`` and the limits of `ClipNorm` and `ClipRMS` may change in each step. Before each replay, the memory of
+    ``lr`` and the limit ``max_norm`` of `ClipNorm` may change in each step. Before each replay, the memory of
     gradients, all other settings and loads are compared. If one differs, the step is an ordinary one, and a new capture
     follows. On a CPU, all steps are ordinary.
 

@@ -122,9 +122,9 @@ class Series:
         return f"at the slope of the second half, {then}"
 
     def chance(self, share: float) -> float:
-        """The probability that of the next norms, a quarter as many as these, about this share is above the limit.
+        """The probability that the share of the next norms above the limit is within a factor of two of ``share``.
 
-        They follow the line of the second half, and about is within a factor of two.
+        They are a quarter as many as these, and follow the line of the second half.
         """
         half, limit = self.halves[-1], quantile(self.usual, 1 - share)
         recorded = float((self.usual > limit).double().mean())  # less than asked if norms are equal to the limit
@@ -187,7 +187,7 @@ class Half:
     middle: float  # the mean
     slope: float  # for each quarter of the run
     rest: Tensor
-    error: float  # the standard error of the slope, if one number were independent
+    error: float  # the standard error of the slope, times the root of the number of independent norms
 
     @classmethod
     def of(cls, quarters: Tensor, logs: Tensor) -> "Half":
@@ -198,7 +198,7 @@ class Half:
         return cls(middle, slope, rest, float((rest.square().sum() / place.square().sum()).sqrt()))
 
     def share_above(self, border: float, moved: float) -> float:
-        """The share above a border, if the line were level, ``moved`` above the middle."""
+        """The share above a border, if all distances were taken from ``middle + moved``."""
         return float((self.middle + moved + self.rest > border + EQUAL).double().mean())
 
     def chance(self, low: float, high: float, border: float, independent: float, later: float) -> float:

@@ -53,9 +53,10 @@ class Suggestion:
         limit: The limit. For scope "group", a dict with one limit for each group, by the name of the group.
         spikes: How many norms were spikes.
         answer: "enough" if the share of later norms above the limit is within a factor of two of ``share_clipped`` with
-            a probability of 95%. "drifting" if the norms are growing or falling, so that it will not be, and a limit
-            that adapts is better. "too few" if more steps should be recorded. With several groups, "drifting" if a
-            group drifts, else "too few" if a group has too few norms.
+            a probability of 95%. "drifting" if this probability is at most 5%, if large norms become more frequent, or
+            if the norms still changed in the first half of the run: a limit that adapts is better. "too few" if more
+            steps should be recorded. With several groups, "drifting" if a group drifts, else "too few" if a group has
+            too few norms.
         confidence: How well the record determines the limit, not whether training with it is better: "high" if there is
             no reason to doubt it, "medium" for one reason that is not serious, "low" for a serious one or several.
         reason: The reasons; empty if there are none.
