@@ -396,7 +396,7 @@ def other_arguments_raise(wrap):
     reduction = ("mean", "sum")[dist.get_rank()]
     clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0), loss_reduction=reduction)
     losses = forward(model, batch, "equal")
-    with pytest.raises(RuntimeError, match="need the same trainable parameters and the same loss_reduction"):
+    with pytest.raises(RuntimeError, match="need the same trainable parameters, the same arguments of the clipper"):
         clipper.backward(losses)
 
 
@@ -407,7 +407,7 @@ def other_parameters_raise(wrap):
     if dist.get_rank() == 1:
         next(model.parameters()).requires_grad_(False)
     losses = forward(model, batch, "equal")
-    with pytest.raises(RuntimeError, match="need the same trainable parameters and the same loss_reduction"):
+    with pytest.raises(RuntimeError, match="need the same trainable parameters, the same arguments of the clipper"):
         clipper.backward(losses)
 
 
