@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from torchzero_clip import SGD, AdamW, ClipNorm, Modular, Recorder, SkipStep, before_step, captured
 from torchzero_clip.modular.captured import CapturedStep
@@ -112,3 +113,16 @@ def test_a_limit_may_be_a_tensor():
         ClipNorm(torch.ones(2))
     with pytest.raises(ValueError, match="max_norm must be >= 0"):
         ClipNorm(-1.0)
+
+
+def test_on_a_cpu_hooks_of_all_optimizers_are_called():
+    calls = []
+    handle = register_optimizer_step_pre_hook(lambda *args: calls.append(args))
+    try:
+        model = model_of()
+        step = captured(chained(model))
+        model(torch.ones(2, 3)).sum().backward()
+        step()
+    finally:
+        handle.remove()
+    assert len(calls) == 1

@@ -174,7 +174,10 @@ class CapturedStep:
             text = "it needs capturable=True in all groups"
             has_it = all("capturable" in group for group in optimizer.param_groups)
             return text if has_it else f"{text}. It has no such argument: use Modular, with Adam, AdamW or SGD"
-        hook = next(filter(None, map(_foreign, _hooks(optimizer))), None)
+        hooks = _hooks(optimizer)
+        if not self._is_on_device():  # on a CPU, steps call them; those of all optimizers may be of other models
+            hooks = [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
+        hook = next(filter(None, map(_foreign, hooks)), None)
         return None if hook is None else f"replays do not call {hook!r}, a hook of its steps. Remove the hook"
 
     def _groups(self) -> list[Group]:
