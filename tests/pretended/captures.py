@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from pretended.decisions import fill
 from pretended.device import CUDA, DEVICE, Graph, OnCuda, numbers, on_cuda
 from pretended.runs import bits, error_of
 from torch import Tensor, nn
@@ -220,16 +221,6 @@ def captured_steps_are_the_ordinary_ones(names: list[str], steps: int) -> None:
                 assert not different, (name, k, different)
 
 
-def fill(params: list[nn.Parameter], k: int, value: float = 1.0) -> None:
-    generator = torch.Generator().manual_seed(k)
-    for param in params:
-        grad = torch.randn(param.shape, generator=generator) * value
-        if param.grad is None:
-            param.grad = on_cuda(grad)
-        else:
-            numbers(param.grad).copy_(grad)
-
-
 def _set(key: str, value: Any) -> Callable[[Any, list[Any]], None]:
     def change(optimizer: Any, params: list[Any]) -> None:
         for group in optimizer.param_groups:
@@ -362,7 +353,7 @@ def nothing_freezes() -> None:
             with recorded():
                 step = captured(optimizer) if is_captured else optimizer.step
                 for k in range(30):
-                    fill(params, k)
+                    fill(params, seed=k)
                     if k == 20:
                         assert Recorded.made == made + is_captured
                         change(optimizer, params)
@@ -426,7 +417,7 @@ def who_cannot_be_captured_is_named() -> None:
     with recorded():
         step = captured(optimizer)
         for k in range(20):
-            fill(params, k)
+            fill(params, seed=k)
             step()
         recorder = Recorder(optimizer)
         before = [bits(param) for param in params]
@@ -448,7 +439,7 @@ def useless_captures_end() -> None:
         step = captured(optimizer)
         for k in range(120):
             optimizer.param_groups[0]["betas"] = (0.9, 0.99 - (k // 8) / 100)
-            fill(params, k)
+            fill(params, seed=k)
             step()
     said = [str(w.message) for w in caught]
     assert len(said) == 1, said
@@ -464,7 +455,7 @@ def useless_captures_end() -> None:
             kept.append([param.grad for param in params])
             for param in params:
                 param.grad = None
-            fill(params, k)
+            fill(params, seed=k)
             step()
     assert len(caught) == 1
     assert re.search(r"no step was captured in 50 steps.*set_to_none=False", str(caught[0].message))
@@ -479,7 +470,7 @@ def steps_without_gradients_do_not_count() -> None:
             step = captured(optimizer)
             for k in range(30):
                 if may_have:
-                    fill([param.requires_grad_(False) for param in params], k)
+                    fill([param.requires_grad_(False) for param in params], seed=k)
                 step()
         assert optimizer.steps_taken == optimizer.param_groups[0]["schedule_step"] == 0
         assert optimizer.param_groups[0]["lr"] == 0.01
@@ -507,7 +498,7 @@ def losses_do_not_freeze() -> None:
             with recorded():
                 step: Any = captured(optimizer) if is_captured else optimizer.step
                 for k in range(60):
-                    fill(params, k)
+                    fill(params, seed=k)
                     loss = on_cuda(torch.tensor(1.0 + k / 8))
                     if k < 20 or k >= 40:
                         step()
@@ -542,7 +533,7 @@ def failed_captures_end() -> None:
             patch.setattr(CapturedStep, "record", staticmethod(fails))
             step = captured(optimizer) if is_captured else optimizer.step
             for k in range(20):
-                fill(params, k)
+                fill(params, seed=k)
                 optimizer.param_groups[0]["lr"] = 0.01 / (k + 1)
                 step()
         said = [str(w.message) for w in caught]
@@ -564,10 +555,10 @@ def late_errors_come_with_replays() -> None:
     with recorded():
         step = captured(optimizer)
         for k in range(20):
-            fill(params, k)
+            fill(params, seed=k)
             step()
         before = [bits(param) for param in params]
-        bad = next(filter(None, (error_of(lambda: (fill(params, 0, torch.nan), step())) for _ in range(30))))
+        bad = next(filter(None, (error_of(lambda: (fill(params, torch.nan), step())) for _ in range(30))))
         assert re.search(r"steps in a row were skipped at step 2\d\.", bad)
         assert [bits(param) for param in params] == before
         assert optimizer.steps_taken == 20
@@ -582,11 +573,11 @@ def a_replay_is_one_call() -> None:
         with recorded():
             step = captured(optimizer)
             for k in range(20):
-                fill(params, k)
+                fill(params, seed=k)
                 step()
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(Recorded, "replay", lambda graph: None)
-                fill(params, 0)
+                fill(params)
                 DEVICE.counts.clear()
                 step()
                 assert not DEVICE.counts.launches, name

@@ -29,8 +29,6 @@ LONG = 50
 """After so many ordinary steps in a row, a warning says why no step was captured."""
 IGNORED = {"params", "param_names", "name", "initial_lr", *COUNTERS}
 """Keys of param groups that do not change what a captured step does."""
-
-
 OF_SCALER = "grad_scale", "found_inf"
 """What a gradient scaler gives to an optimizer of torch."""
 
