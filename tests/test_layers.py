@@ -12,12 +12,13 @@ PACKAGE = Path(__file__).parents[1] / "torchzero_clip"
 FILES = sorted(PACKAGE.rglob("*.py"))
 EVERYWHERE = {"functional", "checks", "hints", "types", "compat"}
 BELOW = {
-    "integrations": {"integrations", "recorder", "modular", "core", "compat"},
+    "integrations": {"integrations", "recorder", "other_optimizer", "modular", "core", "compat"},
     "__main__": {"recorder"},
     "private": {"per_sample", "checks"},
     "late": {"per_sample", "recorder"},
-    "recorder": {"recorder", "modular", "engine", "clipping", "core", "private_losses", *EVERYWHERE},
-    "migrating": {"migrating", "optimizers", "modular", "checkpoints", "core", *EVERYWHERE},
+    "recorder": {"recorder", "other_optimizer", "modular", "engine", "clipping", "core", "private_losses", *EVERYWHERE},
+    "migrating": {"migrating", "optimizers", "other_optimizer", "modular", "checkpoints", "core", *EVERYWHERE},
+    "other_optimizer": {"other_optimizer", "modular", "checkpoints", "engine", "core", "private_losses", *EVERYWHERE},
     "modular": {"modular", "checkpoints", "fast", "engine", "core", "private_losses", *EVERYWHERE},
     "checkpoints": {"checkpoints", "core", *EVERYWHERE},
     "fast": {"fast", "engine", "core", *EVERYWHERE},

@@ -48,8 +48,6 @@ from torchzero_clip.migrating.as_lr import as_lr as as_lr
 from torchzero_clip.migrating.moving import adapt_state_dict as adapt_state_dict
 from torchzero_clip.migrating.moving import from_torch_optim as from_torch_optim
 from torchzero_clip.migrating.moving import to_torch_optim as to_torch_optim
-from torchzero_clip.modular.before_step import before_step as before_step
-from torchzero_clip.modular.captured import captured as captured
 from torchzero_clip.modular.in_backward import step_in_backward as step_in_backward
 from torchzero_clip.modular.modular import Modular as Modular
 from torchzero_clip.optimizers.adam import Adam as Adam
@@ -60,6 +58,8 @@ from torchzero_clip.optimizers.rmsprop import RMSprop as RMSprop
 from torchzero_clip.optimizers.sgd import SGD as SGD
 from torchzero_clip.optimizers.weight_decay import WeightDecay as WeightDecay
 from torchzero_clip.optimizers.wrap import Wrap as Wrap
+from torchzero_clip.other_optimizer.before_step import before_step as before_step
+from torchzero_clip.other_optimizer.captured import captured as captured
 
 if _typing.TYPE_CHECKING:
     from torchzero_clip.late import *  # noqa: F403

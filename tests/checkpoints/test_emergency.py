@@ -7,7 +7,7 @@ from contextlib import suppress
 import pytest
 import torch
 from contract.training import gradients, parameters, set_grads
-from modular.test_undone_steps import Interrupted
+from other_optimizer.test_undone_steps import Interrupted
 from table import MATRICES
 from torch import nn
 

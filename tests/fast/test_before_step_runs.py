@@ -18,7 +18,7 @@ from torchzero_clip import LR, AdamW, ClipNorm, ClipValue, Modular, Recorder, be
 from torchzero_clip.checkpoints.identity import IDENTITY
 from torchzero_clip.core.chain import flatten
 from torchzero_clip.core.kinds import UpdateRule
-from torchzero_clip.modular.before_step import BeforeStep
+from torchzero_clip.other_optimizer.before_step import BeforeStep
 
 
 def without_rule(make):

@@ -5,7 +5,7 @@ import itertools
 import pytest
 from contract.training import assert_equal, assert_same_checkpoint, values
 from fast.comparison import short_pieces
-from modular.test_undone_steps import CHAINS, run
+from other_optimizer.test_undone_steps import CHAINS, run
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:a max_norm of 0"),

@@ -6,7 +6,7 @@ from torch import nn
 
 from torchzero_clip import AdamW, ClipNorm, Modular, ZClip, before_step
 from torchzero_clip.integrations.attaching import attached, check_recorder, check_trained
-from torchzero_clip.modular.before_step import chain_of
+from torchzero_clip.other_optimizer.before_step import chain_of
 
 
 def sgd(params):

@@ -33,10 +33,10 @@ from torchzero_clip import (
     captured,
     step_in_backward,
 )
-from torchzero_clip.modular.before_step import BeforeStep, chain_of
-from torchzero_clip.modular.captured import CapturedStep
+from torchzero_clip.other_optimizer.before_step import BeforeStep, chain_of
+from torchzero_clip.other_optimizer.captured import CapturedStep
 
-MODULES = ("modular.runner", "engine.nonfinite", "functional.choice", "modular.before_step")
+MODULES = ("modular.runner", "engine.nonfinite", "functional.choice", "other_optimizer.before_step")
 """Where the package asks whether a graph is captured."""
 
 

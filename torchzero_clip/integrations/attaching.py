@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 
 from torchzero_clip.compat import warn_user
 from torchzero_clip.core.chain import Transforms
-from torchzero_clip.modular.before_step import BeforeStep, before_step, chain_of
-from torchzero_clip.modular.host import unwrap
+from torchzero_clip.modular.wrappers import unwrap
+from torchzero_clip.other_optimizer.before_step import BeforeStep, before_step, chain_of
 from torchzero_clip.recorder.live import Send
 from torchzero_clip.recorder.recorder import Recorder
 

@@ -13,7 +13,7 @@ from typing_extensions import override
 from torchzero_clip.compat import warn_user
 from torchzero_clip.integrations.attaching import ToAttach, ToRecord, attached, check_recorder, check_trained, started
 from torchzero_clip.integrations.measured import numbers, unwrapped
-from torchzero_clip.modular.before_step import BeforeStep, chain_of
+from torchzero_clip.other_optimizer.before_step import BeforeStep, chain_of
 from torchzero_clip.recorder.arithmetic import finite_ones
 from torchzero_clip.recorder.recorder import Recorder
 

@@ -13,9 +13,9 @@ from typing_extensions import override
 
 from torchzero_clip.compat import warn_user
 from torchzero_clip.integrations.attaching import ToAttach, ToRecord, attached, check_recorder, check_trained, started
-from torchzero_clip.modular.before_step import BeforeStep, chain_of
-from torchzero_clip.modular.host import unwrap
 from torchzero_clip.modular.modular import Modular
+from torchzero_clip.modular.wrappers import unwrap
+from torchzero_clip.other_optimizer.before_step import BeforeStep, chain_of
 from torchzero_clip.recorder.recorder import Recorder
 
 if TYPE_CHECKING:

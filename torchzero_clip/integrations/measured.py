@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from torchzero_clip.modular.before_step import BeforeStep, chain_of
-from torchzero_clip.modular.host import unwrap
 from torchzero_clip.modular.modular import Modular
+from torchzero_clip.modular.wrappers import unwrap
+from torchzero_clip.other_optimizer.before_step import BeforeStep, chain_of
 from torchzero_clip.recorder.arithmetic import finite_ones
 
 

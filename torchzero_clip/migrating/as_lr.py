@@ -7,8 +7,8 @@ from torch.optim import Optimizer
 
 from torchzero_clip.checks import instance, is_numeric
 from torchzero_clip.core.group_keys import BEFORE_STEP
-from torchzero_clip.modular.before_step import BeforeStep
 from torchzero_clip.modular.modular import Modular
+from torchzero_clip.other_optimizer.before_step import BeforeStep
 from torchzero_clip.types import Group
 
 

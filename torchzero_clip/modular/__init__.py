@@ -1,8 +1,9 @@
-"""The optimizer, and other ways to take steps.
+"""The optimizer.
 
-* `modular` is the optimizer. Its `runner` takes steps through a chain, and `param_groups` makes groups.
-* `before_step` puts a runner before the steps of another optimizer, in which `followed`, `placed`, `entries` and `host`
-  find settings and store state.
+* `modular` is the optimizer. Its `runner` takes steps through a chain, `param_groups` makes groups, and `validation`
+  checks what users pass.
+* `classes`, `described` and `origin` are about the optimizer as an object: classes made of a chain, its text, and the
+  module that its parameters are of.
 * `in_backward` takes steps of parts while a backward runs.
-* `captured` replays the steps of an optimizer as a CUDA graph.
+* `wrappers` finds the optimizer inside the wrappers of trainers.
 """

@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 from torchzero_clip.checks import count
 from torchzero_clip.compat import at_end_of_backward, current_graph_task_id, never_compiled, warn_user
 from torchzero_clip.engine.parts import Parts, second_gradient
-from torchzero_clip.modular.host import unwrap
 from torchzero_clip.modular.modular import Modular
 from torchzero_clip.modular.refusals import refuse
+from torchzero_clip.modular.wrappers import unwrap
 from torchzero_clip.types import Group, Setting
 
 SHOWN = 10  # names of updated parameters that an error shows

@@ -12,9 +12,9 @@ from torchzero_clip.checks import count, instance, one_of, steps
 from torchzero_clip.compat import warn_user
 from torchzero_clip.core.kinds import Gate
 from torchzero_clip.engine.reported_loss import ReportedLoss
-from torchzero_clip.modular.before_step import chain_of, hook_owner
-from torchzero_clip.modular.host import unwrap
 from torchzero_clip.modular.modular import Modular
+from torchzero_clip.modular.wrappers import unwrap
+from torchzero_clip.other_optimizer.before_step import chain_of, hook_owner
 from torchzero_clip.private_losses import refuse_loss
 from torchzero_clip.recorder.data import step_number
 from torchzero_clip.recorder.files import FilePath, check

@@ -26,9 +26,11 @@ from torchzero_clip.functional.bad import BadGradients
 from torchzero_clip.functional.clip import inverse
 from torchzero_clip.functional.dtypes import widened
 from torchzero_clip.hints import explained
-from torchzero_clip.modular.entries import Entries
-from torchzero_clip.modular.followed import Followed, runner_before
-from torchzero_clip.modular.host import (
+from torchzero_clip.modular.modular import Modular
+from torchzero_clip.modular.wrappers import unwrap, unwrapped_host
+from torchzero_clip.other_optimizer.entries import Entries
+from torchzero_clip.other_optimizer.followed import Followed, runner_before
+from torchzero_clip.other_optimizer.host import (
     Depth,
     RefusedStep,
     are_zero,
@@ -36,12 +38,9 @@ from torchzero_clip.modular.host import (
     check_host,
     end_surely,
     takes_factor,
-    unwrap,
     unwrap_method,
-    unwrapped_host,
     with_closure,
 )
-from torchzero_clip.modular.modular import Modular
 from torchzero_clip.private_losses import refuse_loss
 from torchzero_clip.types import Group
 

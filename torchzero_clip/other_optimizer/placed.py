@@ -13,7 +13,7 @@ from torchzero_clip.checkpoints.fitting import fitted_state
 from torchzero_clip.checkpoints.portable import FLOAT32, packed, unpacked
 from torchzero_clip.core.group_keys import BEFORE_STEP as KEY
 from torchzero_clip.core.scope import named_params
-from torchzero_clip.modular.followed import Followed
+from torchzero_clip.other_optimizer.followed import Followed
 from torchzero_clip.types import Group, State, StateDict
 
 

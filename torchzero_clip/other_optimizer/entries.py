@@ -12,8 +12,8 @@ from torchzero_clip.checkpoints.saving import Load
 from torchzero_clip.compat import warn_user
 from torchzero_clip.core.group_keys import BEFORE_STEP as KEY
 from torchzero_clip.core.scope import named_params
-from torchzero_clip.modular.followed import OF_OPTIMIZER, Followed
-from torchzero_clip.modular.placed import Placed
+from torchzero_clip.other_optimizer.followed import OF_OPTIMIZER, Followed
+from torchzero_clip.other_optimizer.placed import Placed
 from torchzero_clip.types import Group, StateDict
 
 _OF_CHAIN = (

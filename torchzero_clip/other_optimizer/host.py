@@ -1,4 +1,4 @@
-"""The optimizer inside the wrappers of trainers, and what transforms ask of it if they stand before its steps."""
+"""What transforms ask of the optimizer that they stand before, and how they stay around its methods."""
 
 import functools
 import weakref
@@ -23,25 +23,6 @@ class RefusedStep(BaseException):
     """Ends a step before the optimizer changes anything. Its argument is what the closure has returned."""
 
     # no Exception, which an optimizer might catch
-
-
-def unwrap(optimizer: Any) -> Any:
-    """Follow ``optimizer`` and ``_optimizer``, as wrappers of Accelerate and Lightning have, to the last optimizer."""
-    # by attributes, because the class of a wrapper of Lightning is derived from that of the optimizer
-    innermost, wrapped, seen = optimizer, optimizer, set[int]()
-    while wrapped is not None and id(wrapped) not in seen:
-        seen.add(id(wrapped))
-        innermost = wrapped if isinstance(wrapped, Optimizer) else innermost
-        inner = (getattr(wrapped, name, None) for name in ("optimizer", "_optimizer"))
-        wrapped = next((value for value in inner if value is not None), None)
-    return innermost
-
-
-def unwrapped_host(optimizer: Any) -> Any:
-    """The optimizer in wrappers of Accelerate and Lightning. Other wrappers may change gradients or count steps."""
-    while type(optimizer).__module__.partition(".")[0] in ("accelerate", "lightning", "pytorch_lightning"):
-        optimizer = optimizer.optimizer
-    return optimizer
 
 
 def check_host(host: Any, transforms: Sequence[Transforms]) -> None:

@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 from contract.training import assert_equal, assert_same_checkpoint, gradients, set_grads, through_file, values
-from modular.test_before_step_optimizers import OPTIMIZERS
+from other_optimizer.test_before_step_optimizers import OPTIMIZERS
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from versions import TORCH

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from torchzero_clip import SGD, AdamW, ClipNorm, Modular, Recorder, SkipStep, before_step, captured
-from torchzero_clip.modular.captured import CapturedStep
+from torchzero_clip.other_optimizer.captured import CapturedStep
 
 
 def model_of():

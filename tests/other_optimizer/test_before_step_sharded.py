@@ -2,7 +2,7 @@
 
 import pytest
 import ranks
-from modular import sharded_before_step as programs
+from other_optimizer import sharded_before_step as programs
 
 pytestmark = pytest.mark.slow
 

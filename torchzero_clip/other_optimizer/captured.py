@@ -16,9 +16,9 @@ from torchzero_clip.core.chain_state import COUNTERS
 from torchzero_clip.core.transform import is_pure
 from torchzero_clip.engine.listener import HasListener
 from torchzero_clip.functional.dtypes import widest
-from torchzero_clip.modular.before_step import BeforeStep, chain_of, hook_owner, warn_of_copy
-from torchzero_clip.modular.host import unwrap
 from torchzero_clip.modular.modular import Modular
+from torchzero_clip.modular.wrappers import unwrap
+from torchzero_clip.other_optimizer.before_step import BeforeStep, chain_of, hook_owner, warn_of_copy
 from torchzero_clip.types import Group
 
 ALIKE, WITHOUT_PLAN = 3, 12
