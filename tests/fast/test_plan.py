@@ -325,3 +325,21 @@ def test_planned_steps_leave_the_search_to_zero_grad(steps):
     texts = warnings_of(lambda: [step(module, optimizer, Modular.zero_grad) for _ in range(2 * steps + 2)])
     assert len(texts) == 1
     assert "the module has a gradient of '2.weight' and of 1 more parameters" in texts[0]
+
+
+def test_the_walk_of_a_planned_step_comes_before_its_norms():
+    """Otherwise its norms would be measured for a step that nobody sees."""
+    params = parameters()
+    optimizer = Modular(params, ClipNorm(1.0), AdamW())
+    train(optimizer, params, gradients(params, 5))
+    runner = optimizer.runner
+    begun = [
+        runner.fast_way.begin(
+            optimizer.param_groups, optimizer.state, runner._options(), {}, runner.reported.loss, None, None
+        )
+        for _ in range(2)
+    ]
+    assert begun[0].walk.gradient_norms is begun[0].gradient_norms
+    _ = begun[1].gradient_norms
+    with pytest.raises(RuntimeError, match="ask for the walk of a planned step before its gradient_norms"):
+        _ = begun[1].walk

@@ -14,7 +14,7 @@ from torchzero_clip.core.transform import Transform
 from torchzero_clip.engine.checked import slice_dims
 from torchzero_clip.engine.executor import Measurer
 from torchzero_clip.functional.choice import where
-from torchzero_clip.functional.measure import L2, DimsOf, Measured, Slicing, measure
+from torchzero_clip.functional.measure import L2, DimsOf, Measured, measure
 from torchzero_clip.functional.shards import elements_at, memories
 from torchzero_clip.functional.slices import joint_of_norms
 
@@ -38,7 +38,7 @@ class NormNeeds:
         overriding = [(path, s) for path, s in scalings if type(s).slice_dims is not Scaling.slice_dims]
         self.dims_of: dict[str, DimsOf] = {path: partial(slice_dims, scaling) for path, scaling in overriding}
         """The methods that return the dimensions of a slice, by path. Only overriding ones, because calls take time."""
-        not_enough = [path for path, s in scalings if not (self.asks_jointly and s.slicing == Slicing(L2, "global"))]
+        not_enough = [path for path, s in scalings if not (self.asks_jointly and s.slicing.is_joint_l2)]
         self.needs_each = set(not_enough if self.is_asked else ())
         """The paths of scalings that have to measure each tensor, because statistics need more than the joint norm."""
 
@@ -164,7 +164,7 @@ class GradientNorms:
 
 
 def _clips_all_gradients(transform: Transform) -> bool:
-    measures_all = isinstance(transform, Scaling) and transform.slicing == Slicing(L2, "global")
+    measures_all = isinstance(transform, Scaling) and transform.slicing.is_joint_l2
     return measures_all and not (transform.scope.limited or transform.keeps_statistics or transform.target != "update")
 
 

@@ -16,7 +16,7 @@ from torchzero_clip.functional.measure import Measured, scale_
 from torchzero_clip.functional.norms import JointNorm, joint_norm_of_meshes
 from torchzero_clip.functional.shards import pack, wholes
 from torchzero_clip.functional.slices import norms_of_slices
-from torchzero_clip.functional.ways import all_ones
+from torchzero_clip.functional.ways import extent, may_look
 from torchzero_clip.types import State
 
 
@@ -42,11 +42,12 @@ class ReadableExecutor(Executor):
 
     @override
     def scale(self, rows: list[int], measured: Measured, factors: Tensor, over_grads: bool) -> None:
-        if all_ones(factors):
+        extremes = extent(factors) if may_look(factors) else None
+        if extremes == (1.0, 1.0):
             self.memory.mark(rows)
             return
         # the measured tensors may be the gradients themselves: multiply the copies
-        scale_(measured.with_targets(self.memory.writable(rows, over_grads)), factors)
+        scale_(measured.with_targets(self.memory.writable(rows, over_grads)), factors, extremes=extremes)
 
     @override
     def defer(self, walk: WalkLike, node: Node, rows: list[int]) -> bool:

@@ -6,9 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
+from torchzero_clip.engine.options import StepOptions
 from torchzero_clip.engine.walk import Walk
 from torchzero_clip.fast.fast import Fast
-from torchzero_clip.fast.plan import Options, Plan
+from torchzero_clip.fast.plan import Plan
 from torchzero_clip.fast.repeated import Planned
 from torchzero_clip.fast.workspace import Workspace
 from torchzero_clip.types import Group, State
@@ -46,7 +47,9 @@ class FastWay:
             self._beside[key] = FastWay(workspace)
         return self._beside[key]
 
-    def begin(self, groups: list[Group], kept: Mapping[Tensor, State], options: Options, *rest: Any) -> Planned | None:
+    def begin(
+        self, groups: list[Group], kept: Mapping[Tensor, State], options: StepOptions, *rest: Any
+    ) -> Planned | None:
         """Begin a step by the plan; ``rest`` are the arguments of `Planned` from ``chain_state`` on.
 
         Return None, before any change, if there is no plan or it does not fit. Raise if a setting is out of range.
@@ -61,7 +64,7 @@ class FastWay:
         self._uses += 1
         return Planned(plan.course, plan.settings.of_groups, groups, *gathered, self._workspace, *rest)
 
-    def learn(self, walk: Walk, options: Options) -> None:
+    def learn(self, walk: Walk, options: StepOptions) -> None:
         """Make a plan of a step, if a kernel took it for all parameters and the steps before looked the same."""
         ended = walk.executor.ended if isinstance(walk.executor, Fast) else None
         if ended is None:

@@ -15,38 +15,36 @@ optimizer takes an ordinary step. The results are the same, bit for bit. A plan 
   they are read.
 """
 
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchzero_clip.core.kinds import Scaling
 from torchzero_clip.core.transform import is_pure
+from torchzero_clip.engine.options import StepOptions
 from torchzero_clip.engine.walk import Walk
 from torchzero_clip.fast.compared import SameSettings, SameTensors
 from torchzero_clip.fast.kernels import Delivered, Ended
 from torchzero_clip.fast.repeated import ByDelivery, ByRule, Course, RepeatedScaling, acting
 
-Options: TypeAlias = tuple[bool, bool, object, object]
-"""What decides about a step beside its chain and its tensors: maximize, keep_grads, parts and process_group."""
-
 
 class Plan(NamedTuple):
     """What a step did, and with what later steps are compared before they do it again."""
 
-    options: Options
+    options: StepOptions
     course: Course
     tensors: SameTensors
     settings: SameSettings
 
     @classmethod
-    def of(cls, walk: Walk, ended: Ended | Delivered, options: Options) -> "Plan | None":
+    def of(cls, walk: Walk, ended: Ended | Delivered, options: StepOptions) -> "Plan | None":
         """A plan of a step; None if it cannot be repeated."""
         table, acts = walk.table, acting(walk.nodes)
         first = [node for node in acts[:1] if isinstance(node.transform, Scaling)]
         last = [ended.node, *ended.rest] if isinstance(ended, Ended) else []
         # state that is new enters the optimizer after the step, so the next one gathers other tensors
-        if options[2:] != (None, None) or not acts or acts != [*first, *last] or table.new_states:
+        if not options.is_alone or not acts or acts != [*first, *last] or table.new_states:
             return None
         if any(node.transform.scope.limited or node.transform.target != "update" for node in walk.nodes):
             return None
@@ -56,13 +54,12 @@ class Plan(NamedTuple):
         tensors = SameTensors.of(table, ended.columns, ended.layout, ending.counters)
         if tensors is None:
             return None
-        maximize, keep_grads, *_ = options
         first_param = table.params[0]
         # joint norms of other dtypes are computed in another way, and an empty tensor does not have a norm to join
-        is_usual = not maximize and first_param.dtype == torch.float32 and all(map(Tensor.numel, table.params))
+        is_usual = not options.maximize and first_param.dtype == torch.float32 and all(map(Tensor.numel, table.params))
         may_read = is_usual and first_param.is_cpu
         scaling = RepeatedScaling(first[0], table.group_of, may_read=may_read) if first else None
         settings = SameSettings(walk, [ending] if scaling is None else [scaling, ending])
         nodes, norm_needs, end = walk.nodes, walk.gradient_norms.norm_needs, walk.end
-        course = Course(nodes, norm_needs, end, ended.layout, table.group_of, maximize, keep_grads, scaling, ending)
+        course = Course(nodes, norm_needs, end, ended.layout, table.group_of, options, scaling, ending)
         return cls(options, course, tensors, settings)

@@ -19,6 +19,7 @@ from torchzero_clip.engine.end import End
 from torchzero_clip.engine.gradient_norms import GradientNorms, NormNeeds
 from torchzero_clip.engine.listener import Listener
 from torchzero_clip.engine.nonfinite import StepPolicy
+from torchzero_clip.engine.options import StepOptions
 from torchzero_clip.engine.reported_loss import Loss
 from torchzero_clip.engine.scaling import find_factors
 from torchzero_clip.engine.table import Table
@@ -33,7 +34,7 @@ from torchzero_clip.fast.workspace import StepLayout, Workspace
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.blocks import joint_norm
 from torchzero_clip.functional.choice import where
-from torchzero_clip.functional.measure import L2, Effect, Measured, Slicing, by_setting, effect, scale_
+from torchzero_clip.functional.measure import L2, Effect, Measured, by_setting, effect, scale_
 from torchzero_clip.functional.norms import norms_of_each
 from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.types import Group, Setting, State
@@ -53,16 +54,20 @@ class Course:
     end: End
     layout: StepLayout
     group_of: list[int]
-    maximize: bool
-    keep_grads: bool
+    options: StepOptions
     scaling: "RepeatedScaling | None"
     ending: "ByRule | ByDelivery"
 
     def __post_init__(self) -> None:
-        self.in_place = not (self.maximize or self.keep_grads)
+        self.in_place = not (self.options.maximize or self.options.keep_grads)
         """True if updates are the gradients themselves; else they need memory beside them."""
         self.may_read = self.layout.is_on_cpu
         """True if the host may read numbers of a step. On CUDA this would synchronize with the GPU."""
+
+    def divides_in_kernel(self, measured: Measured, factors: Tensor) -> bool:
+        """True if the kernel itself divides by the factors, so that gradients stay as they are in a refused step."""
+        is_joint = measured.is_whole and measured.joint and foreach.is_one_number(factors)
+        return self.in_place and self.layout.divides_in_kernel and is_joint
 
     def host_reasons(self) -> list[str]:
         """Why the host has to decide whether a step is taken; empty if the device may."""
@@ -103,7 +108,7 @@ class Planned:
 
     @cached_property
     def executor(self) -> Fast:
-        updates = Updates(self.table, self.chain_state, maximize=self.course.maximize)
+        updates = Updates(self.table, self.chain_state, maximize=self.course.options.maximize)
         return Fast(self.workspace, updates, self.columns)
 
     @cached_property
@@ -115,7 +120,13 @@ class Planned:
 
     @cached_property
     def walk(self) -> Walk:
-        """The step as a policy and a listener see it. Ask for it before a step is taken."""
+        """The step as a policy and a listener see it. Ask for it before a step is taken.
+
+        Raises:
+            RuntimeError: If the norms of the gradients exist, because they were measured for a step that nobody sees.
+        """
+        if "gradient_norms" in vars(self):
+            raise RuntimeError("ask for the walk of a planned step before its gradient_norms")
         self.is_watched = True
         course, table, executor, loss = self.course, self.table, self.executor, self.loss()
         return Walk(
@@ -270,12 +281,12 @@ class RepeatedScaling:
         updates = seen.grads if course.in_place else step.executor.read(rows)
         measured, factors = find_factors(node, rows, updates, seen, step.gradient_norms, None, step.chain_state)
         left, used, taken = None, factors, None if step.decisions is None else step.decisions.taken
-        if taken is not None and not (course.in_place and course.ending.applies_in_kernel(measured, factors)):
+        if taken is not None and not course.divides_in_kernel(measured, factors):
             used = _unless_refused(factors, taken)  # a gradient times 1 keeps its bits
         if course.in_place:
             left = _left(Scale(measured, used, over_grads=True), step)
         else:
-            step.executor.scale(rows, measured, used, not course.keep_grads)
+            step.executor.scale(rows, measured, used, not course.options.keep_grads)
         shown = seen.metrics
 
         def metrics() -> dict[str, Tensor]:
@@ -300,7 +311,6 @@ class ByRule:
         self.paths = {node.path for node in (ended.node, *ended.rest)}
         self.counters = [f"{self._rule.path}/{key}" for key in ended.fused.counters]
         self.takes_found_inf = ended.fused.takes_found_inf
-        self._divides = ended.layout.divides_in_kernel
         self._state = [f"{self._rule.path}/{key}" for key in (*ended.fused.state, *ended.fused.counters)]
 
     def variants(self, settings: Mapping[str, list[Setting]]) -> Set[Hashable]:
@@ -315,10 +325,6 @@ class ByRule:
     def applies(self, waiting: Scale) -> bool:
         """True if the end may multiply by the factors of a scaling."""
         return waiting.fits_kernels
-
-    def applies_in_kernel(self, measured: Measured, factors: Tensor) -> bool:
-        """True if the kernel itself divides by the factors, so that gradients stay as they are in a refused step."""
-        return self._divides and measured.is_whole and measured.joint and foreach.is_one_number(factors)
 
     def finish(self, step: Planned, factor: Tensor | float | None) -> None:
         """Multiply the gradients by their factor, None for 1, and do the rest of the step."""
@@ -355,7 +361,6 @@ class ByDelivery:
 
     def __init__(self, ended: Delivered) -> None:
         self._scale = ended.scale
-        self._divides = ended.layout.divides_in_kernel
 
     def variants(self, settings: Mapping[str, list[Setting]]) -> Set[Hashable]:
         return frozenset()
@@ -365,9 +370,6 @@ class ByDelivery:
 
     def applies(self, waiting: Scale) -> bool:
         return waiting.is_one_number and waiting.fits_kernels
-
-    def applies_in_kernel(self, measured: Measured, factors: Tensor) -> bool:
-        return self._divides and measured.is_whole and measured.joint and foreach.is_one_number(factors)
 
     def finish(self, step: Planned, factor: Tensor | float | None) -> None:
         if factor is not None:
@@ -404,7 +406,7 @@ def _measured_jointly(total: Tensor) -> Measured:
 
 def _factor_of(transform: Transform) -> Callable[[float, Setting], float] | None:
     """`Scaling.factor` of a joint clip, which saves many operations on one element; None without."""
-    if not isinstance(transform, Scaling) or transform.slicing != Slicing(L2, "global"):
+    if not isinstance(transform, Scaling) or not transform.slicing.is_joint_l2:
         return None
     return transform.factor if transform.has_factor and is_pure(transform) else None
 

@@ -90,7 +90,7 @@ class VectorStates(States):
         vectors: Vectors,
         columns: dict[str, list[Tensor]] | None,
     ) -> None:
-        self._stored, self._path, self._entries_of, self._begin, self.begun = stored, path, entries_of, begin, {}
+        super().__init__(stored, path, entries_of, begin)
         self._vectors = vectors
         self._columns: dict[str, list[Tensor]] = {} if columns is None else columns
         self._by_key: dict[str, Tensor | None] = {}

@@ -72,6 +72,11 @@ class Slicing(NamedTuple):
         """True if each tensor is one slice."""
         return self.dim is None and not self.inverse_dims
 
+    @property
+    def is_joint_l2(self) -> bool:
+        """True if all tensors together are one slice, measured by its L2 norm."""
+        return self == Slicing(L2, "global")
+
     def reduced_dims(self, tensor: Tensor) -> tuple[int, ...]:
         """The dimensions that a slice of ``tensor`` spans; empty if the tensor is to be left alone."""
         ndim = max(tensor.ndim, 1)

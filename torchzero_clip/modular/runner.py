@@ -23,6 +23,7 @@ from torchzero_clip.engine.end import Deliver, Subtract
 from torchzero_clip.engine.gradient_norms import GradientNorms, NormNeeds
 from torchzero_clip.engine.listener import Listener
 from torchzero_clip.engine.nonfinite import Nonfinite, StepPolicy, UndecidedStep
+from torchzero_clip.engine.options import StepOptions
 from torchzero_clip.engine.others import Others
 from torchzero_clip.engine.parts import Parts
 from torchzero_clip.engine.readable import ReadableExecutor
@@ -38,6 +39,7 @@ from torchzero_clip.hints import Named
 from torchzero_clip.modular import validation
 from torchzero_clip.modular.missing import Missing
 from torchzero_clip.modular.param_groups import accepted, all_or_none, check_disjoint, split
+from torchzero_clip.modular.step_metrics import StepMetrics
 from torchzero_clip.types import Group, Setting, StateByParam
 
 
@@ -97,8 +99,7 @@ class Runner:
         self.delivery = delivery  # the end of a step; None to subtract the updates from the parameters
         self._norm_needs = NormNeeds(self.nodes)
         self.fast_way = FastWay()
-        self._metrics: dict[str, Tensor] = {}
-        self._unread: Callable[[], dict[str, Tensor]] | None = None  # computes the metrics of a planned step
+        self.step_metrics = StepMetrics({})
         self.reported = ReportedLoss()
         self._fitting: set[object] = set()  # see `check_tensors`
 
@@ -167,14 +168,7 @@ class Runner:
         if self.policy.may_skip:
             known = self.chain_state.values[SKIPPED]
             skipped = torch.tensor(known, device="cpu") if decisions is None else decisions.skipped_steps(known)
-        return Named(self._known_metrics() | ({} if skipped is None else {"skipped_steps": skipped}))
-
-    def _known_metrics(self) -> dict[str, Tensor]:
-        """The metrics of the last step. They are computed in each call, because replays of a step change them."""
-        if self._unread is None:
-            return self._metrics
-        with torch.inference_mode(False), torch.no_grad():  # whatever the mode of the caller
-            return self._unread()
+        return Named(self.step_metrics.read() | ({} if skipped is None else {"skipped_steps": skipped}))
 
     def read_decisions(self, groups: Sequence[Group]) -> None:
         """Count the steps about which the device has decided. It synchronizes once, if there were any."""
@@ -214,17 +208,13 @@ class Runner:
     def leave_out(self, refused_by: tuple[str, ...] = ()) -> None:
         """Note a step without transforms: it has no metrics and, if it is refused, the reported loss is forgotten."""
         self.skipped_by = refused_by
-        self.forget_metrics()
+        self.step_metrics.forget()
         if refused_by:
             self.reported.clear()
 
     def set_counts(self, steps_taken: int, is_behind: bool) -> None:
         """Go back to these counts."""
         self.steps_taken, self.schedules.is_behind = steps_taken, is_behind
-
-    def forget_metrics(self) -> None:
-        """Have no metrics until the next step."""
-        self._metrics, self._unread = {}, None
 
     def step(self, groups: list[Group], states: StateByParam, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step, as `Modular.step`. Call it in `torch.no_grad`, and afterwards `tell` if a step has ended."""
@@ -282,11 +272,8 @@ class Runner:
             if is_taken:
                 if go is None and not isinstance(walk.executor, ReadableExecutor):
                     # before the schedules write the next settings, because a plan stores those of this step
-                    self.fast_way.learn(walk, (self.maximize, self.keep_grads, parts, self.shared.group))
-                if not torch.compiler.is_compiling():  # which would compile the step anew for each number
-                    self.steps_taken += 1
-                if SCHEDULE_STEP in values:
-                    self.schedules.advance(groups)
+                    self.fast_way.learn(walk, self._options())
+                self._count_taken(groups)
                 if walk.are_zero:
                     self.policy.idle.zeros(self.steps_taken)
             else:
@@ -296,11 +283,12 @@ class Runner:
                 self.skipped_by = tuple(walk.refused_by)
                 # a skipped step has the numbers of gates, and none of an earlier step
                 if (go is None or not is_taken) and self.policy.raising.isdisjoint(walk.refused_by):
-                    self._metrics.clear()  # torch.compile loses a dict that is assigned
-                    self._metrics.update(
+                    metrics = self.step_metrics
+                    metrics.values.clear()
+                    metrics.values.update(
                         walk.metrics if parts is None or not is_taken else parts.end(self.nodes, groups)
                     )
-                    self._unread = None
+                    metrics.compute = None
             if values:
                 self.chain_state.show(groups)
             if self.listener is not None:
@@ -308,12 +296,11 @@ class Runner:
 
     def _repeat(self, groups: list[Group], states: StateByParam, loss: Callable[[], Loss]) -> bool:
         """Take a step by the plan. Return False if it does not fit; then nothing has changed."""
-        if not self.fast or not self._may_be_fast():
+        options, policy, values = self._options(), self.policy, self.chain_state.values
+        if not options.may_be_fast:
             return False
-        values = self.chain_state.values
         if values:
             self.schedules.catch_up(groups)
-        options, policy = (self.maximize, self.keep_grads, self.parts, self.shared.group), self.policy
         step = self.fast_way.begin(groups, states, options, values, loss, self.listener, self.undo)
         if step is None:
             return False
@@ -333,18 +320,23 @@ class Runner:
                 policy.passes(total, values)
             try:
                 step.run()
-                self.steps_taken += 1
-                if SCHEDULE_STEP in values:
-                    self.schedules.advance(groups)
+                self._count_taken(groups)
             finally:
                 if values:
                     self.chain_state.show(groups)
-        self._unread = step.metrics or self._unread
+        self.step_metrics.compute = step.metrics or self.step_metrics.compute
         key, idle = self._norm_needs.norm_metric, policy.idle  # if ``step.total`` is set, it is not 0
         looks = step.course.may_read and (step.is_measured or idle.looks(self.steps_taken))
         if step.total is None and key and looks:
-            idle.look(self._known_metrics().get(key), self.steps_taken)
+            idle.look(self.step_metrics.read().get(key), self.steps_taken)
         return True
+
+    def _count_taken(self, groups: list[Group]) -> None:
+        """Count a step that was taken, and let schedules write the settings of the next one."""
+        if not torch.compiler.is_compiling():  # which would compile the step anew for each number
+            self.steps_taken += 1
+        if SCHEDULE_STEP in self.chain_state.values:
+            self.schedules.advance(groups)
 
     def _let_device_decide(self, groups: list[Group], step: UndecidedStep) -> None:
         """Take a step by the plan, or skip it, as the device decides."""
@@ -360,7 +352,7 @@ class Runner:
             self.undo.tensors([decisions.counts])
         self.found_inf = decisions.found_inf
         step.run_by_device(policy, decisions)
-        self._unread = step.metrics
+        self.step_metrics.compute = step.metrics
         self.chain_state.show(groups)
         if not is_capturing():
             self._post(decisions)
@@ -394,19 +386,9 @@ class Runner:
         if self.policy.may_skip and self.decisions is not None:
             self._post(self.decisions)
             return
-        self.steps_taken += 1
-        if SCHEDULE_STEP in self.chain_state.values:
-            self.schedules.advance(groups)
+        self._count_taken(groups)
+        if self.chain_state.values:
             self.chain_state.show(groups)
-
-    def shown(self) -> object:
-        """Where a step has left its metrics, for `show`."""
-        return dict(self._metrics), self._unread
-
-    def show(self, shown: Any) -> None:
-        """Let `metrics` read what `shown` returned, because a step in between has others."""
-        metrics, self._unread = shown
-        self._metrics = dict(metrics)
 
     def counts_put_back(self) -> Callable[[], None]:
         """What puts counts back that a step changes on the host."""
@@ -446,7 +428,7 @@ class Runner:
     ) -> Walk:
         """Start a walk with the parameters that have a gradient. Raise before any change if a parameter is unusable."""
         table, values = Table.of(groups, states), self.chain_state.values
-        is_fast = self.fast and self._may_be_fast()
+        is_fast = self.fast and self._options().may_be_fast
         columns = fast_way.columns(table) if is_fast else None
         if columns is None:  # else the fast way has checked these tensors already
             refuse_unusable(groups)
@@ -465,12 +447,12 @@ class Runner:
             Others(group, device_of(table.all_params(), group), has_schedules=self._has_joint_schedules).join(walk)
         return walk
 
-    def _may_be_fast(self) -> bool:
-        """True if operations may wait and be combined."""
+    def _options(self) -> StepOptions:
         # The compiler combines operations itself. Memory that is made in inference mode cannot be used outside of it. A
         # transform with target="grad" would change gradients that waiting operations still have to read.
         usable = not (torch.compiler.is_compiling() or torch.is_inference_mode_enabled())
-        return usable and "grad" not in self.nodes.targets
+        may_be_fast = self.fast and usable and "grad" not in self.nodes.targets
+        return StepOptions(self.maximize, self.keep_grads, may_be_fast, self.parts, self.shared.group)
 
     @torch.no_grad()
     def step_part(
@@ -486,9 +468,8 @@ class Runner:
         return Load(self.nodes, self.schedules, self.chain_state, self.shared.group, new, dropped)
 
     def __getstate__(self) -> dict[str, Any]:
-        left_out = ("decisions", "found_inf", "listener", "parts", "ended", "undo", "fast_way", "_lengths", "_unread")
-        state = {key: value for key, value in vars(self).items() if key not in left_out}
-        return state | {"_metrics": self._known_metrics(), "_unread": None}
+        left_out = ("decisions", "found_inf", "listener", "parts", "ended", "undo", "fast_way", "_lengths")
+        return {key: value for key, value in vars(self).items() if key not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)

@@ -279,7 +279,7 @@ class BeforeStep:
         undo, runner.undo = runner.undo, None
         if undo is not None and not is_taken and not runner.skipped_by:  # a refused step keeps its counts
             undo.restore()
-            runner.forget_metrics()
+            runner.step_metrics.forget()
             if runner.ended is not None:
                 runner.ended.refused_by.append("error")
 

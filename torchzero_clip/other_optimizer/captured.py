@@ -17,6 +17,7 @@ from torchzero_clip.core.transform import is_pure
 from torchzero_clip.engine.listener import HasListener
 from torchzero_clip.functional.dtypes import widest
 from torchzero_clip.modular.modular import Modular
+from torchzero_clip.modular.step_metrics import StepMetrics
 from torchzero_clip.modular.wrappers import unwrap
 from torchzero_clip.other_optimizer.before_step import BeforeStep, chain_of, hook_owner, warn_of_copy
 from torchzero_clip.types import Group
@@ -77,7 +78,7 @@ class CapturedStep:
         self._facts: dict[str, object] = {}  # of the last step
         self._alike = self._ordinary = self._replays = self._short = self._loads = 0
         self._is_off = self._is_rehearsed = self._has_loss = False
-        self._shown: object = None  # where a replay leaves its metrics
+        self._metrics: StepMetrics | None = None  # where a replay leaves them
         self._refuse()
         self._hook = optimizer.register_load_state_dict_post_hook(self._note_load)
         # torch warns of ordinary steps with capturable=True, which come first
@@ -309,7 +310,7 @@ class CapturedStep:
         try:
             with self._host_unchanged(groups), self._tensors_in_groups():
                 self._graph = self.record(self.optimizer.step, device)
-                self._shown = None if runner is None else runner.shown()
+                self._metrics = None if runner is None else runner.step_metrics.copy()
         except RuntimeError as error:
             self._drop()
             self._is_off = True
@@ -341,8 +342,8 @@ class CapturedStep:
             runner.begin_replay()
         graph.replay()
         self._replays += 1
-        if runner is not None:
-            runner.show(self._shown)
+        if runner is not None and self._metrics is not None:
+            runner.step_metrics = self._metrics.copy()
             runner.end_replay(self._runner_groups())
 
     def _fill(self) -> None:
@@ -357,7 +358,7 @@ class CapturedStep:
                 tensor.fill_(self._filled[k])
 
     def _drop(self) -> None:
-        self._graph, self._is_rehearsed, self._shown = None, False, None
+        self._graph, self._is_rehearsed, self._metrics = None, False, None
         self._inputs, self._filled, self._state, self._held = [], [], [], []
 
     def _give_up(self, changed: str) -> None:
