@@ -218,6 +218,14 @@ MISTAKES = {
         tensorwise(lambda tensor, param, grad, loss, state, setting: tensor * (loss > 3)),
         "the loss of this step is None: call optimizer.report_loss(loss) before step(), or pass step a closure that re",
     ),
+    "a loss that a pure transform reads": (
+        tensorwise(lambda tensor, param, grad, loss, state, setting: tensor * loss, pure=True),
+        "the loss of this step is None: write pure = False in its class, because a pure transform gets no loss, and ca",
+    ),
+    "a loss that a pure scaling reads": (
+        scaling(lambda measured, updates, step: measured.vector * (step.loss > 1), pure=True),
+        "the loss of this step is None: write pure = False in its class, because a pure transform gets no loss, and ca",
+    ),
     "a loss that a gate does not declare": (
         gate(lambda norm, step: step.loss.isnan()),
         "the loss of this step is None: write needs_loss = True in the class of the gate, and call optimizer.report_lo",
@@ -522,6 +530,26 @@ def test_a_gate_gets_the_loss_if_it_declares_it():
         optimizer.report_loss(3.0)
         optimizer.step()
         assert seen.pop() == expected
+
+
+@pytest.mark.parametrize("pure", [False, True])
+@pytest.mark.parametrize("fast", [False, True])
+def test_a_transform_gets_the_loss_unless_it_is_pure(pure, fast):
+    """In each step, also in those that follow a plan."""
+    seen = []
+    each = tensorwise(lambda tensor, *rest: after(seen.append(rest[2]), tensor), pure=pure)
+    factors = scaling(
+        lambda measured, updates, step: after(seen.append(step.loss), torch.ones_like(measured.vector)), pure=pure
+    )
+    for make in (each, factors):
+        params = parameters(shapes=SHAPES[:1])
+        optimizer = Modular(params, make(), SGD(0.1), fast=fast)
+        for row in gradients(params, 8):
+            set_grads(params, row)
+            optimizer.report_loss(3.0)
+            optimizer.step()
+        assert seen == [None if pure else 3.0] * 8
+        seen.clear()
 
 
 class Late(Mul):

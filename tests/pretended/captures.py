@@ -479,7 +479,7 @@ def steps_without_gradients_do_not_count() -> None:
 class TimesLoss(TensorwiseTransform):
     """Multiplies by the loss, if there is one."""
 
-    each_alone, pure = False, True
+    each_alone = False
 
     def __init__(self) -> None:
         super().__init__({})
@@ -511,6 +511,32 @@ def losses_do_not_freeze() -> None:
             found.append([numbers(param).clone() for param in params])
         for a, b in zip(*found, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+class Halved(TensorwiseTransform):
+    """Multiplies by a half. It is pure, so it gets no loss."""
+
+    each_alone, pure = False, True
+
+    def __init__(self) -> None:
+        super().__init__({})
+
+    def apply_tensor(self, tensor: Tensor, param: Tensor, grad: Tensor, loss: Any, state: Any, setting: Any) -> Tensor:
+        assert loss is None
+        return tensor * 0.5
+
+
+def pure_transforms_of_users_are_captured() -> None:
+    """A step with a loss is captured if all transforms promise not to read it, whoever wrote them."""
+    params, made = params_of(), Recorded.made
+    optimizer = Modular(params, Halved(), SGD(0.01))
+    with recorded():
+        step: Any = captured(optimizer)
+        for k in range(30):
+            fill(params, seed=k)
+            optimizer.report_loss(on_cuda(torch.tensor(1.0 + k / 8)))
+            step()
+    assert Recorded.made == made + 1, (Recorded.made, made)
 
 
 def failed_captures_end() -> None:
@@ -606,6 +632,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     "captured, useless": useless_captures_end,
     "captured, no gradients": steps_without_gradients_do_not_count,
     "captured, losses": losses_do_not_freeze,
+    "captured, pure transforms of users": pure_transforms_of_users_are_captured,
     "captured, failed": failed_captures_end,
     "captured, late errors": late_errors_come_with_replays,
     "captured, one call": a_replay_is_one_call,

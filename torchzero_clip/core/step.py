@@ -22,8 +22,8 @@ class Step:
     Args:
         params: The parameters, not to be modified.
         grads: Their gradients, not to be modified; a norm clip before an update rule may have scaled them.
-        loss: What the closure returned, or the mean of what `Modular.report_loss` got; None without either. A gate
-            that declares ``needs_loss`` gets the mean over all processes.
+        loss: What the closure returned, or the mean of what `Modular.report_loss` got; None without either, and for
+            transforms that are ``pure``. A gate that declares ``needs_loss`` gets the mean over all processes.
         states: The state of each parameter: plain dicts, which the optimizer stores after the call. `column`, `numbers`
             and `keep` read and write one key of all parameters in few operations.
         settings: The settings of each parameter: plain dicts; parameters of one group share one dict.

@@ -113,7 +113,8 @@ class Transform(Explained, ABC):
     """True if the result of each method depends only on its arguments and on the attributes of the transform.
 
     The methods of a pure transform change only updates, state and metrics. They do not read ``step.grads``, and return
-    no views of state. Its checks do nothing but raise. `UpdateRule.kernel` returns the same function for the same
+    no views of state. They get None as the loss, except a `Gate` that declares ``needs_loss``. A transform that reads
+    the loss is not pure. Its checks do nothing but raise. `UpdateRule.kernel` returns the same function for the same
     settings. The optimizer then needs fewer copies, and may plan its steps.
 
     A subclass that overrides a method has to set it again. The first step of a parameter raises an error if it sees
@@ -358,7 +359,7 @@ class TensorwiseTransform(Transform):
             tensor: The update of one parameter. It may be modified in place and returned.
             param: The parameter, not to be modified.
             grad: Its gradient, not to be modified.
-            loss: What the closure returned; None without a closure.
+            loss: What the closure returned, or what was reported; None without either, or if the class is ``pure``.
             state: The state of this parameter.
             setting: The settings of this parameter.
         """

@@ -26,6 +26,8 @@ from torchzero_clip.types import State
 def applied(node: Node, updates: list[Tensor], step: Step) -> list[Tensor]:
     """The result of a transform for updates, to which it may write unless it is an update rule."""
     transform = node.transform
+    if transform.pure:
+        step.loss = None
     read, written = (updates, ()) if isinstance(transform, UpdateRule) else ((), updates)
     check = _watched(node, step, {"its updates": read}, written) if step.is_first else None
     try:
@@ -59,6 +61,8 @@ def factors_of(node: Node, measured: Measured, updates: list[Tensor], step: Step
     """The factors that a scaling returns. Its state and its metrics are checked too."""
     if not measured.indices:  # all tensors are left alone
         return torch.ones_like(measured.vector)
+    if node.transform.pure:
+        step.loss = None
     check = None
     if step.is_first:
         check = _watched(node, step, {"its updates": updates, "the norms": [measured.vector, measured.total]})
@@ -312,5 +316,7 @@ def _explain(error: Exception, node: Node, step: Step) -> NoReturn:
         way_out = "call optimizer.report_loss(loss) before step(), or pass step a closure that returns the loss"
         if isinstance(transform, Gate) and not transform.needs_loss:
             way_out = f"write needs_loss = True in the class of the gate, and {way_out}"
+        elif transform.pure and not isinstance(transform, Gate):
+            way_out = f"write pure = False in its class, because a pure transform gets no loss, and {way_out}"
         error.add_note(f"the loss of this step is None: {way_out}")
     raise error

@@ -272,8 +272,9 @@ class RepeatedScaling:
         vectors = step.workspace.vectors
         states = VectorStates(step.states, node.path, node.state, begin, vectors, columns)
         states.undo = step.undo
-        state = node.global_state(step.chain_state)
-        return Step(params, grads, step.loss().value, states, settings, state, tools=step.gradient_norms.measurer)
+        state = node.global_state(step.chain_state) if node.global_keys else {}
+        loss = None if node.transform.pure else step.loss().value
+        return Step(params, grads, loss, states, settings, state, tools=step.gradient_norms.measurer)
 
     def _by_tensors(self, step: Planned) -> tuple[Tensor | None, Metrics]:
         node, course, seen = self.node, step.course, self._seen(step)
