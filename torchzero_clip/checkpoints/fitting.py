@@ -15,7 +15,7 @@ from torchzero_clip.core.group_keys import why_refused
 from torchzero_clip.core.kinds import UpdateRule
 from torchzero_clip.core.nodes import Nodes
 from torchzero_clip.core.schedules import Schedules
-from torchzero_clip.core.scope import NamedParam, named_params
+from torchzero_clip.core.scope import NamedParam, all_named_params
 from torchzero_clip.functional.dtypes import moved
 from torchzero_clip.functional.shards import local
 from torchzero_clip.hints import described
@@ -47,7 +47,7 @@ def fitted(
     nodes.checked_settings(merged)
 
     state = state_dict["state"]
-    params = [named for group in groups for named in named_params(group)]
+    params = all_named_params(groups)
     settings = [saved for saved in merged for _ in saved["params"]]
     ids = [i for saved in all_saved for i in saved["params"]]
     if len(set(ids)) < len(ids):

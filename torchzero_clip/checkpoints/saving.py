@@ -16,6 +16,7 @@ from torchzero_clip.compat import warn_user
 from torchzero_clip.core.chain_state import ChainState
 from torchzero_clip.core.nodes import Node, Nodes
 from torchzero_clip.core.schedules import Schedules
+from torchzero_clip.functional.lists import params_of
 from torchzero_clip.functional.processes import device_of, gathered
 from torchzero_clip.functional.shards import largest_on_all_ranks
 from torchzero_clip.types import Checkpoint, Group, NewState, State, StateDict
@@ -41,7 +42,7 @@ def complete(saved: StateDict, groups: Sequence[Group], chain_state: ChainState)
     chain_state.show(saved["param_groups"])
     values = [value for state in saved["state"].values() for value in state.values()]
     if saved["state"] and not any(isinstance(value, Tensor) and value.ndim for value in values):
-        tensor = torch.zeros(1, dtype=torch.float32, device=device_of(_params(groups)))
+        tensor = torch.zeros(1, dtype=torch.float32, device=device_of(params_of(groups)))
         saved["state"] = {i: {**state, DEVICE: tensor} for i, state in saved["state"].items()}
 
 
@@ -131,7 +132,7 @@ class Load:
         """Put the state of the checkpoint in its place, after its groups were loaded."""
         state.clear()  # also that of parameters that the checkpoint lacks
         ids = [i for group in self.groups for i in group["params"]]
-        for i, param in zip(ids, _params(groups), strict=True):
+        for i, param in zip(ids, params_of(groups), strict=True):
             if i in self._fitting["state"]:
                 state[param] = self._fitting["state"][i]
         self.chain_state.values.update(self._values)
@@ -140,15 +141,11 @@ class Load:
 
     def _fails_somewhere(self, fails: bool, groups: Sequence[Group]) -> bool:
         """True if loading fails in any process. All processes have to call this, because they wait for each other."""
-        params = _params(groups)
+        params = params_of(groups)
         failures = largest_on_all_ranks(torch.tensor([float(fails)], dtype=torch.float64, device="cpu"), params)
         if self.process_group is not None:
             failures = gathered(failures.to(device_of(params, self.process_group)), self.process_group).amax()
         return failures.item() > 0
-
-
-def _params(groups: Sequence[Group]) -> list[Tensor]:
-    return [param for group in groups for param in group["params"]]
 
 
 def _limits(node: Node) -> list[str]:

@@ -35,6 +35,11 @@ def named_params(group: Group) -> list[NamedParam]:
     return [NamedParam(p, name, group.get("name")) for p, name in zip(group["params"], names, strict=True)]
 
 
+def all_named_params(groups: Iterable[Group]) -> list[NamedParam]:
+    """The parameters of all param groups, with their names."""
+    return [named for group in groups for named in named_params(group)]
+
+
 @dataclass(frozen=True)
 class Condition:
     """The arguments of one call of `only`, or with ``keep=False`` of `without`."""

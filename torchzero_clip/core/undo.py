@@ -1,6 +1,5 @@
 """Puts state back as it was before the transforms, if the optimizer after them raises in its step."""
 
-import operator
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from functools import partial
 from typing import Any
@@ -9,6 +8,7 @@ import torch
 from torch import Tensor
 
 from torchzero_clip.functional import foreach
+from torchzero_clip.functional.lists import same_objects
 from torchzero_clip.types import State
 
 
@@ -23,7 +23,7 @@ class Spares:
     def exchanged(self, name: str, column: list[Tensor]) -> list[Tensor]:
         """Memory for the next values of a column. The column itself is the spare memory of the next step."""
         live, spare = self._kept.get(name, ([], []))
-        if len(live) != len(column) or not all(map(operator.is_, live, column)):
+        if not same_objects(live, column):
             spare = list(map(torch.empty_like, column))
         self._kept[name] = spare, column
         return spare

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from torchzero_clip.core.nodes import Nodes
 from torchzero_clip.engine.joint_metrics import joint_metrics, path_of, vector_of
+from torchzero_clip.functional.lists import params_of
 from torchzero_clip.functional.processes import device_of
 from torchzero_clip.types import Group
 
@@ -41,7 +42,7 @@ class Parts:
 
     def end(self, nodes: Nodes, groups: Sequence[Group]) -> dict[str, Tensor]:
         """Return the metrics of all parts as those of one step, and forget the parts."""
-        device = device_of([param for group in groups for param in group["params"]])
+        device = device_of(params_of(groups))
         parts, metrics = self._numbers, self._metrics
         self._numbers, self._metrics, self.updated = [], {}, {}
         joint = joint_metrics(nodes, torch.stack([vector_of(numbers, nodes, device) for numbers in parts]))

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from torchzero_clip.core.nodes import Node
-from torchzero_clip.core.scope import named_params
+from torchzero_clip.core.scope import all_named_params, named_params
+from torchzero_clip.functional.lists import params_of
 from torchzero_clip.types import Group, State
 
 
@@ -48,7 +49,7 @@ class Table:
 
     def all_params(self) -> list[Tensor]:
         """All parameters of the optimizer, with or without a gradient."""
-        return [param for group in self.groups for param in group["params"]]
+        return params_of(self.groups)
 
     def picked(self, rows: list[int]) -> tuple[list[Tensor], list[Tensor], list[State], list[int]]:
         """Parameters, gradients, states and groups of some rows, in order, as new lists."""
@@ -65,8 +66,7 @@ class Table:
         if len(scope.conditions) == 0:  # `not` of a tuple breaks the graphs of `torch.compile`
             return rows
         if node.path not in self._scopes:
-            named = [n for group in self.groups for n in named_params(group)]
-            of_rows = [n for n in named if n.param.grad is not None and n.param.requires_grad]
+            of_rows = [n for n in all_named_params(self.groups) if n.param.grad is not None and n.param.requires_grad]
             self._scopes[node.path] = {i for i, n in enumerate(of_rows) if scope.has(n)}
         chosen = self._scopes[node.path]
         return [i for i in rows if i in chosen]

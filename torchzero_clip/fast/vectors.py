@@ -14,6 +14,7 @@ from torchzero_clip.core.states import States
 from torchzero_clip.core.undo import Undo
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.dtypes import widened
+from torchzero_clip.functional.lists import has_repeats
 from torchzero_clip.types import State
 
 
@@ -59,7 +60,7 @@ class Vectors:
             return last
         if len({(type(n), n.ndim, n.dtype, n.device) for n in column}) != 1 or column[0].ndim:
             return None
-        if len(set(map(id, column))) < len(column):  # a parameter that is listed twice
+        if has_repeats(column):  # a parameter that is listed twice
             return None
         vector = torch.stack(column)
         views = list(vector.unbind())

@@ -11,6 +11,7 @@ from torchzero_clip.compat import SameLayout, same_layout
 from torchzero_clip.engine.table import Table
 from torchzero_clip.fast.vectors import Vectors
 from torchzero_clip.functional import foreach
+from torchzero_clip.functional.lists import has_repeats
 from torchzero_clip.functional.scratch import Scratch
 
 _FACTS = attrgetter("dtype", "is_cpu", "shape")
@@ -40,7 +41,8 @@ class StepLayout:
     def of(cls, tensors: Mapping[str, list[Tensor]], vectors: Vectors) -> "StepLayout | None":
         """The layout of tensors; None if they have none."""
         params = tensors["params"]
-        if params[0].is_meta or foreach.kind(params) is None or not foreach.all_contiguous(params) or _repeated(params):
+        is_plain = not params[0].is_meta and foreach.kind(params) is not None and foreach.all_contiguous(params)
+        if not is_plain or has_repeats(params):
             return None
         facts = list(map(_FACTS, params))
         like = {key for key, column in tensors.items() if key == "params" or _are_like(facts, column)}
@@ -72,13 +74,9 @@ class StepLayout:
 def _are_like(facts: list[Any], tensors: Sequence[Any]) -> bool:
     is_plain = foreach.PLAIN.issuperset(map(type, tensors)) and list(map(_FACTS, tensors)) == facts
     one_device = is_plain and (tensors[0].is_cpu or len({tensor.device for tensor in tensors}) == 1)
-    if not one_device or _repeated(tensors) or any(map(Tensor.is_neg, tensors)):  # see `own_gradients`
+    if not one_device or has_repeats(tensors) or any(map(Tensor.is_neg, tensors)):  # see `own_gradients`
         return False
     return foreach.all_contiguous(tensors)
-
-
-def _repeated(tensors: Sequence[Tensor]) -> bool:
-    return len(set(map(id, tensors))) < len(tensors)
 
 
 class Workspace:

@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 
 from torchzero_clip.functional.blocks import joint_norm_once, norms_of_each_once
 from torchzero_clip.functional.foreach import MAX32, TINY32, all_contiguous, multiply_plain_
+from torchzero_clip.functional.lists import has_repeats
 from torchzero_clip.functional.measure import L2, Slicing
 from torchzero_clip.functional.ways import LARGEST, SMALLEST
 
@@ -28,7 +29,7 @@ def ordinary_gradients(params: Sequence[Tensor]) -> list[Tensor] | None:
     grads = [grad for grad in map(_GRAD, params) if grad is not None]
     if not (_KINDS.issuperset(map(type, grads)) and set(map(_FACTS, grads)) == _ORDINARY and all_contiguous(grads)):
         return None
-    return None if any(map(Tensor.is_neg, grads)) or len(set(map(id, grads))) < len(grads) else grads
+    return None if any(map(Tensor.is_neg, grads)) or has_repeats(grads) else grads
 
 
 def scale_ordinary_(

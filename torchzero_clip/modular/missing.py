@@ -8,6 +8,7 @@ from torch import Tensor
 from torchzero_clip.core.nodes import Nodes
 from torchzero_clip.core.scope import named_params
 from torchzero_clip.engine.listener import Seen
+from torchzero_clip.functional.lists import params_of
 from torchzero_clip.functional.shards import without_gradient
 from torchzero_clip.types import Group, State, StateByParam
 
@@ -20,7 +21,7 @@ class Missing:
     def __init__(self, nodes: Nodes, groups: Sequence[Group], states: StateByParam) -> None:
         self._nodes, self._groups, self._states = nodes, groups, states
         self._kept: list[tuple[Tensor, Tensor, State | None]] = []  # each parameter, with copies of it and of its state
-        params = [param for group in groups for param in group["params"]]
+        params = params_of(groups)
         for param in without_gradient(params, zeros_count=nodes.zeros_matter):
             param.grad = torch.zeros_like(param)
             state = states.get(param)

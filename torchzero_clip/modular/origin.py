@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from torchzero_clip.compat import warn_user
+from torchzero_clip.functional.lists import params_of
 
 
 class Origin:
@@ -22,7 +23,7 @@ class Origin:
         module, self.looks = self.module(), self.looks + 1
         if module is None or self._has_warned or self.looks & (self.looks - 1):
             return
-        params = [param for group in groups for param in group["params"]]
+        params = params_of(groups)
         if any(param.is_meta for param in params):  # the step raises, and says why
             return
         held = set(map(id, params))

@@ -42,7 +42,7 @@ def accepted(
     """A group that is added, with every setting under the key that stores it, and names if the others have them."""
     others = groups if is_complete else []  # while an optimizer is made, torch compares its groups
     kept = {key: value for key, value in group.items() if key != BEFORE_STEP and key not in ignored}
-    named = _with_names(kept, others, module)
+    named = _with_names_of_module(kept, others, module)
     _check_new(named, others)
     added = _normalized(named, nodes)
     _let_names_decide(groups, added)
@@ -88,7 +88,7 @@ def _let_names_decide(groups: Sequence[Group], added: Group) -> None:
             group["param_names"] = []
 
 
-def _with_names(group: Group, others: Sequence[Group], module: nn.Module | None) -> Group:
+def _with_names_of_module(group: Group, others: Sequence[Group], module: nn.Module | None) -> Group:
     """The group with the names of its parameters, if the other groups have names: torch allows no mix."""
     params: Any = group.get("params")
     params = [params] if isinstance(params, Tensor) else params

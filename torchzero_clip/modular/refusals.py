@@ -6,6 +6,7 @@ from torchzero_clip.compat import is_backward_compiled, is_distributed
 from torchzero_clip.core.kinds import Gate
 from torchzero_clip.core.nodes import Node
 from torchzero_clip.core.transform import treats_each_alone
+from torchzero_clip.functional.lists import params_of
 from torchzero_clip.modular.modular import Modular
 
 
@@ -51,7 +52,7 @@ def _refuse_transform(node: Node) -> None:
 
 
 def _refuse_plain(optimizer: Modular) -> None:
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    params = params_of(optimizer.param_groups)
     if any(param.requires_grad and not is_distributed(param) for param in params):
         raise ValueError(
             "step_in_backward cannot update plain parameters if there are several processes, even in a pipeline "

@@ -14,7 +14,7 @@ from torchzero_clip.compat import any_distributed, is_capturing
 from torchzero_clip.core.chain import Chain
 from torchzero_clip.core.chain_state import CONSECUTIVE, SCHEDULE_STEP, SKIPPED
 from torchzero_clip.core.schedules import Schedules
-from torchzero_clip.core.scope import NamedParam, named_params
+from torchzero_clip.core.scope import NamedParam, all_named_params
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.core.undo import Undo
 from torchzero_clip.engine.company import OtherParts
@@ -114,7 +114,7 @@ class Runner:
         self.nodes.checked_settings(groups)
         self.chain_state.move(groups)
         self.chain_state.start(groups, has_schedules=self.schedules.any)
-        named = _named(groups)
+        named = all_named_params(groups)
         validation.check_places(self.chain, self.nodes, named)
         idle = self._agree(named, self.shared.group)
         validation.warn_of_slips(self.nodes, named, idle, listed)
@@ -126,7 +126,7 @@ class Runner:
 
     def set_process_group(self, group: ProcessGroup | None, groups: Sequence[Group]) -> None:
         """Take the steps together with other processes from now on."""
-        named = _named(groups)
+        named = all_named_params(groups)
         check_group(group, [named.param for named in named])
         self._agree(named, group)
         self.shared = SharedGroup(group)
@@ -148,10 +148,10 @@ class Runner:
                 usual = {k: v.clone() if isinstance(v, Tensor) else v for k, v in self.nodes.defaults().items()}
                 append({**usual, **valued})
                 self.schedules.add(groups[-1], functions)
-                self.check_added(_named(groups[before:]))
+                self.check_added(all_named_params(groups[before:]))
             if self.is_complete:
                 self.nodes.checked_settings(groups)
-                validation.check_places(self.chain, self.nodes, _named(groups))
+                validation.check_places(self.chain, self.nodes, all_named_params(groups))
                 self.chain_state.start(groups, has_schedules=self.schedules.any)
             if self.parts is not None:
                 self.parts.attach()
@@ -474,7 +474,3 @@ class Runner:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self.fast_way = FastWay()
-
-
-def _named(groups: Sequence[Group]) -> list[NamedParam]:
-    return [named for group in groups for named in named_params(group)]

@@ -180,23 +180,24 @@ def check_tensors(nodes: Nodes, table: Table, fitting: set[object]) -> None:
             is_usual = value.shape == shape and value.dtype == dtype
             if is_usual or kind in fitting or not (is_strict or value.ndim):
                 continue
-            expected = nodes.possible_state(_named(param, group), group).get(key, value)
+            expected = nodes.possible_state(_named_param(param, group), group).get(key, value)
             if value.ndim and value.shape != expected.shape:
                 raise RuntimeError(_shape_message(f"state {key!r}", value, param, group))
             if is_strict and value.dtype != expected.dtype:
                 raise RuntimeError(
-                    f"the state {key!r} of {_named(param, group)} is of {value.dtype}, and the parameter of {dtype}. "
-                    "After changing its dtype, reload the state: optimizer.load_state_dict(optimizer.state_dict())"
+                    f"the state {key!r} of {_named_param(param, group)} is of {value.dtype}, and the parameter of "
+                    f"{dtype}. After changing its dtype, reload the state: "
+                    "optimizer.load_state_dict(optimizer.state_dict())"
                 )
             fitting.add(kind)
 
 
-def _named(param: Tensor, group: Group) -> NamedParam:
+def _named_param(param: Tensor, group: Group) -> NamedParam:
     return next(named for named in named_params(group) if named.param is param)
 
 
 def _shape_message(what: str, value: Tensor, param: Tensor, group: Group) -> str:
-    name = _named(param, group).name or "a parameter"
+    name = _named_param(param, group).name or "a parameter"
     return (
         f"the {what} of {name} has shape {tuple(value.shape)}, and the parameter has {tuple(param.shape)}. After "
         "changing its shape, set its .grad to None and delete its entry in optimizer.state"

@@ -25,6 +25,7 @@ from torchzero_clip.functional import foreach
 from torchzero_clip.functional.bad import BadGradients
 from torchzero_clip.functional.clip import inverse
 from torchzero_clip.functional.dtypes import widened
+from torchzero_clip.functional.lists import params_of
 from torchzero_clip.hints import explained
 from torchzero_clip.modular.modular import Modular
 from torchzero_clip.modular.wrappers import unwrap, unwrapped_host
@@ -207,7 +208,7 @@ class BeforeStep:
     _before_compiled = never_compiled(before)
 
     def _wrapped(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-        versions_before = versions(_params(optimizer)) if self.runner.policy.may_skip else None
+        versions_before = versions(params_of(optimizer.param_groups)) if self.runner.policy.may_skip else None
         return partial(self._evaluate, optimizer, closure, [], versions_before)
 
     def _evaluate(
@@ -223,7 +224,7 @@ class BeforeStep:
                 f"{type(optimizer).__name__} evaluates its closure several times in one step, and transforms that keep "
                 f"statistics act once a step: call clip_grad_norm_ in the closure, {closure!r}"
             )
-        if versions_before is not None and versions_before != versions(_params(optimizer)):
+        if versions_before is not None and versions_before != versions(params_of(optimizer.param_groups)):
             raise RuntimeError(
                 f"{type(optimizer).__name__} moves parameters before it evaluates its closure, so a refused step would "
                 'leave them moved: leave out gates, such as SkipStep, and nonfinite="skip"'
@@ -297,7 +298,7 @@ class BeforeStep:
         self._infs = 0
         scale = getattr(optimizer, "grad_scale", None)
         if scale is not None:
-            grads = [param.grad for param in _params(optimizer)]
+            grads = [param.grad for param in params_of(optimizer.param_groups)]
             foreach.multiply_([grad for grad in grads if grad is not None], widened(scale).reciprocal())
             self._set_scale(optimizer, None)
         return True
@@ -333,7 +334,7 @@ class BeforeStep:
             return [f"{type(optimizer).__name__} has no kernel that can refuse a step"]
         if getattr(optimizer, FOUND_INF, None) is not None:
             return ["a gradient scaler decides too"]
-        held = [param for param in _params(optimizer) if param.grad is not None]
+        held = [param for param in params_of(optimizer.param_groups) if param.grad is not None]
         if not takes_factor(optimizer, self._hooks[0].id, len(held)):
             return [f"{type(optimizer).__name__} needs fused=True in all groups, and no later hook before its step"]
         if held and held[0].dtype == torch.float64:
@@ -482,10 +483,6 @@ def _have_begun(optimizer: Any) -> bool:
         elif group["momentum"] and any(state.get("momentum_buffer") is None for state in states):
             return False
     return True
-
-
-def _params(optimizer: Optimizer) -> list[Tensor]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def chain_of(optimizer: Any) -> Modular | BeforeStep | None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
-from operator import is_
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +15,7 @@ from torchzero_clip.core.chain_state import COUNTERS
 from torchzero_clip.core.transform import is_pure
 from torchzero_clip.engine.listener import HasListener
 from torchzero_clip.functional.dtypes import widest
+from torchzero_clip.functional.lists import params_of, same_objects
 from torchzero_clip.modular.modular import Modular
 from torchzero_clip.modular.step_metrics import StepMetrics
 from torchzero_clip.modular.wrappers import unwrap
@@ -161,7 +161,7 @@ class CapturedStep:
                 return f"{reasons[0]}. Use SkipStep(max_ratio=...), or implement Gate.record"
             if runner.policy.may_skip and runner.schedules.any:
                 return "settings are functions of the step, with a gate or nonfinite='skip'. Use schedulers of torch"
-        devices = {param.device for group in optimizer.param_groups for param in group["params"]}
+        devices = {param.device for param in params_of(optimizer.param_groups)}
         if len(devices) > 1:
             return "its parameters are on several devices. Make an optimizer for each device"
         are_capturable = isinstance(optimizer, Modular) or all(g.get("capturable") for g in optimizer.param_groups)
@@ -197,7 +197,7 @@ class CapturedStep:
     def _facts_now(self) -> dict[str, object]:
         """What has to be the same for a replay, by what a warning calls it."""
         groups, runner = self._groups(), self._runner
-        params: list[Tensor] = [p for group in self.optimizer.param_groups for p in group["params"]]
+        params = params_of(self.optimizer.param_groups)
         facts: dict[str, object] = {
             "the memory of the gradients": [0 if p.grad is None else p.grad.data_ptr() for p in params],
             "the memory of the parameters": list(map(Tensor.data_ptr, params)),
@@ -239,7 +239,7 @@ class CapturedStep:
         self._alike = 0 if differing else self._alike + 1
         if self._graph is not None:
             state = self._state_now()
-            if not differing and (len(state) != len(self._state) or not all(map(is_, state, self._state))):
+            if not differing and not same_objects(state, self._state):
                 differing = ["the memory of the state"]
             if differing:
                 self._give_up(differing[0])
@@ -260,7 +260,7 @@ class CapturedStep:
             return False
         if runner is None:
             return True
-        params = (param for group in self.optimizer.param_groups for param in group["params"])
+        params = params_of(self.optimizer.param_groups)
         if not any(param.requires_grad and param.grad is not None for param in params):
             return False  # such a step is not taken, and does not count
         if runner.policy.may_skip and (runner.decisions is None or runner.host_decides()):

@@ -11,9 +11,10 @@ from torchzero_clip.core.chain import Chain, Composite, Transforms, as_written, 
 from torchzero_clip.core.chain_state import same
 from torchzero_clip.core.kinds import UpdateRule
 from torchzero_clip.core.learning_rate import LR
-from torchzero_clip.core.scope import named_params
+from torchzero_clip.core.scope import all_named_params
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.engine.end import Deliver
+from torchzero_clip.functional.lists import has_repeats, params_of
 from torchzero_clip.modular.runner import Runner
 from torchzero_clip.modular.validation import check_added, check_places
 from torchzero_clip.types import Group, State
@@ -40,12 +41,12 @@ class Followed:
         self.param_groups: list[Group] = []
         self.state: dict[Tensor, State] = {}
         self._names_in = module  # the module that has the names of the parameters
-        for group in _named(groups, module):
+        for group in _groups_with_names(groups, module):
             runner.add(group, self.param_groups, self._append, module=None)
         runner.complete(self.param_groups, None)
         for ours, group in zip(self.param_groups, groups, strict=True):
             ours["params"] = group["params"]
-        _check_ids(groups)
+        _check_listed_once(groups)
         self._seen = _seen(groups)
 
     def _append(self, group: Group) -> None:
@@ -79,21 +80,21 @@ class Followed:
         before = [dict(group) for group in self.param_groups]
         try:
             self._follow(groups)
-            params = [named for group in self.param_groups for named in named_params(group)]
+            params = all_named_params(self.param_groups)
             runner = self.runner
             check_added(self.nodes, params, runner.shared.group)
             check_places(runner.chain, self.nodes, params)
-            _check_ids(groups)
+            _check_listed_once(groups)
         except Exception:
             self.param_groups[:] = before
             raise
         self._seen, runner.has_meshes = _seen(groups), any_distributed([named.param for named in params])
-        held = {param for group in groups for param in group["params"]}
+        held = set(params_of(groups))
         for param in self.state.keys() - held:
             del self.state[param]
 
     def _follow(self, groups: Sequence[Group]) -> None:
-        before, named = list(self.param_groups), _named(groups, self._names_in)
+        before, named = list(self.param_groups), _groups_with_names(groups, self._names_in)
         successors = _successors(before, groups)
         for ours, group, new in zip(successors, groups, named, strict=True):
             if ours is not None:
@@ -115,9 +116,8 @@ def _seen(groups: Sequence[Group]) -> list[int]:
     return [*map(id, lists), *map(len, lists), *map(id, chain.from_iterable(lists))]
 
 
-def _check_ids(groups: Sequence[Group]) -> None:
-    ids = [id(param) for group in groups for param in group["params"]]
-    if len(set(ids)) < len(ids):
+def _check_listed_once(groups: Sequence[Group]) -> None:
+    if has_repeats(params_of(groups)):
         raise ValueError("a parameter is listed twice in the groups of the optimizer: list it once")
 
 
@@ -138,13 +138,13 @@ def _successors(before: Sequence[Group], groups: Sequence[Group]) -> list[Group 
     return [successors.get(g) for g in range(len(groups))]
 
 
-def _named(groups: Sequence[Group], module: nn.Module | None) -> list[Group]:
+def _groups_with_names(groups: Sequence[Group], module: nn.Module | None) -> list[Group]:
     """The parameters of groups with the names that groups or the module have for them, and the names of the groups."""
     names = None if module is None else {id(param): name for name, param in module.named_parameters()}
-    return [_with_names(group, names) for group in groups]
+    return [_group_with_names(group, names) for group in groups]
 
 
-def _with_names(group: Group, names_in_module: Mapping[int, str] | None) -> Group:
+def _group_with_names(group: Group, names_in_module: Mapping[int, str] | None) -> Group:
     params = list(group["params"])
     names = group.get("param_names")
     if names is None and names_in_module is not None:

@@ -12,6 +12,7 @@ from torchzero_clip.checks import needs_closure
 from torchzero_clip.compat import may_call_base
 from torchzero_clip.core.chain import Transforms, flatten
 from torchzero_clip.engine.listener import HasListener
+from torchzero_clip.functional.lists import params_of
 from torchzero_clip.modular.modular import Modular
 from torchzero_clip.modular.validation import NOT_ZERO_REDUNDANCY
 from torchzero_clip.types import Group
@@ -53,7 +54,7 @@ def check_host(host: Any, transforms: Sequence[Transforms]) -> None:
 
 def are_zero(groups: Sequence[Group]) -> bool:
     """True if there are gradients, and all of them are 0."""
-    grads = [param.grad for group in groups for param in group["params"] if param.grad is not None]
+    grads = [param.grad for param in params_of(groups) if param.grad is not None]
     return bool(grads) and not any(bool(grad.any()) for grad in grads)
 
 

@@ -1,7 +1,6 @@
 """Stores the state of transforms beside the state that another optimizer has of each parameter."""
 
-import operator
-from collections.abc import Collection, Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from itertools import repeat
 from typing import Any
 
@@ -13,6 +12,7 @@ from torchzero_clip.checkpoints.fitting import fitted_state
 from torchzero_clip.checkpoints.portable import FLOAT32, packed, unpacked
 from torchzero_clip.core.group_keys import BEFORE_STEP as KEY
 from torchzero_clip.core.scope import named_params
+from torchzero_clip.functional.lists import same_objects
 from torchzero_clip.other_optimizer.followed import Followed
 from torchzero_clip.types import Group, State, StateDict
 
@@ -41,7 +41,8 @@ class Placed:
         """Put the state of all parameters at its place. Called after each step and each load."""
         if not self._has_state:
             return
-        if self._is_unchanged(optimizer) and _same(self._followed.state.values(), self._states) and not self._is_out:
+        is_placed = not self._is_out and same_objects(self._followed.state.values(), self._states)
+        if is_placed and self._is_unchanged(optimizer):
             return
         states: Any = optimizer.state
         self._alone, self._is_out = [], False
@@ -146,7 +147,7 @@ class Placed:
 
     def _is_unchanged(self, optimizer: Optimizer) -> bool:
         states = optimizer.state
-        return _same(states.keys(), self._params) and _same(_each(states), self._dicts)
+        return same_objects(states.keys(), self._params) and same_objects(_each(states), self._dicts)
 
     def _note(self, optimizer: Optimizer) -> None:
         self._params, self._dicts = list(optimizer.state), _each(optimizer.state)
@@ -175,10 +176,6 @@ def _has_state_of(states: Mapping[Any, Any], param: Tensor) -> bool:
     """True if the optimizer has state of a parameter."""
     entry = states.get(param)
     return bool(entry) and not (isinstance(entry, dict) and entry.keys() == {KEY})
-
-
-def _same(one: Collection[object], other: Collection[object]) -> bool:
-    return len(one) == len(other) and all(map(operator.is_, one, other))
 
 
 def _listed(groups: Iterable[Group]) -> list[tuple[Tensor, Group]]:

@@ -22,6 +22,7 @@ from torchzero_clip.core.nodes import Node
 from torchzero_clip.engine.listener import Listener, Seen
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.dtypes import widened, widest
+from torchzero_clip.functional.lists import params_of
 from torchzero_clip.functional.measure import L2, Effect
 from torchzero_clip.functional.norms import norms_of_each
 from torchzero_clip.functional.shards import local, summed
@@ -145,7 +146,7 @@ class Recording(Listener):
             foreach.subtract_(copies, copied)
             tape.write_ratios(note.step, sizes, norms_of_each(copies), places)
         if self.measurable.has_news:
-            warn_user(self.measurable.warning(list(zip(tape.params.names, _all_params(groups), strict=True))))
+            warn_user(self.measurable.warning(list(zip(tape.params.names, params_of(groups), strict=True))))
         self._judge_loss(numbers["loss"] is not None)
         self.step += 1
         self._since_load += 1
@@ -190,7 +191,7 @@ class Recording(Listener):
             self.output.late[step] = value
 
     def _tape_for(self, groups: Groups, norms: Tensor | None) -> Tape:
-        tape, ids = self.tape, list(map(id, _all_params(groups)))
+        tape, ids = self.tape, list(map(id, params_of(groups)))
         is_on_device = norms is None or (tape is not None and norms.device == tape.device)
         if tape is not None and is_on_device and ids == self._param_ids:
             return tape
@@ -334,11 +335,7 @@ def _device_of(groups: Groups) -> torch.device:
 def _places(groups: Groups, params: Sequence[Tensor]) -> list[int]:
     """The places of parameters among those of all groups; a parameter that is listed twice has two."""
     ids = {id(param) for param in params}
-    return [place for place, param in enumerate(_all_params(groups)) if id(param) in ids]
-
-
-def _all_params(groups: Groups) -> list[Tensor]:
-    return [param for group in groups for param in group["params"]]
+    return [place for place, param in enumerate(params_of(groups)) if id(param) in ids]
 
 
 def _as_tensors(numbers: Mapping[str, object], device: torch.device) -> dict[str, Tensor]:
