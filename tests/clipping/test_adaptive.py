@@ -285,7 +285,11 @@ def test_a_zero_outside_of_the_scope_of_a_composite_does_not_start_its_statistic
 
 @pytest.mark.parametrize("fast", [True, False])
 def test_agc_of_tensors_without_elements(fast):
-    transformed([torch.zeros(0)], AdaptiveGradientClip(), fast=fast)
+    """They stay empty, and the others are clipped as without them."""
+    grads = [torch.zeros(0), torch.ones(3)]
+    empty, other = transformed(grads, AdaptiveGradientClip(), fast=fast)
+    assert empty.shape == (0,)
+    assert torch.equal(other, transformed(grads[1:], AdaptiveGradientClip(), fast=fast)[0])
 
 
 def test_a_large_vector_of_half_precision_keeps_the_factor_of_a_soft_spectral_clip():

@@ -390,8 +390,8 @@ LATE = {
 """Mistakes that are seen when something has changed."""
 
 
-def mistaken(make, message, fast):
-    """The parameters after a step with a mistake, their gradients, and the optimizer if there is one."""
+def check_mistake(make, message, fast):
+    """Check the error of a step with a mistake. Return the parameters after it, and the optimizer, if there is one."""
     params, optimizer = parameters(shapes=SHAPES), None
     set_grads(params, gradients(params, 1)[0])
 
@@ -414,7 +414,7 @@ def mistaken(make, message, fast):
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_named_before_anything_changes(name, fast):
     before = parameters(shapes=SHAPES)
-    params, optimizer = mistaken(*MISTAKES[name], fast)
+    params, optimizer = check_mistake(*MISTAKES[name], fast)
     for param, old, grad in zip(params, before, gradients(params, 1)[0], strict=True):
         assert torch.equal(param, old)
         assert param.grad is None or torch.equal(param.grad, grad)
@@ -435,7 +435,7 @@ def test_a_mistake_is_named_before_anything_changes(name, fast):
 @pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize("name", LATE)
 def test_what_may_only_be_read_is_compared_in_the_first_step(name, fast):
-    mistaken(*LATE[name], fast)
+    check_mistake(*LATE[name], fast)
 
 
 def test_the_mistakes_are_seen_where_they_first_happen():
@@ -589,7 +589,10 @@ def test_state_of_the_chain_is_refused_when_the_optimizer_is_made():
 def test_tensors_and_numbers_are_state(value):
     params = parameters(shapes=SHAPES)
     make = tensorwise(lambda tensor, *_: tensor, init_state=lambda *_: {"window": value})
-    train(Modular(params, make()), params, gradients(params, 1))
+    optimizer = Modular(params, make())
+    train(optimizer, params, gradients(params, 1))
+    stored = [torch.as_tensor(optimizer.state[param]["own/window"]) for param in params]
+    assert all(torch.equal(kept, torch.as_tensor(value)) for kept in stored)
 
 
 @pytest.mark.parametrize("fast", [True, False])
