@@ -52,7 +52,7 @@ class SameTensors:
 
     @classmethod
     def of(cls, table: Table, columns: ByKey, layout: StepLayout, counters: Sequence[str]) -> "SameTensors | None":
-        """What later steps are compared with; None if this torch has no guard for tensors."""
+        """Make the comparison of later steps with this one. None if this torch has no guard for such tensors."""
         shaped = [key for key in columns if key not in ("params", "grads") and layout.is_shaped(key)]
         like = chain.from_iterable(columns[key] for key in ("params", "grads", *shaped))
         first = table.params[0]

@@ -160,12 +160,12 @@ def means_of_each(tensors: Sequence[Tensor], counts: Tensor, scratch: Scratch) -
 
 
 def _room(count: int) -> float:
-    """The smallest power of two of at least ``count``: numbers that were divided by it have a finite sum."""
+    """The smallest power of two of at least ``count``. So many numbers, divided by it, have a finite sum."""
     return 2.0 ** max(count - 1, 0).bit_length()
 
 
 def _joint_room(parts: Sequence[Part]) -> float:
-    """What all values are divided by before they are added up: 1 with float64."""
+    """A power of two. Divided by it, all values together have a finite sum in float32. It is 1 if they have float64."""
     return _room(sum(p.size for p in parts)) if any(is_narrow(p.tensor) for p in parts) else 1.0
 
 

@@ -130,10 +130,10 @@ def joint_norm(
     beside: bool = False,
     moves: blocks.Moves | None = None,
 ) -> JointNorm | None:
-    """The L2 norm of all dense tensors together, 0-d, float64; and ``beside`` it that of each.
+    """The L2 norm of all dense tensors together: a 0-d float64 tensor, with ``beside`` also the norm of each.
 
-    None if the caller should use `norms_of_each`: the total is extreme or not finite, or one pass saves nothing.
-    ``beside`` and ``moves`` need ``scratch``. ``plain``: it is known that all tensors are plain.
+    It is None if the norm is extreme or not finite, or if one pass saves nothing: call `norms_of_each` then. ``beside``
+    and ``moves`` need ``scratch``. Pass ``plain`` if all tensors are known to be plain.
     """
     if not (plain or foreach.are_plain(tensors)):
         return joint_norm_of_meshes(wholes(tensors), 2.0, beside=beside) if any_distributed(tensors) else None

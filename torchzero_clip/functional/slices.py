@@ -151,7 +151,10 @@ def norm_along(x: Tensor, p: float, d: int) -> Tensor:
 
 
 def enlarged(x: Tensor, scale: Tensor | float) -> Tensor:
-    """What was computed of values divided by a scale, times it: finite if it is."""
+    """The norm, mean or sum ``x`` of values that were divided by ``scale``, as that of the values themselves.
+
+    In float32, a finite ``x`` gives a finite result: at most the largest number.
+    """
     if isinstance(scale, float) and scale == 1.0:
         return x
     if x.is_complex():
