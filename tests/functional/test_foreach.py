@@ -72,8 +72,8 @@ def test_arithmetic_of_lists_of_several_dtypes():
     assert not any(a.data_ptr() == b.data_ptr() for a, b in zip(differences, tensors, strict=True))
     foreach.copy_(tensors, before)
     assert all(map(torch.equal, tensors, before))
-    assert [t.dtype for t in foreach.widened(tensors)] == [FLOAT, DOUBLE, FLOAT]
-    assert [t.dtype for t in foreach.cast(foreach.widened(tensors), tensors)] == [FLOAT, DOUBLE, HALF]
+    assert [t.dtype for t in foreach.at_least_float32(tensors)] == [FLOAT, DOUBLE, FLOAT]
+    assert [t.dtype for t in foreach.cast(foreach.at_least_float32(tensors), tensors)] == [FLOAT, DOUBLE, HALF]
     for operation in (foreach.add_, foreach.subtract_, foreach.copy_):
         operation([], [])
 

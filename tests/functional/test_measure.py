@@ -10,7 +10,7 @@ from torchzero_clip.functional.measure import (
     NOTHING,
     Resources,
     Slicing,
-    counted,
+    counted_elements,
     effect,
     effect_numbers,
     effect_of,
@@ -157,7 +157,7 @@ def test_the_effect_is_the_mean_factor_and_the_share_of_slices():
 
 
 def test_elements_are_counted_with_both_parts_of_complex_numbers():
-    found, elements = counted(
+    found, elements = counted_elements(
         [torch.zeros(3), torch.zeros(2, dtype=torch.complex64)], [torch.tensor(2), torch.tensor(1)]
     )
     assert (found.item(), elements) == (3.0, 7)

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torchzero_clip.checkpoints.fitting import saved_groups
-from torchzero_clip.checkpoints.identity import IDENTITY, Member, matched, members_of, saved_members, written
+from torchzero_clip.checkpoints.identity import IDENTITY, Member, identity_text, matched, members_of, saved_members
 from torchzero_clip.core.kinds import FinalRule
 from torchzero_clip.core.nodes import Node, Nodes
 from torchzero_clip.core.scope import NamedParam, named_params
@@ -16,7 +16,7 @@ def adapted(
 ) -> StateDict:
     """Convert a checkpoint of another chain for this one. Its ``new`` transforms get their settings from ``groups``."""
     saved, members = saved_groups(state_dict, groups), members_of(nodes)
-    identity = written(members)
+    identity = identity_text(members)
     if all(group.get(IDENTITY) == identity for group in saved):
         return dict(state_dict)
     theirs = saved_members(saved)

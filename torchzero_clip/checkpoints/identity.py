@@ -63,7 +63,7 @@ def kind_and_structure(transform: Transform) -> tuple[str, dict[str, str]]:
     return type(transform).__name__, structure
 
 
-def written(members: Iterable[Member]) -> str:
+def identity_text(members: Iterable[Member]) -> str:
     """The description of a chain, as checkpoints store it."""
     return json.dumps({"format": FORMAT, "chain": [asdict(member) for member in members]})
 

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from torchzero_clip.checkpoints.adapt import adapted
 from torchzero_clip.checkpoints.fitting import fitted
-from torchzero_clip.checkpoints.identity import IDENTITY, members_of, written
+from torchzero_clip.checkpoints.identity import IDENTITY, identity_text, members_of
 from torchzero_clip.compat import warn_user
 from torchzero_clip.core.chain_state import ChainState
 from torchzero_clip.core.nodes import Node, Nodes
@@ -32,7 +32,7 @@ the first tensor with a dimension. Without one it raises "Expected device to be 
 
 def new_chain_state(nodes: Nodes, counts: Mapping[str, int]) -> ChainState:
     """The state of the whole chain before the first step, with counters and the description of the chain."""
-    return ChainState({**nodes.init_global_state(), **counts}, {IDENTITY: written(members_of(nodes))})
+    return ChainState({**nodes.init_global_state(), **counts}, {IDENTITY: identity_text(members_of(nodes))})
 
 
 def complete(saved: StateDict, groups: Sequence[Group], chain_state: ChainState) -> None:

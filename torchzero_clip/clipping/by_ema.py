@@ -18,7 +18,7 @@ from torchzero_clip.functional import foreach
 from torchzero_clip.functional.choice import where
 from torchzero_clip.functional.clip import within
 from torchzero_clip.functional.foreach import reals, wide_dtype
-from torchzero_clip.functional.measure import Measured, counted, scale_
+from torchzero_clip.functional.measure import Measured, counted_elements, scale_
 from torchzero_clip.types import NewState, Ord, Schedule, Setting, Target
 
 EMAInit = Literal["zeros", "update"]
@@ -282,7 +282,7 @@ class ClipValueByEMA(Elementwise, Composite):
             limit = reals(bound).abs().nan_to_num_(nan=torch.inf, posinf=torch.inf)
             counts.append(at.count(x.abs() > limit))
             at.clamp(x, -limit, limit, x)
-        step.show_share("clipped", *counted(updates, counts))
+        step.show_share("clipped", *counted_elements(updates, counts))
         return updates
 
     @override

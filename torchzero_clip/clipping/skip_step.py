@@ -9,7 +9,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from torchzero_clip.checks import at_least_one, non_negative, optional, positive, steps, unit_interval
-from torchzero_clip.clipping.statistics import filled, one_more, written
+from torchzero_clip.clipping.statistics import filled, one_more, with_value
 from torchzero_clip.core.kinds import Gate
 from torchzero_clip.core.states import zero_numbers
 from torchzero_clip.core.step import Step
@@ -237,7 +237,7 @@ class SkipStep(Gate):
         return limits
 
     def _store(self, state: State, key: str, count: str, value: Tensor, where: Tensor) -> None:
-        foreach.copy_([state[key]], [written(state[key], state[count], value, where)])
+        foreach.copy_([state[key]], [with_value(state[key], state[count], value, where)])
         foreach.copy_([state[count]], [one_more(state[key], state[count], where)])
 
 

@@ -148,7 +148,7 @@ class Tracked:
         # the statistic stores the count of its norms under "started"
         ring, count = self.step.global_state["ring"], self["started"]
         chosen = self.usable if only is None else self.usable & only
-        foreach.copy_([ring], [written(ring, count, self.norms, chosen)])
+        foreach.copy_([ring], [with_value(ring, count, self.norms, chosen)])
         return filled(ring, count + chosen)
 
     def show(self, **metrics: Tensor) -> None:
@@ -194,7 +194,7 @@ class Tracked:
         return torch.stack([by_place.get(k, one) for k in range(self._count)])
 
 
-def written(ring: Tensor, count: Tensor, value: Tensor, where: Tensor) -> Tensor:
+def with_value(ring: Tensor, count: Tensor, value: Tensor, where: Tensor) -> Tensor:
     """The last values, with one more in place of the oldest one if ``where`` is true; ``count`` were written before."""
     places = torch.arange(len(ring), device=ring.device)
     return torch.where((places == count % len(ring)) & where, value, ring)

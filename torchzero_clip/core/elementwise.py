@@ -16,7 +16,7 @@ from torchzero_clip.core.transform import TensorwiseTransform, Transform, latest
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.dtypes import widest_of
 from torchzero_clip.functional.foreach import reals, wide_dtype
-from torchzero_clip.functional.measure import counted
+from torchzero_clip.functional.measure import counted_elements
 from torchzero_clip.functional.ways import may_look
 from torchzero_clip.hints import described, explanation
 from torchzero_clip.types import NewState, Setting, State
@@ -323,7 +323,7 @@ class Elementwise(TensorwiseTransform):
             raise
         zeros = ((i, u) for i, u in enumerate(updates) if i not in counts)
         counts |= {i: torch.zeros((), dtype=torch.int64, device=u.device) for i, u in zeros}
-        step.show_share("clipped", *counted(updates, [counts[i] for i in range(len(updates))]))
+        step.show_share("clipped", *counted_elements(updates, [counts[i] for i in range(len(updates))]))
 
     @override
     def apply_tensor(

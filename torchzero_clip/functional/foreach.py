@@ -306,7 +306,7 @@ def clone(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [tensor.clone() for tensor in tensors]
 
 
-def widened(tensors: Sequence[Tensor]) -> list[Tensor]:
+def at_least_float32(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Each tensor in float32 or wider: itself if it is."""
     wide = {dtype: wide_dtype(dtype) for dtype in {tensor.dtype for tensor in tensors}}
     return [tensor.to(wide[tensor.dtype]) for tensor in tensors]

@@ -542,7 +542,7 @@ def effect_of(total: Tensor, numbers: Tensor) -> dict[str, Tensor]:
     return {"norm": total, "factor": 1 - lost / count, "clipped": changed / count}
 
 
-def counted(tensors: Sequence[Tensor], counts: Sequence[Tensor]) -> tuple[Tensor, int]:
+def counted_elements(tensors: Sequence[Tensor], counts: Sequence[Tensor]) -> tuple[Tensor, int]:
     """How many elements were counted over all tensors, a 0-d tensor equal on every rank, and how many there are."""
     # a complex number has two elements
     parts = wholes(tensors)

@@ -13,7 +13,7 @@ from torchzero_clip.core.transform import Transform
 from torchzero_clip.types import Group, Setting
 
 
-def described(written: Sequence[Transform], nodes: Nodes, groups: Sequence[Group]) -> list[str]:
+def repr_lines(written: Sequence[Transform], nodes: Nodes, groups: Sequence[Group]) -> list[str]:
     """A line about the parameters, and one for each transform or chain that was written."""
     used = _Used(nodes, groups)
     names = iter([node.path for node in nodes if not node.outer])

@@ -21,7 +21,7 @@ from torchzero_clip.functional.bad import BadGradients
 from torchzero_clip.hints import Explained
 from torchzero_clip.modular import validation
 from torchzero_clip.modular.classes import ClassMaker, configured
-from torchzero_clip.modular.described import described
+from torchzero_clip.modular.described import repr_lines
 from torchzero_clip.modular.origin import Origin
 from torchzero_clip.modular.param_groups import as_groups
 from torchzero_clip.modular.runner import Runner
@@ -369,7 +369,7 @@ class Modular(Explained, ClassMaker, Optimizer):
 
     def __repr__(self) -> str:
         runner = self.runner
-        lines = described(self._written, runner.nodes, self.param_groups)
+        lines = repr_lines(self._written, runner.nodes, self.param_groups)
         lines += [f"{flag}=True" for flag in ("maximize", "keep_grads") if getattr(runner, flag)]
         lines += [*([] if runner.fast else ["fast=False"]), *runner.policy.described()]
         return "\n    ".join([f"{type(self).__name__}(", *(f"{line}," for line in lines)]) + "\n)"

@@ -123,7 +123,7 @@ class Adam(UpdateRule):
 
         foreach.add_number_(steps, 1)
         # in float16 eps rounds to 0, which gives 0 / 0
-        denominators = foreach.square_roots(foreach.widened(squares))
+        denominators = foreach.square_roots(foreach.at_least_float32(squares))
         counts = pack(steps)
         foreach.scale_(denominators, (bias_correction(beta2, counts) ** -0.5).unbind())
         foreach.add_number_(denominators, setting["eps"])

@@ -99,7 +99,7 @@ class RMSprop(UpdateRule):
             means = [state["grad_avg"] for state in states]
             foreach.lerp_(means, inputs, 1 - setting["alpha"])
             spreads = foreach.subtract_squares(squares, means)
-        denominators = foreach.square_roots(foreach.widened(spreads))
+        denominators = foreach.square_roots(foreach.at_least_float32(spreads))
         foreach.add_number_(denominators, setting["eps"])
         return foreach.divide(inputs, denominators)
 
