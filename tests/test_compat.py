@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchzero_clip import AdamW, ClipNorm, Modular, compat
+from torchzero_clip import AdamW, ClipNorm, Modular, before_step, compat
 
 
 @pytest.fixture(params=["torch's", "in Python"])
@@ -64,3 +64,18 @@ def test_a_step_is_the_same_with_both(same_layout):
         optimizer.step()
     assert optimizer.state[param]["adam/step"] == 3
     torch.testing.assert_close(param.detach(), torch.full((4,), 0.6973), rtol=0, atol=1e-4)
+
+
+def test_steps_on_the_cpu_do_not_ask_a_driver_that_is_missing(monkeypatch):
+    def raises():
+        raise RuntimeError("CUDA driver version is insufficient for CUDA runtime version")
+
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)  # as the build that most users have
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", raises)  # torch 2.15 without a driver
+    weight = nn.Parameter(torch.tensor([1.0]))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    before_step(optimizer, ClipNorm(0.5))
+    weight.grad = torch.tensor([2.0])
+    optimizer.step()
+    assert weight.item() == pytest.approx(0.5, abs=1e-6)

@@ -104,8 +104,9 @@ def is_restored_by_checkpoint() -> bool:
 
 
 def is_capturing() -> bool:
-    """True while a CUDA graph is captured. Always False if torch was built without CUDA, which cannot tell."""
-    return torch.backends.cuda.is_built() and torch.cuda.is_current_stream_capturing()
+    """True while a CUDA graph is captured. Always False before CUDA is initialized."""
+    # a CUDA build of torch raises an error if it is asked without a driver (seen in 2.15)
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def cpu_by_default() -> AbstractContextManager[object]:
