@@ -209,6 +209,8 @@ def test_runs_that_do_not_train_tell_nothing():
     )
     assert zeros.compare(zeros).findings == ["All gradients are 0 in both runs, so that nothing was compared."]
     assert "never change" in same.compare(same).findings[0]
+    rounded = replace(same, norm=same.norm * (1 + 1e-7 * torch.rand(STEPS).double()))
+    assert "never change" in rounded.compare(same).findings[0]
 
 
 def reporting(copies, chosen, begin=0, rounded=False) -> Record:

@@ -216,7 +216,7 @@ class _Pair:
         norms = [record.norm[list(map(record.index, self.steps))] for record in self.records]
         if all(bool((x == 0).all()) for x in norms):
             return ["All gradients are 0 in both runs, so that nothing was compared."]
-        if len(self.steps) > 2 and all(bool((x == x[0]).all()) for x in norms):
+        if len(self.steps) > 2 and all(bool(((x - x[0]).abs() <= 4 * self.precision * x[0]).all()) for x in norms):
             return ["The norms of both runs never change: nothing trains, so that little was compared."]
         return []
 
