@@ -6,7 +6,8 @@ the held-out losses, averaged over seeds, and prints the table that docs/choosin
 
 ``--continue 72`` records 72 other trainings, of `benchmarks.limit_draws`, which go on for a quarter of the recorded
 steps. It prints what the suggestion for 10% of the steps answers, and the share of later norms above its limit, also
-for the first half and the first quarter of a record. The tasks that memorize follow.
+for the first half and the first quarter of a record. The tasks that memorize follow. ``--from 80`` begins with the
+training of this number.
 """
 
 import argparse
@@ -101,9 +102,9 @@ class Continued(NamedTuple):
 
 
 def continued(training: str, steps: int, norms: Sequence[float]) -> list[Continued]:
-    """Judge a record of so many steps, its first half and its first quarter; nothing if the training diverged.
+    """What the suggestions from the first ``steps`` norms, from their half and from their quarter say.
 
-    Parts have at least 300 steps.
+    Parts of fewer than 300 steps are left out. If a norm is not finite, the training diverged, and the list is empty.
     """
     found: list[Continued] = []
     if not all(map(math.isfinite, norms)):
