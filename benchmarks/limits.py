@@ -6,7 +6,8 @@ the held-out losses, averaged over seeds, and prints the table that docs/choosin
 
 ``--continue 72`` records 72 other trainings, of `benchmarks.limit_draws`, which go on for a quarter of the recorded
 steps. It prints what the suggestion for 10% of the steps answers, and the share of later norms above its limit, also
-for the first half and the first quarter of a record. The tasks that memorize follow.
+for the first half and the first quarter of a record. The tasks that memorize follow. ``--from 80`` begins with the
+training of this number.
 """
 
 import argparse
@@ -101,9 +102,9 @@ class Continued(NamedTuple):
 
 
 def continued(training: str, steps: int, norms: Sequence[float]) -> list[Continued]:
-    """Judge a record of so many steps, its first half and its first quarter; nothing if the training diverged.
+    """What the suggestions from the first ``steps`` norms, from their half and from their quarter say.
 
-    Parts have at least 300 steps.
+    Parts of fewer than 300 steps are left out. If a norm is not finite, the training diverged, and the list is empty.
     """
     found: list[Continued] = []
     if not all(map(math.isfinite, norms)):
@@ -210,11 +211,11 @@ def recorded_norms(task: Task, seed: int) -> list[float]:
     return train(task, seed, [], more=task.steps // 4)[1].record().norms_of_gradients().tolist()
 
 
-def print_continued(count: int, path: Path | None) -> None:
+def print_continued(numbers: range, path: Path | None) -> None:
     torch.set_num_threads(1)
     norms = dict[str, list[float]]()
     found: list[Continued] = []
-    jobs = [(*drawn(number), 1000 + number) for number in range(count)]
+    jobs = [(*drawn(number), 1000 + number) for number in numbers]
     print("| training | steps | answer | probability | later norms above the limit |")
     print("| --- | ---: | --- | ---: | ---: |")
     for name, task, seed in tqdm([*jobs, *((name, TASKS[name], 0) for name in MEMORIZED)], disable=None):
@@ -235,9 +236,10 @@ def main() -> None:
     parser.add_argument("--sweep", action="store_true", help="try learning rates without a clip instead")
     parser.add_argument("--json", type=Path, help="where to write the losses, or the norms")
     parser.add_argument("--continue", type=int, dest="continued", metavar="TRAININGS", help="see above")
+    parser.add_argument("--from", type=int, default=0, dest="first", metavar="NUMBER", help="the first one of them")
     options = parser.parse_args()
     if options.continued is not None:
-        print_continued(options.continued, options.json)
+        print_continued(range(options.first, options.first + options.continued), options.json)
         return
     names = [name for name in TASKS if any(part in name for part in options.tasks)]
     seeds = [SWEEP_SEED] if options.sweep else range(options.seeds)

@@ -1,7 +1,8 @@
 """How adaptive limits respond to noise, to a spike and to a lasting rise: ``python -m benchmarks.responses``.
 
-Two tensors of 500 random elements in float64. Their joint norm varies by 20% around 1 (log-normal), and no optimizer
-follows. It prints the table of docs/adaptive.md; nothing is timed. ``--plot responses.png`` also draws its picture.
+Each transform gets the random gradients of two tensors with 500 elements in float64. Their joint norm varies by 20%
+around 1 (log-normal). Nothing is trained or timed. The program prints the table of docs/adaptive.md.
+``--plot responses.png`` also draws the picture.
 """
 
 import argparse
@@ -47,14 +48,14 @@ CHAINS: dict[str, Callable[[], Transform]] = {
 }
 SIZE, RISE, SPIKE, END = 500, 1000, 1500, 7000
 AFTER = 20
-"""So many steps are averaged after the spike, and also to tell whether a limit follows the rise."""
+"""How many steps are averaged after the spike. A limit follows the rise if their average does."""
 WINDOWS = ((SPIKE - 20, SPIKE + AFTER), (RISE - 60, RISE + 300))
 """The steps in the picture: around the spike, and around the rise."""
 
 
 @dataclass(frozen=True)
 class Response:
-    """What a transform does in both runs: the share of each joint norm that remains."""
+    """The factors by which a transform changes the joint norms of both runs."""
 
     spiked: list[float]
     risen: list[float]
@@ -76,7 +77,7 @@ class Response:
 
 
 def factors(make: Callable[[], Transform], norms: Sequence[float]) -> list[float]:
-    """What remains of each joint norm, as a share."""
+    """The joint norm after the transform divided by that before it, for each step."""
     generator = torch.Generator().manual_seed(0)
     params = [nn.Parameter(torch.zeros(SIZE, dtype=torch.float64)) for _ in range(2)]
     optimizer = Modular(params, make(), LR(1.0))

@@ -394,8 +394,8 @@ def average(runs: Sequence[Run]) -> float:
 def plot_losses(axes: Axes, results: Results, options: Options) -> None:
     """The losses of clean batches, with the first seed."""
     adaptive = sorted(ADAPTIVE, key=lambda name: average(results.runs[name]))
-    drawn = {NONE: ("black", ""), BEST: ("C0", ""), adaptive[0]: ("C2", "best adaptive: ")}
-    drawn[adaptive[-1]] = ("C3", "worst adaptive: ")
+    drawn = {NONE: ("black", ""), BEST: ("C0", ""), adaptive[0]: ("C2", "best: ")}
+    drawn[adaptive[-1]] = ("C3", "worst: ")
     for name, (color, label) in drawn.items():
         losses = results.runs[name][0].losses
         axes.plot(list(losses), list(losses.values()), color=color, linewidth=0.9, label=label + name)
@@ -408,7 +408,7 @@ def plot_losses(axes: Axes, results: Results, options: Options) -> None:
     axes.set_yticks([], minor=True)
     axes.set_ylim(1.5, 100)
     axes.set_xlabel("step (triangles: corrupted batches)" if corrupted else "step")
-    axes.legend(fontsize=8)
+    axes.legend(fontsize="medium", frameon=False, handlelength=1, borderpad=0)
 
 
 def plot_summary(axes: Axes, results: Results, clean: float) -> None:
@@ -434,7 +434,7 @@ def plot_summary(axes: Axes, results: Results, clean: float) -> None:
 
 def plot(compared: Sequence[Results], clean: Sequence[Run], options: Options, path: Path) -> None:
     """Losses over the first run above, the final losses of all runs below."""
-    figure = Figure(figsize=(13, 9), layout="constrained")
+    figure = Figure(figsize=(10.5, 10), layout="constrained")
     rows = figure.subplots(2, len(compared), squeeze=False, sharey="row", height_ratios=(1, 1.7))
     for top, bottom, results in zip(*rows, compared, strict=True):
         plot_losses(top, results, options)
@@ -446,7 +446,7 @@ def plot(compared: Sequence[Results], clean: Sequence[Run], options: Options, pa
         label.set_color(METHODS[name].color)
     dots = f"Dots: means of {options.seeds} seeds. Lines through them: from the lowest to the highest."
     lines = "Vertical lines: no clipping (black), the best fixed limit (blue), and a run with nothing wrong (dotted)."
-    figure.supxlabel(f"{dots} {lines}", fontsize=10)
+    figure.supxlabel(f"{dots}\n{lines}", fontsize="medium")
     figure.savefig(path, dpi=110)
 
 

@@ -278,11 +278,11 @@ def print_length(runs: dict[tuple[str, Limit], list[Run]]) -> None:
 
 
 def plot(run: Run, path: Path) -> None:
-    """The norms of right and wrong labels on the left, images on the right."""
+    """The norms of right and wrong labels above, images below."""
     digits, wrong, scores = run.digits, run.digits.wrong, run.scores()
-    figure = Figure(figsize=(11, 4.8), layout="constrained")
-    left, right = figure.subfigures(1, 2, squeeze=False, width_ratios=(1, 1.15)).flat
-    axes = left.subplots()
+    figure = Figure(figsize=(7, 8.6), layout="constrained")
+    norms, *images = figure.subfigures(3, 1, squeeze=False, height_ratios=(1.6, 2.5, 1.35)).flat
+    axes = norms.subplots()
     edges = torch.logspace(math.log10(scores.min().item()), math.log10(scores.max().item()), 40).tolist()
     for chosen, name, color in ((~wrong, "right label", "C0"), (wrong, "wrong label", "C1")):
         axes.hist(scores[chosen].tolist(), edges, label=f"{name} ({int(chosen.sum())})", color=color, alpha=0.75)
@@ -297,16 +297,15 @@ def plot(run: Run, path: Path) -> None:
     ranking = scores.argsort(descending=True)
     ranks = {sample: rank for rank, sample in enumerate(ranking.tolist(), 1)}
     groups = (("The largest norms", ranking[:14]), ("The largest norms of right labels", ranking[~wrong[ranking]][:7]))
-    parts = right.subfigures(2, 1, squeeze=False, height_ratios=(2, 1.1)).flat
-    for part, (title, samples) in zip(parts, groups, strict=True):
-        part.suptitle(title, fontsize=10)
+    for part, (title, samples) in zip(images, groups, strict=True):
+        part.suptitle(title)
         for image, sample in zip(part.subplots(len(samples) // 7, 7).flat, samples.tolist(), strict=True):
             image.imshow(digits.images[sample].view(8, 8).tolist(), cmap="gray_r")
-            image.set_title(f"given {digits.labels[sample]}\ntrue {digits.truth[sample]}", fontsize=8)
-            image.set_xlabel(f"rank {ranks[sample]}", fontsize=8)
+            image.set_title(f"given {digits.labels[sample]}\ntrue {digits.truth[sample]}", fontsize="medium")
+            image.set_xlabel(f"rank {ranks[sample]}")
             image.set_xticks([])
             image.set_yticks([])
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=110)
 
 
 def main() -> None:

@@ -215,6 +215,26 @@ def test_the_readme_quotes_results_from_tables():
         assert quoted in [f"{float(result):.2f}" for result in results], page
 
 
+def endless_gates(text):
+    """The blocks of code with a gate whose skips nothing stops, on a page that does not say that skips are warned of."""
+    if re.search(r"warns after 20 skipped steps in a row|After 20, 40, 80, ... skips in a row, a warning", text):
+        return []
+    code = re.findall(r"^```py.*?\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    return [block for block in code if "SkipStep(" in block and "max_consecutive_skips" not in block]
+
+
+def test_endless_gates_are_found():
+    block = "```python\nModular(model, SkipStep(), Adam()%s)\n```\n"
+    assert len(endless_gates(block % "")) == 1
+    assert not endless_gates(block % ", max_consecutive_skips=20")
+    assert not endless_gates("`SkipStep` warns after 20 skipped steps in a row.\n" + block % "")
+
+
+@pytest.mark.parametrize("page", WITH_README, ids=page_id)
+def test_examples_with_a_gate_stop_or_say_that_they_do_not(page):
+    assert not endless_gates(page.read_text())
+
+
 def placeholders(text):
     """What stands for something that is yet to be written, outside of code."""
     return re.findall(r"\b[A-Z]+_[A-Z]{4,}\b|TODO|FIXME", re.sub(r"`[^`]*`", "", text))

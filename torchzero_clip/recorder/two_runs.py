@@ -1,7 +1,7 @@
 """Where two runs part: the first step whose norms differ by more than rounding, its layers, and a guess why."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, permutations
 from typing import TYPE_CHECKING, NamedTuple
@@ -126,7 +126,8 @@ def compared(first: Data, second: Data) -> Comparison:
         drift = max(drift, float(apart.max()) if len(apart) else 0.0)
     if result.step is None:
         result.findings = pair.dead()
-    result.findings[:0] = [*_reported("first", first), *_reported("second", second)]
+    texts = {"first": reported_otherwise(first), "second": reported_otherwise(second)}
+    result.findings[:0] = [f"The norm that the {which} run reports {text}" for which, text in texts.items() if text]
     return result
 
 
@@ -216,7 +217,7 @@ class _Pair:
         norms = [record.norm[list(map(record.index, self.steps))] for record in self.records]
         if all(bool((x == 0).all()) for x in norms):
             return ["All gradients are 0 in both runs, so that nothing was compared."]
-        if len(self.steps) > 2 and all(bool((x == x[0]).all()) for x in norms):
+        if len(self.steps) > 2 and all(bool(((x - x[0]).abs() <= 4 * self.precision * x[0]).all()) for x in norms):
             return ["The norms of both runs never change: nothing trains, so that little was compared."]
         return []
 
@@ -238,7 +239,8 @@ def _parted(step: int, where: str, layers: Sequence[Difference], pair: _Pair, *,
         sizes = f": {float(one):.4g} and {float(other):.4g}" if len(one) else ""
         return f"Step {step}: the joint norms differ{sizes}, and the records do not tell in which layers."
     count, total = len(layers), len(pair.names)
-    name = LayerSets(pair.names).name_of([layer.name for layer in layers])
+    places = {pair.names.index(layer.name) for layer in layers}
+    name = next((text for text, members in named_sets(pair.names).items() if members == places), None)
     some = f"{count:,} of {total:,} layers{f', {name},' if name else ''}"
     who = layers[0].name if count == 1 else f"all {total:,} layers" if count == total else some
     look = f", {_look(layers, 4 * pair.precision)}" if guess else "."
@@ -293,36 +295,30 @@ def _without_prefix(places: Mapping[str, int]) -> dict[str, int]:
     return {".".join(part[same:]): i for part, i in zip(parts, places.values(), strict=True)}
 
 
-class LayerSets:
-    """Sets of layers that have a name, such as ``*.bias`` or ``blocks.*.mlp``, the shortest name first."""
+def named_sets(layers: Sequence[str]) -> dict[str, frozenset[int]]:
+    """Sets of layers, as places, by names such as ``*.bias`` or ``blocks.*.mlp``; the shortest name of a set comes first.
 
-    def __init__(self, layers: Sequence[str]) -> None:
-        sets: dict[str, set[int]] = {}
-        parts_of: dict[str, set[int]] = {}  # a part of the model with a number, such as ``blocks.1``
-        for i, name in enumerate(layers):
-            numbered = name.split(".")
-            parts = [numbered[0], *("*" if part.isdigit() else part for part in numbered[1:-1]), numbered[-1]]
-            texts = {".".join(parts[:end]) for end in range(1, len(parts) + 1)}
-            texts |= {f"*.{'.'.join(parts[start:])}" for start in range(1, len(parts))}
-            texts |= {f"*.{part}.*" for part in parts[1:-1]} | {f"*{parts[-1].rpartition('_')[2]}"}
-            for text in texts:
-                sets.setdefault(text, set()).add(i)
-            for end in range(2, len(parts)):
-                parts_of.setdefault(".".join(numbered[:end]), set()).add(i)
-        ones, others = _distinct(sets), _distinct(parts_of)
-        twos = {f"{a} and {b}": one | other for (a, one), (b, other) in combinations(ones.items(), 2)}
-        named = {**ones, **others, **twos}
-        parts = {f"{a} except {b}": one - other for (a, one), (b, other) in permutations(ones.items(), 2)}
-        everything = frozenset(range(len(layers)))
-        rests = {f"all layers except {text}": everything - members for text, members in named.items()}
-        self.named = {text: members for text, members in (named | parts | rests).items() if members}
-        """The places of layers by text: those that match one or two patterns, one but not another, or neither."""
-        self._places = {name: i for i, name in enumerate(layers)}
-
-    def name_of(self, layers: Iterable[str]) -> str | None:
-        """The name of a set of layers; None if it has none."""
-        wanted = frozenset(self._places[name] for name in layers)
-        return next((text for text, members in self.named.items() if members == wanted), None)
+    A set has the layers that match one pattern or two, one but not another, or neither.
+    """
+    sets: dict[str, set[int]] = {}
+    parts_of: dict[str, set[int]] = {}  # a part of the model with a number, such as ``blocks.1``
+    for i, name in enumerate(layers):
+        numbered = name.split(".")
+        parts = [numbered[0], *("*" if part.isdigit() else part for part in numbered[1:-1]), numbered[-1]]
+        texts = {".".join(parts[:end]) for end in range(1, len(parts) + 1)}
+        texts |= {f"*.{'.'.join(parts[start:])}" for start in range(1, len(parts))}
+        texts |= {f"*.{part}.*" for part in parts[1:-1]} | {f"*{parts[-1].rpartition('_')[2]}"}
+        for text in texts:
+            sets.setdefault(text, set()).add(i)
+        for end in range(2, len(parts)):
+            parts_of.setdefault(".".join(numbered[:end]), set()).add(i)
+    ones, others = _distinct(sets), _distinct(parts_of)
+    twos = {f"{a} and {b}": one | other for (a, one), (b, other) in combinations(ones.items(), 2)}
+    named = {**ones, **others, **twos}
+    parts = {f"{a} except {b}": one - other for (a, one), (b, other) in permutations(ones.items(), 2)}
+    everything = frozenset(range(len(layers)))
+    rests = {f"all layers except {text}": everything - members for text, members in named.items()}
+    return {text: members for text, members in (named | parts | rests).items() if members}
 
 
 def _distinct(sets: Mapping[str, set[int]]) -> dict[str, frozenset[int]]:
@@ -330,12 +326,6 @@ def _distinct(sets: Mapping[str, set[int]]) -> dict[str, frozenset[int]]:
     ordered = sorted(sets, key=lambda text: (text[0] == "*" and text[1:2] != ".", text.count("."), len(text)))
     names = {frozenset(sets[text]): text for text in reversed(ordered)}
     return {f"`{text}`": members for members, text in reversed(names.items())}
-
-
-def _reported(which: str, record: Data) -> list[str]:
-    """What explains that the norms which the trainer computed are not the recorded ones."""
-    text = reported_otherwise(record)
-    return [] if text is None else [f"The norm that the {which} run reports {text}"]
 
 
 def reported_otherwise(record: Data) -> str | None:
@@ -371,7 +361,7 @@ def _counted_otherwise(record: Data, squares: Mapping[int, float], tolerance: fl
     norms = torch.stack([record.layer_norms_of(record.steps[i]) for i in steps]).clamp(min=0)
     shares = (norms / joined_norms(norms)[:, None]).square()
     missing = torch.tensor([squares[i] - 1 for i in steps], dtype=torch.float64)
-    named = LayerSets(record.layers).named
+    named = named_sets(record.layers)
     members = torch.zeros(len(record.layers), len(named), dtype=torch.float64)
     for k, places in enumerate(named.values()):
         members[list(places), k] = 1
