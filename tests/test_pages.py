@@ -216,7 +216,7 @@ def test_the_readme_quotes_results_from_tables():
 
 
 def endless_gates(text):
-    """The blocks of code with a gate whose skips nothing stops, on a page that does not say that skips are warned of."""
+    """The blocks of code with a gate whose skips nothing stops, on a page without a word on the warning of skips."""
     if re.search(r"warns after 20 skipped steps in a row|After 20, 40, 80, ... skips in a row, a warning", text):
         return []
     code = re.findall(r"^```py.*?\n(.*?)^```", text, re.DOTALL | re.MULTILINE)

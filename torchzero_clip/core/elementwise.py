@@ -252,6 +252,11 @@ class Elementwise(TensorwiseTransform):
         says = (kind.init_state, kind.possible_state) != (Elementwise.init_state, Elementwise.possible_state)
         return says or self.keeps_statistics or len(self.keys) > 0
 
+    @override
+    def keeps_refused(self, settings: Sequence[Setting]) -> bool:
+        """True with statistics, which tensors leave alone whose gradients are not finite."""
+        return self.keeps_statistics and self.is_elementwise
+
     def may_wait(self, step: Step) -> bool:
         """True if the dtype can hold all settings, so that a postponed call cannot raise."""
         largest = torch.finfo(step.params[0].dtype).max

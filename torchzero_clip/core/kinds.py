@@ -131,17 +131,6 @@ class Scaling(NeverApplied):
         """
         raise NotImplementedError
 
-    def keeps_refused(self, settings: Sequence[Setting]) -> bool:
-        """Return True if a step in which no gradient is finite changes no state, and all factors are then 1.
-
-        Optional, for scalings with state. On CUDA, the device may then refuse a step: the norms in
-        ``step.gradient_norms`` are NaN in it. A scaling without state is not asked.
-
-        Args:
-            settings: The settings of each group.
-        """
-        return False
-
 
 class Shifting(Transform):
     """Subtracts numbers from updates, as `Centralize` does; `shifts` returns them if there is one for each update."""

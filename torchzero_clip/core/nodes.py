@@ -8,7 +8,7 @@ from torchzero_clip.checks import HOW, NO_SETTINGS
 from torchzero_clip.compat import cpu_by_default
 from torchzero_clip.core.kinds import FinalRule, Gate, Scaling, UpdateRule
 from torchzero_clip.core.scope import NamedParam, Scope
-from torchzero_clip.core.transform import Transform, storable, treats_each_alone
+from torchzero_clip.core.transform import Transform, is_pure, storable, treats_each_alone
 from torchzero_clip.types import Group, NewState, Schedule, Setting, State
 
 _V = TypeVar("_V")
@@ -61,6 +61,11 @@ class Node:
         """Its state of the whole chain before its first step, by qualified keys: on the CPU, whatever the default."""
         with cpu_by_default():
             return self.qualified(storable(self.transform, self.transform.init_global_state()))
+
+    def keeps_refused(self, settings: Sequence[Setting]) -> bool:
+        """True if it may act in a step that the device refuses, because that changes no state of it."""
+        transform, has_state = self.transform, self.has_state or bool(self.global_keys)
+        return is_pure(transform) and (not has_state or transform.keeps_refused(settings))
 
     def qualified(self, values: Mapping[str, _V]) -> dict[str, _V]:
         """Values under keys with the prefix."""

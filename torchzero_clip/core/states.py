@@ -148,8 +148,8 @@ class States(Sequence[State]):
         """The numbers of one key as a vector, which the caller may change in place; None if they are not one."""
         return None
 
-    def add(self, key: str, number: float) -> None:
-        """Add to the numbers of one key."""
+    def add(self, key: str, number: float | Tensor) -> None:
+        """Add to the numbers of one key; a tensor is 0-d."""
         foreach.add_number_(self.column(key) if self.undo is None else self.changing(key), number)
 
 

@@ -99,8 +99,8 @@ class Step:
         """
         self.stored.keep(key, values, indices)
 
-    def add(self, key: str, number: float) -> None:
-        """Add a number to state that is one number for each parameter, for example to count steps."""
+    def add(self, key: str, number: float | Tensor) -> None:
+        """Add a number, or a 0-d tensor, to state that is one number for each parameter, for example to count steps."""
         self.stored.add(key, number)
 
     def show_share(self, name: str, changed: Tensor, count: int) -> None:

@@ -184,6 +184,17 @@ class Transform(Explained, ABC):
         """Return the state of the whole chain before its first step: tensors and numbers."""
         return {}
 
+    def keeps_refused(self, settings: Sequence[Setting]) -> bool:
+        """Return True if a step in which no gradient is finite changes no state.
+
+        Optional, for pure transforms with state. A GPU may then refuse a step while the host goes on: the norms in
+        ``step.gradient_norms`` are NaN in it. A transform without state is not asked.
+
+        Args:
+            settings: The settings of each group.
+        """
+        return False
+
     def structure(self) -> dict[str, str]:
         """Return the arguments that are neither settings nor defaults, as text. Checkpoints depend on them."""
         arguments: dict[str, str] = {}

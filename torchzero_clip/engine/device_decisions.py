@@ -6,12 +6,16 @@ so that a captured step counts whenever it is replayed.
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from torchzero_clip.compat import is_capturing
+from torchzero_clip.core.kinds import Kernel
 from torchzero_clip.functional.dtypes import widest
+from torchzero_clip.functional.lists import same_objects
 
 MOST_LATE = 16
 """How many steps an error may be late: then the host waits for the oldest counts that have not arrived."""
@@ -71,6 +75,7 @@ class DeviceDecisions:
         self._skips = self.counts.narrow(0, 1, 2)
         self.found_inf = torch.zeros((), dtype=torch.float32, device=device)
         """1 if the step is refused, as kernels of torch read it."""
+        self._refused = self.found_inf.view(1)
         self.taken = torch.ones((), dtype=torch.bool, device=device)
         """False if the step is refused."""
         self._passed = torch.ones(len(names), dtype=torch.bool, device=device)  # by name
@@ -79,6 +84,8 @@ class DeviceDecisions:
         self._bad_norms = torch.zeros(0, dtype=dtype, device=device)
         self._read = (0.0, 0.0)  # steps taken and skipped when the host asked last
         self._known_in_a_row = 0  # as the host knows it
+        self._is_new = False  # something was decided since the host asked last
+        self._is_captured = False  # replays may decide at any time
         self._on_their_way: deque[Arriving] = deque()
 
     def begin(self, in_a_row: int) -> None:
@@ -90,6 +97,7 @@ class DeviceDecisions:
 
     def decide(self, passed: Sequence[Tensor]) -> None:
         """Take the step if each of ``names`` lets it pass, by a 0-d boolean. Count it."""
+        self._is_new, self._is_captured = True, self._is_captured or is_capturing()
         if len(passed) > 1:
             torch.stack(list(passed), out=self._passed)
         self.taken = self._passed.all() if len(passed) > 1 else passed[0]
@@ -106,7 +114,15 @@ class DeviceDecisions:
     @property
     def passed(self) -> Tensor:
         """Whether each of ``names`` lets the step pass that was decided last: booleans, which the next step changes."""
-        return self._passed if len(self.names) > 1 else self.taken.view(1)
+        return self._passed if len(self.names) > 1 else self._refused == 0
+
+    def refusable(self, kernel: Callable[..., None]) -> Kernel:
+        """A kernel that `Fused.takes_found_inf`, which changes nothing if the step is refused."""
+        return partial(kernel, found_inf=self.found_inf)
+
+    def judge(self, params: list[Tensor]) -> bool:
+        """True if these are the parameters of the norms that were noted, or none were."""
+        return not self.bad_params or same_objects(params, self.bad_params)
 
     def note_norms(self, finite: Tensor, norms: Tensor, params: list[Tensor]) -> None:
         """Store the norm of each gradient, unless they are ``finite``."""
@@ -132,9 +148,11 @@ class DeviceDecisions:
         return known + int(counts[0] + counts[1] - sum(self._read))
 
     def answers(self) -> Answers | None:
-        """What was decided since the last call; None if nothing was. It synchronizes with the GPU once."""
-        answered = self._passed if len(self.names) > 1 else self.found_inf.view(1) == 0
-        taken, skipped, in_a_row, *passed = torch.cat([self.counts, answered.to(self.counts.dtype)]).tolist()
+        """What was decided since the last call; None if nothing was. It synchronizes once, if it may be."""
+        if not (self._is_new or self._is_captured):
+            return None
+        self._is_new = False
+        taken, skipped, in_a_row, *passed = torch.cat([self.counts, self.passed.to(self.counts.dtype)]).tolist()
         before, self._read = self._read, (taken, skipped)
         if before == self._read:
             return None

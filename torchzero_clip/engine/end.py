@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 import torch
 from typing_extensions import override
@@ -15,12 +15,17 @@ from torchzero_clip.engine.checked import take_step
 from torchzero_clip.engine.executor import DeliveredScale, WalkLike
 from torchzero_clip.functional import foreach
 
+NO_RULE = "no update rule ends the chain"
+
 
 class End(ABC):
     """What is done with the updates that come out of the outermost chain."""
 
     over_grads: bool = False
     """True if all transforms may write over the gradients."""
+
+    into_grads: ClassVar[bool] = False
+    """True if updates end in the gradients, which a refused step has to keep."""
 
     @abstractmethod
     def finish(self, walk: WalkLike, node: Node, rows: list[int], rest: Sequence[Node]) -> set[int]:
@@ -52,6 +57,7 @@ class Subtract(End):
             rest = [n for n in rest if n.transform.target != "closure" and not isinstance(n.transform, Gate)]
             if not isinstance(transform, FinalRule):
                 return walk.executor.finish(walk, node, rows, rest)
+            walk.ask(f"{transform!r} takes the step")
             step = walk.step_for(node, rows, rest)
             try:
                 take_step(node, walk.executor.read(rows, writable=True), step)
@@ -62,12 +68,14 @@ class Subtract(End):
             return set()
         if transform.target != "update" or torch.compiler.is_compiling():  # the compiler combines the two itself
             return set()
+        walk.ask(NO_RULE)
         # torch subtracts lr times the update in one operation, which rounds once instead of twice
         transform.subtract(walk.executor.read(rows), walk.step_for(node, rows))
         return set(rows)
 
     @override
     def deliver(self, walk: WalkLike, rows: list[int]) -> None:
+        walk.ask(NO_RULE)
         foreach.subtract_([walk.table.params[i] for i in rows], walk.executor.read(rows))
 
     @override
@@ -83,6 +91,7 @@ class Subtract(End):
 class Deliver(End):
     """Writes the updates into the gradients, for another optimizer that takes the step."""
 
+    into_grads: ClassVar[bool] = True
     scale: DeliveredScale = foreach.multiply_  # multiplies the gradients if the updates are these times one factor
     over_grads: bool = False
     host_reasons: Callable[[], list[str]] = list

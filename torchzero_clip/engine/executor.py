@@ -10,6 +10,7 @@ from torchzero_clip.core.nodes import Node
 from torchzero_clip.core.states import States
 from torchzero_clip.core.step import Step
 from torchzero_clip.core.tools import Tools
+from torchzero_clip.engine.device_decisions import DeviceDecisions
 from torchzero_clip.engine.table import Table
 from torchzero_clip.engine.updates import Updates
 from torchzero_clip.functional.measure import Measured
@@ -23,10 +24,14 @@ class WalkLike(Protocol):
     executor: "Executor"
     settings: Mapping[str, list[Setting]]  # the settings of each transform by path, one dict for each group
     table: Table  # the parameters that take part in the step
+    undecided: DeviceDecisions | None  # set while only the device knows whether the step is taken
 
     def step_for(self, node: Node, rows: list[int], rest: Sequence[Node] = ()) -> Step:
         """What a transform sees of the step, with the settings of the ``rest`` of the chain beside its own."""
         ...
+
+    def ask(self, reason: str) -> None:
+        """Let the host read whether the step is taken, for this reason. Raise a `RefusedByDevice` if it is not."""
 
     def store(self, node: Node, step: Step) -> None:
         """Store the state and the metrics of a transform."""
@@ -55,6 +60,10 @@ class Executor(Measurer):
     """Reads and changes the updates of one step."""
 
     memory: Updates  # the updates, and the memory that they are in
+
+    @abstractmethod
+    def host_reasons(self) -> list[str]:
+        """Why the host has to decide whether the step is taken; empty if the device may."""
 
     @abstractmethod
     def read(self, rows: list[int], *, writable: bool = False) -> list[Tensor]:

@@ -90,10 +90,12 @@ class GradientNorms:
     def for_decision(self, scopes: Sequence[list[int]]) -> list[Tensor]:
         """The joint norm of all gradients; 1 if some gradient is not finite, else 0; the joint norm of each scope."""
         total, finite = self.total_and_finite()
-        of_scopes = [
-            total if len(rows) == len(self.grads) else joint_of_norms(self.of_rows(rows), 2.0) for rows in scopes
-        ]
+        of_scopes = [self.joint_of(rows, total) for rows in scopes]
         return [total, finite.logical_not().to(total.dtype), *of_scopes]
+
+    def joint_of(self, rows: Sequence[int], total: Tensor) -> Tensor:
+        """The joint norm of some rows: ``total`` if these are all."""
+        return total if len(rows) == len(self.grads) else joint_of_norms(self.of_rows(rows), 2.0)
 
     def total_and_finite(self) -> tuple[Tensor, Tensor]:
         """The joint norm of all gradients, and whether all are finite: 0-d."""

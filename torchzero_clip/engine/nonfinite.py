@@ -1,7 +1,7 @@
 """The decision to take a step, to skip it, or to raise. It is made before anything changes."""
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import compress
 from typing import Literal, Protocol, TypeAlias
 
@@ -43,16 +43,6 @@ class Undecided(Walking, Protocol):
     loss: Loss  # the loss of the step
     refused_by: list[str]  # who has refused the step
     are_zero: bool  # set if the joint norm is 0
-
-
-class UndecidedStep(Protocol):
-    """A step that follows a plan, and about which the device may decide."""
-
-    columns: dict[str, list[Tensor]]  # parameters, gradients and state by key
-    metrics: Callable[[], dict[str, Tensor]] | None  # computes the metrics, once it has run
-
-    def run_by_device(self, policy: "StepPolicy", decisions: DeviceDecisions) -> None:
-        """Take the step, or skip it, as the device decides."""
 
 
 class StepPolicy:
@@ -156,18 +146,26 @@ class StepPolicy:
         """Let the device decide about a step with these parameters. It does not wait. Gates need the ``walk``."""
         total, finite = gradient_norms.total_and_finite()
         gradient_norms.norm_of_decision = total
-        nodes = [] if walk is None else [walk.nodes.by_path[gate] for gate in self._gates]
-        asked = [] if walk is None else [(node, _step_of_gate(walk, node)) for node in nodes]
-        passed = [refusal(node, total, step).logical_not() for node, step in asked]
+        asked = [] if walk is None else self._asked_of_device(walk, total)
+        passed = dict.fromkeys(self.names, torch.ones_like(finite)) if len(asked) < len(self._gates) else {}
+        passed |= {node.path: refusal(node, norm, step).logical_not() for node, norm, step in asked}
         if self.nonfinite == "skip":
-            passed.append(finite)
+            passed["nonfinite"] = finite
             decisions.note_norms(finite, gradient_norms.measure(), params)
-        decisions.decide(passed)
+        decisions.decide(list(passed.values()))
         gradient_norms.taken = decisions.taken
-        for node, step in asked:
-            record_decided(node, total, step, decisions.taken)
+        for node, norm, step in asked:
+            record_decided(node, norm, step, decisions.taken)
             if walk is not None:
                 walk.store(node, step)
+
+    def _asked_of_device(self, walk: Undecided, total: Tensor) -> list[tuple[Node, Tensor, Step]]:
+        """The gates with a gradient in their scope, each with its joint norm. ``total`` is that of all gradients."""
+        table, norms = walk.table, walk.gradient_norms
+        scopes = [
+            (walk.nodes.by_path[gate], table.in_scope(walk.nodes.by_path[gate], table.rows)) for gate in self._gates
+        ]
+        return [(node, norms.joint_of(rows, total), _step_of_gate(walk, node)) for node, rows in scopes if rows]
 
     def posts(self, steps: int) -> bool:
         """True if the counts of a step about which the device decides are sent to the host."""

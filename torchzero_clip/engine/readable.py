@@ -29,6 +29,10 @@ class ReadableExecutor(Executor):
     runs_formulas = True
 
     @override
+    def host_reasons(self) -> list[str]:
+        return ["the step is not a fast one"]
+
+    @override
     def read(self, rows: list[int], *, writable: bool = False) -> list[Tensor]:
         return self.memory.current(rows, writable=writable)
 

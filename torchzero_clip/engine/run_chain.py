@@ -4,7 +4,7 @@ from torchzero_clip.core.chain import Chain
 from torchzero_clip.engine.listener import Listener
 from torchzero_clip.engine.others import Others
 from torchzero_clip.engine.parts import Parts
-from torchzero_clip.engine.walk import Walk
+from torchzero_clip.engine.walk import RefusedByDevice, Walk
 from torchzero_clip.functional.ways import may_look
 from torchzero_clip.types import StateByParam
 
@@ -34,6 +34,9 @@ def run_chain(
         norms = walk.metrics.get(gradient_norms.norm_needs.norm_metric) if norms is None else norms
         if norms is not None and may_look(norms):
             walk.are_zero = not norms.any()
+    except RefusedByDevice:
+        walk.executor.abandon()
+        return False
     except BaseException as error:
         if isinstance(error, NotImplementedError):
             error.add_note(LACKS)

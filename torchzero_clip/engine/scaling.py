@@ -10,6 +10,7 @@ from torchzero_clip.engine.checked import factors_of
 from torchzero_clip.engine.company import Company
 from torchzero_clip.engine.gradient_norms import GradientNorms
 from torchzero_clip.functional import foreach
+from torchzero_clip.functional.choice import where
 from torchzero_clip.functional.measure import Measured
 from torchzero_clip.types import State
 
@@ -33,6 +34,13 @@ def find_factors(
         return measured, factors_of(node, measured, updates, step)
     finally:
         store_state(node, step, chain_state, company)
+
+
+def unless_refused(factors: Tensor, taken: Tensor) -> Tensor:
+    """The factors, or 1 in a step that the device refuses: a gradient times 1 keeps its bits."""
+    if not foreach.is_one_number(factors):
+        return where(taken, factors, 1.0)
+    return where(taken, factors.narrow(0, 0, 1), 1.0).expand(len(factors))  # still one number for kernels
 
 
 def store_state(node: Node, step: Step, chain_state: State, company: Company | None) -> None:

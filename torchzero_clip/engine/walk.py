@@ -7,6 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from torchzero_clip.compat import is_capturing
 from torchzero_clip.core.chain import Chain
 from torchzero_clip.core.kinds import FinalRule, Gate, Scaling, UpdateRule
 from torchzero_clip.core.nodes import Node, Nodes
@@ -20,11 +21,15 @@ from torchzero_clip.engine.end import End
 from torchzero_clip.engine.executor import Executor
 from torchzero_clip.engine.gradient_norms import GradientNorms
 from torchzero_clip.engine.reported_loss import Loss
-from torchzero_clip.engine.scaling import find_factors, store_state
+from torchzero_clip.engine.scaling import find_factors, store_state, unless_refused
 from torchzero_clip.engine.table import Table
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.measure import Effect, Measured, effect, scale_
 from torchzero_clip.types import Setting, State
+
+
+class RefusedByDevice(BaseException):
+    """The device has refused the step, as the host finds in the middle of it."""
 
 
 @dataclass(eq=False)
@@ -46,16 +51,37 @@ class Walk:
     """The gates that refused the step, and "nonfinite" if a gradient that is not finite did."""
     decisions: DeviceDecisions | None = None
     """Set if the device decides whether the step is taken."""
+    undecided: DeviceDecisions | None = None
+    """The same while the host does not know the decision."""
+    asked: str = ""
+    """Why the host has asked for the decision."""
     effect: Effect | None = None
     """What the scaling of a planned step has done, if its metrics are computed later."""
     are_zero: bool = False
     """True if all gradients are 0. It stays False if reading a norm would wait, or no norm was measured."""
+
+    def ask(self, reason: str) -> None:
+        """Let the host read whether the step is taken, for this reason. It synchronizes, unless the host knows.
+
+        All that was done before changes nothing in a refused step. Raise a `RefusedByDevice` if the step is refused.
+        """
+        undecided, self.undecided = self.undecided, None
+        if undecided is None:
+            return
+        self.asked = reason
+        if is_capturing():
+            raise RuntimeError(
+                f"this step cannot be captured in a CUDA graph, because the host has to decide: {reason}"
+            )
+        if not undecided.taken.item():
+            raise RefusedByDevice
 
     def change_closure_gradients(self, chain: Chain) -> None:
         """Apply the transforms with ``target="closure"`` to the gradients that the closure left."""
         table = self.table
         for path, transform in chain.transforms.items():
             if transform.target == "closure":
+                self.ask(f"{transform!r} changes gradients")
                 self.gradient_norms.before_closure()
                 node = self.nodes.by_path[path]
                 rows = table.in_scope(node, table.rows)
@@ -95,6 +121,8 @@ class Walk:
     def _change(self, node: Node, rows: list[int], end: End | None, rest: Sequence[Node]) -> None:
         """Apply a transform to what its target names."""
         transform = node.transform
+        if self.undecided is not None:
+            self._ask_before(node, end)
         if self.gradient_norms.norm_needs.is_asked:
             self.gradient_norms.before_change(transform)
         # a transform with target="grad" writes to .grad, which a rule may have returned as its update
@@ -112,6 +140,14 @@ class Walk:
             # a rule only reads, so it may get the gradients themselves: a copy would cost a pass over memory
             updates = self.executor.read(rows, writable=not isinstance(transform, UpdateRule))
             self.executor.memory.put(rows, self.apply(node, rows, updates))
+
+    def _ask_before(self, node: Node, end: End | None) -> None:
+        """Ask for the decision, if a transform does more in a refused step than to change updates."""
+        transform = node.transform
+        if transform.target != "update" or node.children or not node.keeps_refused(self.settings[node.path]):
+            self.ask(may_change_state(node))
+        elif not isinstance(transform, Scaling) and (end is None or end.into_grads):
+            self.ask(f"{transform!r} writes to gradients")
 
     def _change_target(self, node: Node, rows: list[int]) -> None:
         """Apply a transform with another target than "update". Those of "closure" have acted already."""
@@ -161,6 +197,8 @@ class Walk:
     def _measured(self, node: Node, rows: list[int], updates: list[Tensor]) -> tuple[Measured, Tensor]:
         step, company = self.step_for(node, rows), self.company
         measured, factors = find_factors(node, rows, updates, step, self.gradient_norms, company, self.chain_state)
+        if self.undecided is not None:
+            factors = unless_refused(factors, self.undecided.taken)
         # with company the metrics are those of all processes, and are computed when the step has ended
         if company is None:
             step.metrics.update(effect(measured, factors))
@@ -212,6 +250,11 @@ def settings_of(node: Node, rest: Sequence[Node], settings: Mapping[str, list[Se
     # a kernel does the rest of the chain in one call, so it needs the settings of LR too
     by_transform = [settings[n.path] for n in (*rest[::-1], node)]  # later ones replace earlier ones of the same name
     return [{key: value for s in of_group for key, value in s.items()} for of_group in zip(*by_transform, strict=True)]
+
+
+def may_change_state(node: Node) -> str:
+    """The reason why the host has to know whether a step is taken before this transform acts."""
+    return f"{node.transform!r} may change its state in a refused step"
 
 
 def _begin(transform: Transform, params: Sequence[Tensor], settings: Sequence[Setting], i: int) -> State:

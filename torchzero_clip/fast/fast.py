@@ -34,6 +34,8 @@ from torchzero_clip.functional.shards import is_partial, locals_of
 from torchzero_clip.functional.ways import may_look
 from torchzero_clip.types import Columns, Runs, Setting, State
 
+NO_KERNEL = "the update rule has no kernel that can refuse a step"
+
 _DTYPE_AND_DEVICE = attrgetter("dtype", "device")
 
 
@@ -101,6 +103,12 @@ class Fast(Averaging, Executor):
     def states(self, node: Node, stored: list[State], begin: Callable[[int], State]) -> States:
         columns = self._columns if self._columns is not None and len(stored) == len(self._columns["params"]) else None
         return VectorStates(stored, node.path, node.state, begin, self._vectors, columns)
+
+    @override
+    def host_reasons(self) -> list[str]:
+        if self._layout is None:
+            return ["the tensors of the step are not laid out alike"]
+        return ["the parameters are on the CPU"] if self._layout.is_on_cpu else []
 
     @override
     def read(self, rows: list[int], *, writable: bool = False) -> list[Tensor]:
@@ -265,22 +273,30 @@ class Fast(Averaging, Executor):
         step = walk.step_for(node, rows, rest)
         try:
             fused = rule.kernel([n.transform for n in rest], step)
-            run = None
+            run, undecided = None, walk.undecided
             if fused is not None and fused.kernel is not None and self._fits(node, fused, rows, step):
-                run = partial(self._run, fused, fused.kernel, rows, step)
+                if undecided is not None and not fused.takes_found_inf:
+                    walk.ask(NO_KERNEL)
+                    undecided = None
+                kernel = fused.kernel if undecided is None else undecided.refusable(fused.kernel)
+                run = partial(self._run, fused, kernel, rows, step)
                 if self._layout is not None and self._columns is not None and len(rows) == len(self._columns["params"]):
                     self.ended = Ended(node, list(rest), fused, fused.kernel, self._layout, self._columns)
             elif fused is not None:
+                if undecided is not None:
+                    walk.ask(NO_KERNEL)
+                    undecided = None
                 run = self._by_tensor(fused, rows, step)
             if fused is None or run is None:
                 return False
+            one = 1 if undecided is None else undecided.taken.float()
             for key in fused.counters:  # kernels read the counts
-                step.add(key, 1)
+                step.add(key, one)
             try:
                 run()
             except BaseException:
                 for key in fused.counters:
-                    step.add(key, -1)
+                    step.add(key, -one)
                 raise
             return True
         finally:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from torchzero_clip.core.kinds import Gate, Kernel, Scaling, UpdateRule
+from torchzero_clip.core.kinds import Gate, Scaling, UpdateRule
 from torchzero_clip.core.nodes import Node, Nodes
 from torchzero_clip.core.step import Step
 from torchzero_clip.core.transform import Transform, is_pure
@@ -21,11 +21,11 @@ from torchzero_clip.engine.listener import Listener
 from torchzero_clip.engine.nonfinite import StepPolicy
 from torchzero_clip.engine.options import StepOptions
 from torchzero_clip.engine.reported_loss import Loss
-from torchzero_clip.engine.scaling import find_factors
+from torchzero_clip.engine.scaling import find_factors, unless_refused
 from torchzero_clip.engine.table import Table
 from torchzero_clip.engine.updates import Updates
-from torchzero_clip.engine.walk import Walk, settings_of
-from torchzero_clip.fast.fast import Averaging, Fast
+from torchzero_clip.engine.walk import Walk, may_change_state, settings_of
+from torchzero_clip.fast.fast import NO_KERNEL, Averaging, Fast
 from torchzero_clip.fast.kernels import Delivered, Ended, run_kernel
 from torchzero_clip.fast.ops import Scale
 from torchzero_clip.fast.pieces import run_pieces
@@ -33,7 +33,6 @@ from torchzero_clip.fast.vectors import VectorStates
 from torchzero_clip.fast.workspace import StepLayout, Workspace
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.blocks import joint_norm
-from torchzero_clip.functional.choice import where
 from torchzero_clip.functional.measure import L2, Effect, Measured, by_setting, effect, scale_
 from torchzero_clip.functional.norms import norms_of_each
 from torchzero_clip.functional.scratch import Scratch
@@ -73,9 +72,9 @@ class Course:
         """Why the host has to decide whether a step is taken; empty if the device may."""
         reasons = ["the parameters are on the CPU"] if self.may_read else []
         if self.scaling is not None and not self.scaling.keeps_refused:
-            reasons.append(f"{self.scaling.node.transform!r} may change its state in a refused step")
+            reasons.append(may_change_state(self.scaling.node))
         if not self.ending.takes_found_inf:
-            reasons.append("the update rule has no kernel that can refuse a step")
+            reasons.append(NO_KERNEL)
         return reasons
 
 
@@ -161,8 +160,8 @@ class Planned:
         self.metrics = metrics
         return metrics
 
-    def run_by_device(self, policy: StepPolicy, decisions: DeviceDecisions) -> None:
-        """Take the step, or skip it, as the device decides."""
+    def run_by_device(self, policy: StepPolicy, decisions: DeviceDecisions) -> Metrics:
+        """Take the step, or skip it, as the device decides. Return what computes the metrics."""
         listener = self.listener
         walk = self.walk if policy.has_gates or listener is not None else None
         policy.let_device_decide(self.gradient_norms, walk, self.columns["params"], decisions)
@@ -181,7 +180,7 @@ class Planned:
         if walk is not None and listener is not None:
             metrics = self._shown(walk, metrics)
         # metrics of gates may be state, which the next step changes
-        self.metrics = lambda: {**{name: value.clone() for name, value in of_gates.items()}, **metrics()}
+        return lambda: {**{name: value.clone() for name, value in of_gates.items()}, **metrics()}
 
     def run_watched(self) -> None:
         """Take a step that has a ``walk``, which the listener sees."""
@@ -224,15 +223,10 @@ class RepeatedScaling:
     def use_settings(self, settings: Mapping[str, list[Setting]]) -> None:
         of_groups = settings[self.node.path]
         self._settings = [of_groups[g] for g in self._group_of]
-        self.keeps_refused = self._keeps_refused(of_groups)
+        self.keeps_refused = self.node.keeps_refused(of_groups)
         """True if a refused step changes no state of it."""
         are_numbers = not any(isinstance(value, Tensor) for value in self._settings[0].values())
         self.factor_of = self._joint_factor_of if len(by_setting(self._settings)) == 1 and are_numbers else None
-
-    def _keeps_refused(self, settings: list[Setting]) -> bool:
-        node, transform = self.node, cast(Scaling, self.node.transform)
-        has_state = node.has_state or node.global_keys
-        return is_pure(transform) and (not has_state or transform.keeps_refused(settings))
 
     def find(self, step: Planned) -> tuple[Tensor | float | None, Metrics]:
         """The factors that the end has to apply, and the metrics. No factors if all are 1, or wait in the executor."""
@@ -283,7 +277,7 @@ class RepeatedScaling:
         measured, factors = find_factors(node, rows, updates, seen, step.gradient_norms, None, step.chain_state)
         left, used, taken = None, factors, None if step.decisions is None else step.decisions.taken
         if taken is not None and not course.divides_in_kernel(measured, factors):
-            used = _unless_refused(factors, taken)  # a gradient times 1 keeps its bits
+            used = unless_refused(factors, taken)  # a gradient times 1 keeps its bits
         if course.in_place:
             left = _left(Scale(measured, used, over_grads=True), step)
         else:
@@ -291,7 +285,7 @@ class RepeatedScaling:
         shown = seen.metrics
 
         def metrics() -> dict[str, Tensor]:
-            acting = factors if taken is None else _unless_refused(factors, taken)
+            acting = factors if taken is None else unless_refused(factors, taken)
             return node.qualified({**shown, **effect(measured, acting)})
 
         if not (measured.is_whole and measured.targets):
@@ -332,7 +326,7 @@ class ByRule:
         decisions, kernel = step.decisions, self._kernel
         one: Any = 1
         if decisions is not None:
-            one, kernel = decisions.taken, _refusable(kernel, decisions)
+            one, kernel = decisions.taken, decisions.refusable(kernel)
         for counter in step.counters:  # before the kernel, which reads the counts
             counter.add_(one)
         try:
@@ -410,18 +404,6 @@ def _factor_of(transform: Transform) -> Callable[[float, Setting], float] | None
     if not isinstance(transform, Scaling) or not transform.slicing.is_joint_l2:
         return None
     return transform.factor if transform.has_factor and is_pure(transform) else None
-
-
-def _refusable(kernel: Callable[..., None], decisions: DeviceDecisions) -> Kernel:
-    """A kernel that `Fused.takes_found_inf`, which changes nothing if the step is refused."""
-    return partial(kernel, found_inf=decisions.found_inf)
-
-
-def _unless_refused(factors: Tensor, taken: Tensor) -> Tensor:
-    """The factors, or 1 in a step that the device refuses."""
-    if not foreach.is_one_number(factors):
-        return where(taken, factors, 1.0)
-    return where(taken, factors.narrow(0, 0, 1), 1.0).expand(len(factors))  # still one number for kernels
 
 
 def _left(waiting: Scale, step: Planned) -> Tensor | None:

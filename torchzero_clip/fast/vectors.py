@@ -141,7 +141,7 @@ class VectorStates(States):
         return vector
 
     @override
-    def add(self, key: str, number: float) -> None:
+    def add(self, key: str, number: float | Tensor) -> None:
         vector = self._vector(key, None)
         if vector is None:
             super().add(key, number)

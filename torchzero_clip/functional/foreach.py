@@ -266,7 +266,7 @@ def add_(tensors: Sequence[Tensor], others: Sequence[Tensor], alpha: float = 1) 
         _foreach._foreach_add_(locals_of(tensors), locals_of(others), alpha=alpha)
 
 
-def add_number_(tensors: Sequence[Tensor], number: float) -> None:
+def add_number_(tensors: Sequence[Tensor], number: float | Tensor) -> None:
     """Add one number to all tensors, in place."""
     _foreach._foreach_add_(reals_of(tensors), number)
 

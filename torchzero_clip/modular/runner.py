@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from torchzero_clip.engine.device_decisions import DeviceDecisions
 from torchzero_clip.engine.end import Deliver, Subtract
 from torchzero_clip.engine.gradient_norms import GradientNorms, NormNeeds
 from torchzero_clip.engine.listener import Listener
-from torchzero_clip.engine.nonfinite import Nonfinite, StepPolicy, UndecidedStep
+from torchzero_clip.engine.nonfinite import Nonfinite, StepPolicy
 from torchzero_clip.engine.options import StepOptions
 from torchzero_clip.engine.others import Others
 from torchzero_clip.engine.parts import Parts
@@ -41,6 +41,8 @@ from torchzero_clip.modular.missing import Missing
 from torchzero_clip.modular.param_groups import accepted, all_or_none, check_disjoint, split
 from torchzero_clip.modular.step_metrics import StepMetrics
 from torchzero_clip.types import Group, Setting, StateByParam
+
+Metrics: TypeAlias = Callable[[], dict[str, Tensor]]  # computes the metrics of a step when they are read
 
 
 class Runner:
@@ -69,6 +71,7 @@ class Runner:
 
     skipped_by: tuple[str, ...] = ()
     steps_taken: int = 0
+    _asked: Sequence[str] = ("no step was taken yet",)  # why the host has decided about the last ordinary step
     _posting = 0  # steps about which the device has decided, as the host has called them
     has_meshes = False  # if a parameter is distributed
     _lengths: Sequence[int] = ()  # how many keys each param group had in the last step
@@ -191,8 +194,8 @@ class Runner:
         if not self.policy.decides:
             return ()
         plan = self.fast_way.plan
-        of_plan = ["there is no plan for the next step"] if plan is None else plan.course.host_reasons()
-        return (*self._host_reasons(), *of_plan)
+        of_step = self._asked if plan is None else plan.course.host_reasons()
+        return (*self._host_reasons(), *of_step)
 
     def _host_reasons(self) -> list[str]:
         """Why the host has to decide, whatever the plan is; empty if the device may."""
@@ -243,7 +246,12 @@ class Runner:
                 walk = self._walk(groups, states, self.fast_way, settings, loss())
                 if self.parts is not None:
                     self.parts.refuse_second(walk.table.params)
-                self._take_or_skip(groups, states, walk)
+                if self.policy.decides:
+                    self._asked = _reasons_of(walk)
+                if self.policy.may_skip and not (self._asked or self._host_reasons()):
+                    self._run_by_device(groups, states, walk)
+                else:
+                    self._take_or_skip(groups, states, walk)
             finally:
                 if absent is not None:
                     absent.put_back(walk)
@@ -307,7 +315,7 @@ class Runner:
         # on a CPU, where the host may read, no reasons are listed
         if policy.may_skip and not (step.course.may_read or step.course.host_reasons() or self._host_reasons()):
             try:
-                self._let_device_decide(groups, step)
+                self._let_device_decide(groups, step.columns["params"], partial(step.run_by_device, policy))
             finally:
                 if self.listener is not None and step.is_watched:
                     self.ended = step.walk
@@ -338,24 +346,48 @@ class Runner:
         if SCHEDULE_STEP in self.chain_state.values:
             self.schedules.advance(groups)
 
-    def _let_device_decide(self, groups: list[Group], step: UndecidedStep) -> None:
-        """Take a step by the plan, or skip it, as the device decides."""
+    def _let_device_decide(
+        self, groups: list[Group], params: list[Tensor], run: Callable[[DeviceDecisions], Metrics]
+    ) -> None:
+        """Take a step, or skip it, as the device decides. ``run`` takes it, and returns what computes the metrics."""
         policy, decisions = self.policy, self.decisions
-        device = step.columns["params"][0].device
-        if decisions is None or decisions.found_inf.device != device:
-            self.read_decisions(groups)
+        if decisions is None or not decisions.judge(params):
+            self.read_decisions(groups)  # before the norms of the last bad gradients are lost
             self.skipped_by = ()
-            decisions = self.decisions = DeviceDecisions(policy.names, device)
+        if decisions is None or decisions.found_inf.device != params[0].device:
+            decisions = self.decisions = DeviceDecisions(policy.names, params[0].device)
         if not is_capturing():
             self._look(decisions)
         if self.undo is not None:
             self.undo.tensors([decisions.counts])
         self.found_inf = decisions.found_inf
-        step.run_by_device(policy, decisions)
-        self.step_metrics.compute = step.metrics
+        self.step_metrics.compute = run(decisions)
         self.chain_state.show(groups)
         if not is_capturing():
             self._post(decisions)
+
+    def _run_by_device(self, groups: list[Group], states: StateByParam, walk: Walk) -> None:
+        """Take an ordinary step, or skip it, as the device decides."""
+        params = walk.table.params
+
+        def run(decisions: DeviceDecisions) -> Metrics:
+            self.policy.let_device_decide(walk.gradient_norms, walk, params, decisions)
+            walk.decisions = walk.undecided = decisions
+            try:
+                run_chain(walk, self.chain, states=states, listener=self.listener, parts=None)
+            except BaseException:
+                decisions.uncount()
+                raise
+            self.fast_way.learn(walk, self._options())
+            self._asked = [walk.asked] if walk.asked else []
+            metrics = walk.metrics  # they may be state, which the next step changes
+            return lambda: {name: value.clone() for name, value in metrics.items()}
+
+        try:
+            self._let_device_decide(groups, params, run)
+        finally:
+            if self.listener is not None:
+                self.ended = walk
 
     def _look(self, decisions: DeviceDecisions) -> None:
         """Take over the counts of the host. Raise or warn of skipped steps, if counts of the device have arrived."""
@@ -474,3 +506,13 @@ class Runner:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self.fast_way = FastWay()
+
+
+def _reasons_of(walk: Walk) -> list[str]:
+    """Why the host has to decide about an ordinary step, for reasons of its tensors; empty if the device may."""
+    reasons = walk.executor.host_reasons()
+    if walk.table.new_states:
+        reasons.append("a parameter takes its first step")
+    if walk.company is not None:
+        reasons.append("others take part in the step")
+    return reasons

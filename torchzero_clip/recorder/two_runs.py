@@ -239,7 +239,7 @@ def _parted(step: int, where: str, layers: Sequence[Difference], pair: _Pair, *,
         sizes = f": {float(one):.4g} and {float(other):.4g}" if len(one) else ""
         return f"Step {step}: the joint norms differ{sizes}, and the records do not tell in which layers."
     count, total = len(layers), len(pair.names)
-    places = {pair.names.index(layer.name) for layer in layers}
+    places = frozenset(pair.names.index(layer.name) for layer in layers)
     name = next((text for text, members in named_sets(pair.names).items() if members == places), None)
     some = f"{count:,} of {total:,} layers{f', {name},' if name else ''}"
     who = layers[0].name if count == 1 else f"all {total:,} layers" if count == total else some
@@ -296,7 +296,7 @@ def _without_prefix(places: Mapping[str, int]) -> dict[str, int]:
 
 
 def named_sets(layers: Sequence[str]) -> dict[str, frozenset[int]]:
-    """Sets of layers, as places, by names such as ``*.bias`` or ``blocks.*.mlp``; the shortest name of a set comes first.
+    """The places of layers by names such as ``*.bias`` or ``blocks.*.mlp``; the shortest name of a set comes first.
 
     A set has the layers that match one pattern or two, one but not another, or neither.
     """
