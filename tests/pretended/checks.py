@@ -18,7 +18,12 @@ from contract.training import gradients, parameters
 from pretended import captures, decisions, no_float64, per_sample, recorded, worked
 from pretended.costs import costs_are_bounded, warm_costs_are_bounded
 from pretended.device import CPU, CUDA, DEVICE, Graph, install, numbers, on_cuda, pretended
-from pretended.runs import CLIPS, decisions_are_those_of_the_host, planned_steps_are_the_ordinary_ones
+from pretended.runs import (
+    CLIPS,
+    decisions_are_those_of_the_host,
+    ordinary_decisions_are_those_of_the_host,
+    planned_steps_are_the_ordinary_ones,
+)
 from pretended.several_devices import PLACES, numbers_are_those_of_the_cpu
 from torch import Tensor, nn
 
@@ -192,6 +197,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     **{name: lambda name=name: no_float64.run(name, agree) for name in no_float64.CHECKS},
     "plans": planned_steps_are_the_ordinary_ones,
     "decisions": lambda: decisions_are_those_of_the_host(sorted(CLIPS)),
+    "ordinary decisions": lambda: ordinary_decisions_are_those_of_the_host(range(24)),
     **decisions.CHECKS,
     **recorded.CHECKS,
     **captures.CHECKS,

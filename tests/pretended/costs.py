@@ -16,6 +16,7 @@ from torchzero_clip import (
     ClipNorm,
     ClipNormByEMA,
     ClipNormGrowth,
+    ClipValue,
     Modular,
     SkipStep,
     ZClip,
@@ -114,6 +115,8 @@ WARM: dict[str, tuple[Start, WarmLimit]] = {
     "ema": (_modular(lambda: [ClipNormByEMA()]), WarmLimit(300, 55, 0)),
     "adagc": (_modular(lambda: [AdaGC(warmup_steps=3)]), WarmLimit(190, 72, 0)),
     "zclip": (_modular(lambda: [ZClip(warmup_steps=3)]), WarmLimit(155, 82, 0)),
+    "gate, two clips": (_modular(lambda: [_gate(), ClipNorm(0.7), _joint()]), WarmLimit(340, 62, 0)),
+    "gate, value": (_modular(lambda: [_gate(), ClipValue(0.01)]), WarmLimit(260, 40, 0)),
     "before, gate, joint": (_before(lambda: [_gate(), _joint()], nonfinite="skip"), WarmLimit(260, 40, 0)),
 }
 """Chains before AdamW, or before that of torch."""

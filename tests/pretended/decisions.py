@@ -13,7 +13,21 @@ from pretended.device import DEVICE, Graph, Posted, numbers, on_cuda
 from pretended.runs import bits
 from torch import Tensor, nn
 
-from torchzero_clip import SGD, AdamW, ClipNorm, ClipNormGrowth, Gate, Modular, Recorder, SkipStep, ZClip, before_step
+from torchzero_clip import (
+    LR,
+    SGD,
+    AdamW,
+    ClipNorm,
+    ClipNormGrowth,
+    ClipValue,
+    Gate,
+    Modular,
+    Recorder,
+    RMSprop,
+    SkipStep,
+    ZClip,
+    before_step,
+)
 from torchzero_clip.engine.device_decisions import MOST_LATE, DeviceDecisions
 
 WARM = 8
@@ -107,6 +121,8 @@ CHAINS: list[Callable[[], tuple[list[Any], dict[str, Any]]]] = [
     lambda: ([SkipStep(max_ratio=5.0), ClipNorm(0.5), AdamW(0.1)], {"nonfinite": "skip"}),
     lambda: ([SkipStep(max_ratio=5.0), ZClip(warmup_steps=2), SGD(0.1, 0.9)], {}),
     lambda: ([SkipStep(max_norm=9.0), ClipNormGrowth(), AdamW(0.1)], {"nonfinite": "skip"}),
+    lambda: ([SkipStep(max_norm=9.0), ClipNorm(0.5), ClipValue(0.01), AdamW(0.1)], {"nonfinite": "skip"}),
+    lambda: ([SkipStep(max_norm=9.0), ClipNorm(1.0).only(lambda p: p.numel() > 5), SGD(0.1, 0.9)], {}),
 ]
 
 
@@ -199,7 +215,8 @@ def the_chain_says_why_the_host_decides() -> None:
         "raises in the same step": ([AdamW()], {"nonfinite": "raise"}),
         "functions of the step": ([AdamW(lambda step: 0.1)], {"nonfinite": "skip"}),
         "may change its state": ([ClipNormGrowth(mul=None), AdamW()], {"nonfinite": "skip"}),
-        "there is no plan": ([ClipNorm(1.0), ClipNorm(2.0), AdamW()], {"nonfinite": "skip"}),
+        "RMSprop() may change its state": ([ClipNorm(1.0), ClipNorm(2.0), RMSprop()], {"nonfinite": "skip"}),
+        "no update rule": ([ClipNorm(1.0), ClipNorm(2.0), LR(0.1)], {"nonfinite": "skip"}),
     }
     for reason, (chain, options) in cases.items():
         params = params_of()

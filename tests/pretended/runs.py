@@ -3,7 +3,7 @@
 import copy
 import random
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,20 +12,30 @@ from pretended.device import numbers, on_cuda
 from torch import Tensor, nn
 
 from torchzero_clip import (
+    LR,
     SGD,
     AdaGC,
     Adam,
     AdamW,
+    AdaptiveGradientClip,
     AutoClip,
+    Centralize,
+    ClipByMaxEMA,
     ClipNorm,
     ClipNormByEMA,
     ClipNormGrowth,
     ClipRMS,
+    ClipValue,
+    ClipValueByEMA,
+    ClipValueGrowth,
     GradientStabilizer,
     Modular,
     Normalize,
+    NormalizeByEMA,
     Recorder,
+    RMSprop,
     SkipStep,
+    SpikeAwareClip,
     ZClip,
     before_step,
 )
@@ -57,6 +67,26 @@ HOSTS: dict[str, Callable[[list[Any]], torch.optim.Optimizer]] = {
     "sgd": lambda groups: torch.optim.SGD(groups, lr=0.1),
 }
 """Optimizers of torch that take the step of a rule."""
+LONG_LINKS: dict[str, Callable[[random.Random], Any]] = {
+    **CLIPS,
+    "value": lambda draw: ClipValue(draw.choice([1e-3, 0.5])),
+    "value ema": lambda draw: ClipValueByEMA(),
+    "value growth": lambda draw: ClipValueGrowth(),
+    "max ema": lambda draw: ClipByMaxEMA(),
+    "spikes": lambda draw: SpikeAwareClip(),
+    "adaptive": lambda draw: AdaptiveGradientClip(0.1),
+    "centralize": lambda draw: Centralize(),
+    "normalize ema": lambda draw: NormalizeByEMA(),
+    "scoped": lambda draw: ClipNorm(0.3).only(lambda param: param.ndim > 1),
+    "scoped ema": lambda draw: ClipNormByEMA(0.5).only(lambda param: param.ndim > 0),
+    "difference": lambda draw: ClipNorm(0.5, target="update_difference"),
+}
+MORE_RULES: dict[str, Callable[[random.Random], Any]] = {
+    **RULES,
+    "rmsprop": lambda draw: RMSprop(0.01),
+    "lr": lambda draw: LR(0.01),
+    "not fused": lambda draw: AdamW(0.01, fused=False),
+}
 SHAPES = [(), (1,), (5,), (3, 4), (2, 3, 3, 3), (17, 9), (300,), (70_000,)]
 DTYPES = [torch.float32, torch.float32, torch.float64, torch.bfloat16]
 SPOILT = {"inf": torch.inf, "nan": torch.nan}
@@ -193,13 +223,51 @@ def decisions_are_those_of_the_host(clips: list[str], repeats: int = 1, most_gat
                 optimizer = Modular(groups, *transforms, taken_by, **options)
                 return optimizer, optimizer
 
-            runs = [Run(seed, make) for _ in range(2)]
-            runs[1].chain.runner._host_reasons = lambda: ["this run is the oracle"]
-            agree(seed, runs, 24, [*EVENTS, *["recorder"] * (gate == "norm")], 0.35)
-            assert runs[0].answers() == runs[1].answers(), seed
-            assert runs[1].chain.runner.decisions is None
-            late += runs[0].chain.runner._posting
+            late += decided_late(seed, make, [*EVENTS, *["recorder"] * (gate == "norm")])
     assert late > 3 * len(clips)
+
+
+def decided_late(seed: str, make: Callable[[random.Random, list[Any]], tuple[Any, Any]], events: list[str]) -> int:
+    """Let the device decide in one run and the host in the other one. Return how often the device has decided."""
+    runs = [Run(seed, make) for _ in range(2)]
+    runs[1].chain.runner._host_reasons = lambda: ["this run is the oracle"]
+    agree(seed, runs, 24, events, 0.35)
+    assert runs[0].answers() == runs[1].answers(), seed
+    assert runs[1].chain.runner.decisions is None
+    return runs[0].chain.runner._posting
+
+
+def ordinary_decisions_are_those_of_the_host(seeds: range) -> None:
+    """Random chains of up to three transforms, most of which follow no plan, with rules of which some cannot refuse."""
+    late = 0
+    for number in seeds:
+        draw = random.Random(f"ordinary {number}")
+        gate = draw.choice(sorted(GATES))
+        links = [draw.choice(sorted(LONG_LINKS)) for _ in range(draw.randint(1, 3))]
+        rule, is_before = draw.choice(sorted(MORE_RULES)), draw.random() < 0.3
+
+        def make(
+            draw: random.Random,
+            groups: list[Any],
+            gate: str = gate,
+            links: Sequence[str] = tuple(links),
+            rule: str = rule,
+            is_before: bool = is_before,
+        ) -> tuple[Any, Any]:
+            gates, options = GATES[gate](draw)
+            transforms = [transform for link in links if (transform := LONG_LINKS[link](draw)) is not None]
+            transforms = [*gates, *transforms]
+            draw.shuffle(transforms)
+            if is_before and transforms and rule in HOSTS:
+                host = HOSTS[rule](groups)
+                return host, before_step(host, *transforms, **options)
+            options |= {name: draw.random() < 0.2 for name in ("keep_grads", "maximize")}
+            optimizer = Modular(groups, *transforms, MORE_RULES[rule](draw), **options)
+            return optimizer, optimizer
+
+        events = [*EVENTS, *["recorder"] * (number % 3 == 0)]
+        late += decided_late(f"{number} {gate} {links} {rule}", make, events)
+    assert late > 4 * len(seeds)
 
 
 def error_of(step: Callable[[], Any], *, quiet: bool = True) -> str | None:

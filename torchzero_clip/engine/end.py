@@ -68,14 +68,16 @@ class Subtract(End):
             return set()
         if transform.target != "update" or torch.compiler.is_compiling():  # the compiler combines the two itself
             return set()
-        walk.ask(NO_RULE)
+        if walk.undecided is not None:
+            walk.ask(NO_RULE)
         # torch subtracts lr times the update in one operation, which rounds once instead of twice
         transform.subtract(walk.executor.read(rows), walk.step_for(node, rows))
         return set(rows)
 
     @override
     def deliver(self, walk: WalkLike, rows: list[int]) -> None:
-        walk.ask(NO_RULE)
+        if walk.undecided is not None:
+            walk.ask(NO_RULE)
         foreach.subtract_([walk.table.params[i] for i in rows], walk.executor.read(rows))
 
     @override

@@ -172,7 +172,10 @@ class Modular(Explained, ClassMaker, Optimizer):
 
     @property
     def host_decides(self) -> tuple[str, ...]:
-        """Why the host will decide whether the next step is taken, which synchronizes with a GPU; empty if not."""
+        """Why the host decides whether a step is taken, which synchronizes with a GPU; empty if the GPU decides.
+
+        These are the reasons of the last step, or of the plan that the next one will follow.
+        """
         return self.runner.host_decides()
 
     @property
