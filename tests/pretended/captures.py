@@ -36,7 +36,10 @@ from torchzero_clip import (
 from torchzero_clip.other_optimizer.before_step import BeforeStep, chain_of
 from torchzero_clip.other_optimizer.captured import CapturedStep
 
-MODULES = ("modular.runner", "engine.nonfinite", "functional.choice", "other_optimizer.before_step")
+MODULES = (
+    *("engine.device_decisions", "engine.nonfinite", "engine.walk", "functional.choice"),
+    *("modular.runner", "other_optimizer.before_step"),
+)
 """Where the package asks whether a graph is captured."""
 
 

@@ -108,7 +108,7 @@ def entries_agree(dtype: torch.dtype) -> None:
 
 
 def steps_do_not_wait(dtype: torch.dtype) -> None:
-    """A warm step neither waits for the device nor copies from or to the host; a policy to skip steps waits once."""
+    """A warm step neither waits for the device nor copies, except once for a policy about which the host decides."""
     for entry in DISTINCT if dtype == torch.float32 else DISTINCT[::3]:
         params = params_of([p.detach() for p in parameters(dtype)], CUDA)
         optimizer = Modular(params, entry.make())
@@ -120,7 +120,8 @@ def steps_do_not_wait(dtype: torch.dtype) -> None:
         if not entry.looks:
             assert (DEVICE.counts.waits, DEVICE.counts.copies) == ([], []), entry.name
         elif "SkipStep" in entry.name:
-            assert len(DEVICE.counts.waits) + len(DEVICE.counts.copies) == 1, (entry.name, DEVICE.counts.waits)
+            waits = len(DEVICE.counts.waits) + len(DEVICE.counts.copies)
+            assert waits == (len(optimizer.host_decides) > 0), (entry.name, DEVICE.counts.waits)
 
 
 def recorded_steps_replay() -> None:

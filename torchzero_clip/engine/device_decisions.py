@@ -7,6 +7,7 @@ so that a captured step counts whenever it is replayed.
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import is_
 from typing import NamedTuple, Protocol
 
 import torch
@@ -15,7 +16,6 @@ from torch import Tensor
 from torchzero_clip.compat import is_capturing
 from torchzero_clip.core.kinds import Kernel
 from torchzero_clip.functional.dtypes import widest
-from torchzero_clip.functional.lists import same_objects
 
 MOST_LATE = 16
 """How many steps an error may be late: then the host waits for the oldest counts that have not arrived."""
@@ -122,7 +122,8 @@ class DeviceDecisions:
 
     def judge(self, params: list[Tensor]) -> bool:
         """True if these are the parameters of the norms that were noted, or none were."""
-        return not self.bad_params or same_objects(params, self.bad_params)
+        bad = self.bad_params
+        return not bad or (len(params) == len(bad) and all(map(is_, params, bad)))
 
     def note_norms(self, finite: Tensor, norms: Tensor, params: list[Tensor]) -> None:
         """Store the norm of each gradient, unless they are ``finite``."""
