@@ -32,6 +32,9 @@ Columns: TypeAlias = list[list[Tensor]]
 Runs: TypeAlias = Sequence[tuple[Setting, slice]]
 """Each setting, with the range of the parameters that share it."""
 
+Metrics: TypeAlias = Callable[[], dict[str, Tensor]]
+"""Computes the metrics of a step when they are read."""
+
 Schedule: TypeAlias = Callable[[int], object]
 """A setting as a function of the number of steps that were taken before."""
 

@@ -36,10 +36,7 @@ from torchzero_clip import (
 from torchzero_clip.other_optimizer.before_step import BeforeStep, chain_of
 from torchzero_clip.other_optimizer.captured import CapturedStep
 
-MODULES = (
-    *("engine.device_decisions", "engine.nonfinite", "engine.walk", "functional.choice"),
-    *("modular.runner", "other_optimizer.before_step"),
-)
+MODULES = ("engine.nonfinite", "engine.walk", "functional.choice", "modular.runner", "other_optimizer.before_step")
 """Where the package asks whether a graph is captured."""
 
 

@@ -254,7 +254,7 @@ class Elementwise(TensorwiseTransform):
 
     @override
     def keeps_refused(self, settings: Sequence[Setting]) -> bool:
-        """True with statistics, which tensors leave alone whose gradients are not finite."""
+        """True with statistics: a gradient that is not finite does not change them."""
         return self.keeps_statistics and self.is_elementwise
 
     def may_wait(self, step: Step) -> bool:

@@ -185,10 +185,10 @@ class Transform(Explained, ABC):
         return {}
 
     def keeps_refused(self, settings: Sequence[Setting]) -> bool:
-        """Return True if a step in which no gradient is finite changes no state.
+        """Return True if a step changes no state when all norms in ``step.gradient_norms`` are NaN.
 
-        Optional, for pure transforms with state. A GPU may then refuse a step while the host goes on: the norms in
-        ``step.gradient_norms`` are NaN in it. A transform without state is not asked.
+        Optional, for pure transforms with state. With True, a GPU may refuse a step while the host goes on. The
+        transform acts in such a step too, and all norms are NaN then. A transform without state is not asked.
 
         Args:
             settings: The settings of each group.

@@ -13,7 +13,6 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from torchzero_clip.compat import is_capturing
 from torchzero_clip.core.kinds import Kernel
 from torchzero_clip.functional.dtypes import widest
 
@@ -85,7 +84,8 @@ class DeviceDecisions:
         self._read = (0.0, 0.0)  # steps taken and skipped when the host asked last
         self._known_in_a_row = 0  # as the host knows it
         self._is_new = False  # something was decided since the host asked last
-        self._is_captured = False  # replays may decide at any time
+        self.is_captured = False
+        """True after a step was captured, of which replays may decide at any time."""
         self._on_their_way: deque[Arriving] = deque()
 
     def begin(self, in_a_row: int) -> None:
@@ -97,7 +97,7 @@ class DeviceDecisions:
 
     def decide(self, passed: Sequence[Tensor]) -> None:
         """Take the step if each of ``names`` lets it pass, by a 0-d boolean. Count it."""
-        self._is_new, self._is_captured = True, self._is_captured or is_capturing()
+        self._is_new = True
         if len(passed) > 1:
             torch.stack(list(passed), out=self._passed)
         self.taken = self._passed.all() if len(passed) > 1 else passed[0]
@@ -117,12 +117,13 @@ class DeviceDecisions:
         return self._passed if len(self.names) > 1 else self._refused == 0
 
     def refusable(self, kernel: Callable[..., None]) -> Kernel:
-        """A kernel that `Fused.takes_found_inf`, which changes nothing if the step is refused."""
+        """The kernel, with the argument ``found_inf``: it changes nothing if the step is refused."""
         return partial(kernel, found_inf=self.found_inf)
 
-    def judge(self, params: list[Tensor]) -> bool:
-        """True if these are the parameters of the norms that were noted, or none were."""
+    def may_note_norms_of(self, params: list[Tensor]) -> bool:
+        """True if no norms of the gradients of other parameters are noted, which would be lost."""
         bad = self.bad_params
+        # as `same_objects`, without its call, because this runs in each step
         return not bad or (len(params) == len(bad) and all(map(is_, params, bad)))
 
     def note_norms(self, finite: Tensor, norms: Tensor, params: list[Tensor]) -> None:
@@ -149,8 +150,8 @@ class DeviceDecisions:
         return known + int(counts[0] + counts[1] - sum(self._read))
 
     def answers(self) -> Answers | None:
-        """What was decided since the last call; None if nothing was. It synchronizes once, if it may be."""
-        if not (self._is_new or self._is_captured):
+        """What was decided since the last call; None if nothing was. It synchronizes, unless no step can have run."""
+        if not (self._is_new or self.is_captured):
             return None
         self._is_new = False
         taken, skipped, in_a_row, *passed = torch.cat([self.counts, self.passed.to(self.counts.dtype)]).tolist()

@@ -29,7 +29,10 @@ from torchzero_clip.types import Setting, State
 
 
 class RefusedByDevice(BaseException):
-    """The device has refused the step, as the host finds in the middle of it."""
+    """The device has refused the step, as the host finds in the middle of it.
+
+    It is no `Exception`, so that a transform that handles errors of its children does not stop it.
+    """
 
 
 @dataclass(eq=False)
@@ -61,9 +64,10 @@ class Walk:
     """True if all gradients are 0. It stays False if reading a norm would wait, or no norm was measured."""
 
     def ask(self, reason: str) -> None:
-        """Let the host read whether the step is taken, for this reason. It synchronizes, unless the host knows.
+        """Read whether the device takes the step, before the host does what must not be done in a refused step.
 
-        All that was done before changes nothing in a refused step. Raise a `RefusedByDevice` if the step is refused.
+        Raise `RefusedByDevice` if it is refused. If the host knows the decision, do nothing. Callers that run in each
+        step look at ``undecided`` first, which saves them the call.
         """
         undecided, self.undecided = self.undecided, None
         if undecided is None:

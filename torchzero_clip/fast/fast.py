@@ -273,21 +273,21 @@ class Fast(Averaging, Executor):
         step = walk.step_for(node, rows, rest)
         try:
             fused = rule.kernel([n.transform for n in rest], step)
-            run, undecided = None, walk.undecided
-            if fused is not None and fused.kernel is not None and self._fits(node, fused, rows, step):
-                if undecided is not None and not fused.takes_found_inf:
-                    walk.ask(NO_KERNEL)
-                    undecided = None
-                kernel = fused.kernel if undecided is None else undecided.refusable(fused.kernel)
-                run = partial(self._run, fused, kernel, rows, step)
+            if fused is None:
+                return False
+            kernel = fused.kernel if fused.kernel is not None and self._fits(node, fused, rows, step) else None
+            if walk.undecided is not None and (kernel is None or not fused.takes_found_inf):
+                walk.ask(NO_KERNEL)
+            undecided = walk.undecided
+            if kernel is not None:
+                run = partial(
+                    self._run, fused, kernel if undecided is None else undecided.refusable(kernel), rows, step
+                )
                 if self._layout is not None and self._columns is not None and len(rows) == len(self._columns["params"]):
-                    self.ended = Ended(node, list(rest), fused, fused.kernel, self._layout, self._columns)
-            elif fused is not None:
-                if undecided is not None:
-                    walk.ask(NO_KERNEL)
-                    undecided = None
+                    self.ended = Ended(node, list(rest), fused, kernel, self._layout, self._columns)
+            else:
                 run = self._by_tensor(fused, rows, step)
-            if fused is None or run is None:
+            if run is None:
                 return False
             one = 1 if undecided is None else undecided.taken.float()
             for key in fused.counters:  # kernels read the counts

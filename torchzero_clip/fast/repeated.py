@@ -3,7 +3,7 @@
 from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -36,9 +36,7 @@ from torchzero_clip.functional.blocks import joint_norm
 from torchzero_clip.functional.measure import L2, Effect, Measured, by_setting, effect, scale_
 from torchzero_clip.functional.norms import norms_of_each
 from torchzero_clip.functional.scratch import Scratch
-from torchzero_clip.types import Group, Setting, State
-
-Metrics: TypeAlias = Callable[[], dict[str, Tensor]]  # computes the metrics of a step when they are read
+from torchzero_clip.types import Group, Metrics, Setting, State
 
 SCRATCH_NAME = "0"
 """The name under which an ordinary step of all parameters has memory, so that planned steps use the same."""

@@ -132,8 +132,9 @@ def joint_norm(
 ) -> JointNorm | None:
     """The L2 norm of all dense tensors together: a 0-d float64 tensor, with ``beside`` also the norm of each.
 
-    It is None if the norm is extreme or not finite, or if one pass saves nothing: call `norms_of_each` then. ``beside``
-    and ``moves`` need ``scratch``. Pass ``plain`` if all tensors are known to be plain.
+    Return None if the norm is very large, very small or not finite, and for devices and dtypes without a faster way
+    than `norms_of_each`. ``beside`` and ``moves`` need ``scratch``. ``plain`` says that all tensors are known to be
+    plain.
     """
     if not (plain or foreach.are_plain(tensors)):
         return joint_norm_of_meshes(wholes(tensors), 2.0, beside=beside) if any_distributed(tensors) else None

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,9 +40,7 @@ from torchzero_clip.modular import validation
 from torchzero_clip.modular.missing import Missing
 from torchzero_clip.modular.param_groups import accepted, all_or_none, check_disjoint, split
 from torchzero_clip.modular.step_metrics import StepMetrics
-from torchzero_clip.types import Group, Setting, StateByParam
-
-Metrics: TypeAlias = Callable[[], dict[str, Tensor]]  # computes the metrics of a step when they are read
+from torchzero_clip.types import Group, Metrics, Setting, StateByParam
 
 
 class Runner:
@@ -202,10 +200,11 @@ class Runner:
         reasons = [*self.policy.host_reasons(), *(self.delivery.host_reasons() if self.delivery is not None else ())]
         if SCHEDULE_STEP in self.chain_state.values:
             reasons.append("settings are functions of the step")
-        if is_capturing() and self.decisions is None:
-            reasons.append("a graph is captured before a first step about which the device decides")
-        if is_capturing() and self.listener is not None:
-            reasons.append("a Recorder sees no replays")
+        if is_capturing():
+            if self.decisions is None:
+                reasons.append("a graph is captured before a first step about which the device decides")
+            if self.listener is not None:
+                reasons.append("a Recorder sees no replays")
         return reasons
 
     def leave_out(self, refused_by: tuple[str, ...] = ()) -> None:
@@ -350,20 +349,22 @@ class Runner:
         self, groups: list[Group], params: list[Tensor], run: Callable[[DeviceDecisions], Metrics]
     ) -> None:
         """Take a step, or skip it, as the device decides. ``run`` takes it, and returns what computes the metrics."""
-        policy, decisions = self.policy, self.decisions
-        if decisions is None or not decisions.judge(params):
+        policy, decisions, is_captured = self.policy, self.decisions, is_capturing()
+        if decisions is None or not decisions.may_note_norms_of(params):
             self.read_decisions(groups)  # before the norms of the last bad gradients are lost
             self.skipped_by = ()
         if decisions is None or decisions.found_inf.device != params[0].device:
             decisions = self.decisions = DeviceDecisions(policy.names, params[0].device)
-        if not is_capturing():
+        if is_captured:
+            decisions.is_captured = True
+        else:
             self._look(decisions)
         if self.undo is not None:
             self.undo.tensors([decisions.counts])
         self.found_inf = decisions.found_inf
         self.step_metrics.compute = run(decisions)
         self.chain_state.show(groups)
-        if not is_capturing():
+        if not is_captured:
             self._post(decisions)
 
     def _run_by_device(self, groups: list[Group], states: StateByParam, walk: Walk) -> None:

@@ -1,15 +1,17 @@
 """What the last step of an optimizer has measured."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
+
+from torchzero_clip.types import Metrics
 
 
 class StepMetrics:
     """The metrics of the last step. Those of a planned step are computed when they are read."""
 
-    compute: Callable[[], dict[str, Tensor]] | None = None
+    compute: Metrics | None = None
     """Computes the metrics of a planned step."""
 
     def __init__(self, values: Mapping[str, Tensor]) -> None:

@@ -239,7 +239,8 @@ def _parted(step: int, where: str, layers: Sequence[Difference], pair: _Pair, *,
         sizes = f": {float(one):.4g} and {float(other):.4g}" if len(one) else ""
         return f"Step {step}: the joint norms differ{sizes}, and the records do not tell in which layers."
     count, total = len(layers), len(pair.names)
-    places = frozenset(pair.names.index(layer.name) for layer in layers)
+    differing = {layer.name for layer in layers}
+    places = frozenset(i for i, name in enumerate(pair.names) if name in differing)
     name = next((text for text, members in named_sets(pair.names).items() if members == places), None)
     some = f"{count:,} of {total:,} layers{f', {name},' if name else ''}"
     who = layers[0].name if count == 1 else f"all {total:,} layers" if count == total else some
