@@ -452,6 +452,32 @@ def a_layer_that_one_process_uses(wrap):
             assert_close(full(param.grad), sum(parts) / 4)
 
 
+def a_silent_layer_wakes(wrap, form):
+    """Only a step in which a process gets a gradient there needs a proof, and all run equally many backwards."""
+    torch.manual_seed(0)
+    forward = lambda m, x, factor: m.head(x) + factor * m.last(m.branch(x).tanh())  # noqa: E731
+    plain = Net(forward, head=nn.Linear(4, 4), branch=nn.Linear(4, 4), last=nn.Linear(4, 4)).double()
+    model, rank, backwards = wrap(copy.deepcopy(plain)), dist.get_rank(), []
+    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0)) as clipper:
+        for step in range(1, 16):
+            x, factor = torch.randn(3 + rank, 4).double(), float(step == 13 or (step == 7 and rank == 1))
+            output, calls = model(x, factor), []
+            output.grad_fn.register_prehook(lambda grads, calls=calls: calls.append(grads))
+            if form == "losses":
+                result = clipper.backward(losses_of(output))
+            else:
+                losses_of(output).mean().backward()
+                result = clipper.clip_and_accumulate()
+                clipper.pre_step()
+            parts = [loop(copy.deepcopy(plain), [x[i : i + 1], factor]) for i in range(len(x))]
+            assert_close(result.norms, torch.cat([total_of(norms_of(grads)) for grads in parts]))
+            backwards.append(len(calls))
+    everywhere = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, backwards)
+    assert everywhere[0] == everywhere[1]
+    assert [i + 1 for i, count in enumerate(backwards) if count > 2] == [1, 2, 4, 7, 8, 13]
+
+
 def ordinary_steps_between_clipped_ones(wrap):
     model, batch = made("mlp")
     plain = copy.deepcopy(model)
@@ -684,6 +710,7 @@ def cases(ranks, kind):
             found += [(classic_of_inputs_with_a_gradient, "mlp")]
             found += [(classic_equals_one_process, name, "unequal", "mean") for name in ("mlp", "gpt", "checkpoints")]
             found += [(losses_without_a_graph_raise,)]
+            found += [(a_silent_layer_wakes, form) for form in ("losses", "classic")] if kind == "sharded" else []
         if kind not in ("replicated", "partly"):
             found += [(mixed_precision_is_about_right,), (frozen_later,)]
         found += [

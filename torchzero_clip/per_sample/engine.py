@@ -296,13 +296,13 @@ class Engine:
         """True if a proof may find that all samples share a row."""
         return self.shares and not self.processes.sharded
 
-    def agreed(self, backwards: int) -> int:
-        """The largest number of further backwards that a process needs, if all have to run equally many."""
+    def agreed(self, *numbers: int) -> list[int]:
+        """The largest of each number over the processes, if all have to run equally many backwards."""
         if not self.processes.sharded:
-            return backwards
-        with self.processes.agreement(self.attachment.params, 1) as agreement:
-            agreement.numbers = [backwards]
-        return int(agreement.largest(0))
+            return [*numbers]
+        with self.processes.agreement(self.attachment.params, len(numbers)) as agreement:
+            agreement.numbers = numbers
+        return [int(agreement.largest(i)) for i in range(len(numbers))]
 
     @contextmanager
     def nested(self) -> Generator[None]:
@@ -390,17 +390,18 @@ class Engine:
         return self.captured.gathered()
 
     @contextmanager
-    def of_losses(self, losses: Tensor, further: int) -> Generator[Callable[[], None]]:
+    def of_losses(self, losses: Tensor, further: int, *, watched: bool) -> Generator[Callable[[], None]]:
         """A block for the backward of losses, and ``further`` ones. It yields what runs them.
 
-        An error in the block restores the gradients of tensors outside of the model.
+        ``watched`` says whether silent calls may need more, on any of the processes that run equally many. An error in
+        the block restores the gradients of tensors outside of the model.
         """
         of_mean, self.of_mean = self.of_mean, False  # the losses are added up, also with "mean"
         inside = set(map(id, self.attachment.params.values()))
-        keeps = self.prover.keeps_graph
+        keeps = further > 0 or watched
         restore = outside_gradients(losses, inside, self.retained()) if keeps else None
         try:
-            yield partial(self._backward, losses, further, keeps)
+            yield partial(self._backward, losses, further, watched)
             if len(losses) > 1:
                 self.prover.schedule.passed()
         except BaseException:
@@ -411,23 +412,26 @@ class Engine:
             self.of_mean = of_mean
             self.clear()
 
-    def _backward(self, losses: Tensor, further: int, keeps: bool) -> None:
+    def _backward(self, losses: Tensor, further: int, watched: bool) -> None:
         """Run the backward of losses, and the further ones that find the samples of rows."""
-        try:
-            losses.sum().backward(retain_graph=further > 0 or keeps)
-        except RuntimeError as error:
-            if "donated buffers" in str(error):
-                raise not_repeatable(str(error)) from error
-            raise
-        proves = further > 0 or (keeps and self.prover.plan_late())
-        with self._retaining() if proves else nullcontext():
-            if proves:
+        processes = self.processes if watched and self.processes.sharded else Processes()
+        with processes.agreement(self.attachment.params, 1) as agreement:
+            try:
+                losses.sum().backward(retain_graph=further > 0 or watched)
+            except RuntimeError as error:
+                if "donated buffers" in str(error):
+                    raise not_repeatable(str(error)) from error
+                raise
+            agreement.numbers = [max(further, self.prover.plan_late())]
+        further = int(agreement.largest(0))
+        with self._retaining() if further else nullcontext():
+            if further:
                 self.prover.prove(partial(self._repeat, losses), losses, at_least=further)
             # after all backwards, of which processes run equally many
             self._check_counts(self.prover.calls, len(losses))
-            if proves:
+            if further:
                 self.prover.conclude(None if self.processes.sharded else partial(self._repeat, losses), losses)
-        if not proves:
+        if not further:
             return
         for call, parts in self.prover.proved():
             for part in parts:

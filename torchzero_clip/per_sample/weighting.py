@@ -80,21 +80,23 @@ def _clipped_sums(
     processes, params = engine.processes, engine.attachment.params
     if processes.group is None:
         _check(engine, losses)
-        with engine.of_losses(losses, engine.prover.plan(losses)) as backward:
+        further = engine.prover.plan(losses)
+        with engine.of_losses(losses, further, watched=engine.prover.watches) as backward:
             found = weighed(engine, _gathered(engine, losses, backward), norm_clipper, nonfinite)
         return dict(found.sums(float(max(len(losses), 1)) if mean else 1.0)), {*params}, found.result
     with processes.start("backward", params, mean) as start:
         _check(engine, losses)
         further = engine.prover.plan(losses)
-        start.numbers = len(losses), further, losses.requires_grad
+        watched = engine.prover.watches
+        start.numbers = len(losses), further, losses.requires_grad, watched
     if processes.sharded:  # each backward collects shards, so all processes run equally many
-        further = int(start.largest(1))
+        further, watched = int(start.largest(1)), start.anywhere(3)
         if not all(row[2] for row in start.rows):
             raise RuntimeError(
                 "the losses of a process do not require grad: with fully_shard, all processes have to run forward and "
                 "backward, also those without samples, on an empty batch"
             )
-    with engine.of_losses(losses, further) as backward:
+    with engine.of_losses(losses, further, watched=watched) as backward:
         with processes.agreement(params, len(params)) as agreement:
             gathered = _gathered(engine, losses, backward)
             agreement.numbers = [id(param) in gathered for param in params.values()]  # `weighed` empties it

@@ -39,8 +39,8 @@ class ClassicEngine(Protocol):
         """True if all processes have to run equally many backwards."""
         ...
 
-    def agreed(self, backwards: int) -> int:
-        """The largest number of further backwards that a process needs, if all have to run equally many."""
+    def agreed(self, *numbers: int) -> list[int]:
+        """The largest of each number over the processes, if all have to run equally many backwards."""
         ...
 
     def nested(self) -> AbstractContextManager[None]:
@@ -135,30 +135,36 @@ class Classic:
         graph = Graph([root[0]], max(count, 1), to_outputs=True)
         for earlier in graph.ends:
             self._host.joins(forward, earlier)
-        quiet = not self._host.shards_backwards
-        proof = prover.planned(graph, count, due=due, silent=quiet) if count > 1 else None
+        proof = prover.planned(graph, count, due=due) if count > 1 else None
 
         def backward(weights: Tensor) -> None:
             edge = GradientEdge(*root)
             self._sent = grad * weights[samples].view(samples.shape)
             torch.autograd.backward([edge], [self._sent], inputs=[anchor], retain_graph=True)
 
+        def extra(backwards: int) -> None:
+            with self._host.nested():
+                for _ in range(backwards):
+                    backward(grad.new_ones(max(count, 1)))
+
         silent = [call for call in graph.calls if call.is_silent] if proof is None and count > 1 else []
+        further, has_silent = self._host.agreed(0 if proof is None else 1 + proof.backwards, len(silent))
         if silent:
             with self._nested(root, prover.proof_of(graph)) as first:
                 first.first(backward, grad)
                 if any(call.trace is not None and bool((call.trace.grad != 0).any()) for call in silent):
                     proof = prover.proof_of(graph)
+        elif has_silent:
+            extra(1)
+        if has_silent:
+            (further,) = self._host.agreed(0 if proof is None else 1 + proof.backwards)
         if is_first:
             self._task, self._proves = task, proof is not None
-        further = self._host.agreed(0 if proof is None else 1 + proof.backwards)
         if proof is not None:
             with self._nested(root, proof):
                 self._run(proof, backward, grad, further)
         elif further:
-            with self._host.nested():
-                for _ in range(further):
-                    backward(grad.new_ones(max(count, 1)))
+            extra(further)
 
     @contextmanager
     def _nested(self, root: tuple[Node, int], proof: Proof) -> Generator[Proof]:

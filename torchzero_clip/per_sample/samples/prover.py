@@ -47,11 +47,6 @@ class ProvingEngine(Protocol):
     modes: Hashable
     """The modes of all modules in this forward."""
 
-    @property
-    def shards_backwards(self) -> bool:
-        """True if all processes have to run equally many backwards."""
-        ...
-
 
 class Prover:
     """Finds the samples of all calls of layers in a backward. All of its proofs are ``strict``, or none."""
@@ -78,7 +73,7 @@ class Prover:
             return 0
         graph = Graph([losses.grad_fn], self.count)
         self.calls = graph.calls
-        self.proof = self.planned(graph, self.count, due=self.schedule.is_due, silent=not self._host.shards_backwards)
+        self.proof = self.planned(graph, self.count, due=self.schedule.is_due)
         if self.proof is None:
             self._watched = graph if any(call.is_silent for call in graph.calls) else None
             return 0
@@ -86,21 +81,21 @@ class Prover:
         return self.proof.backwards
 
     @property
-    def keeps_graph(self) -> bool:
-        """True if the backward may need further ones."""
-        return self.proof is not None or self._watched is not None
+    def watches(self) -> bool:
+        """True if silent calls may need a proof after the backward."""
+        return self._watched is not None
 
-    def plan_late(self) -> bool:
-        """Begin the proof of silent calls that got a gradient. False if there are none."""
+    def plan_late(self) -> int:
+        """Begin the proof of silent calls that got a gradient. Return the number of further backwards that it needs."""
         if self._watched is None or not self._late:
-            return False
+            return 0
         self.proof = self.proof_of(self._watched, self._late)
-        return True
+        return self.proof.backwards
 
-    def planned(self, graph: Graph, count: int, *, due: bool, silent: bool = False) -> Proof | None:
+    def planned(self, graph: Graph, count: int, *, due: bool) -> Proof | None:
         """The proof that the graph of several samples needs. Calls get their places, as far as they are known.
 
-        With ``silent``, calls that got zeros alone in all proofs need none.
+        Calls that got zeros alone in all proofs are silent, and need no proof before they get another gradient.
         """
         if graph.has_checkpoint:
             raise reentrant()
@@ -111,7 +106,7 @@ class Prover:
             key = graph.key, call.key(count)
             pattern = known.patterns.get(key)
             call.where = None if pattern is None else pattern.place(call.shape, count)
-            call.is_silent = silent and call.where is None and key in known.silent
+            call.is_silent = call.where is None and key in known.silent
             is_unknown = is_unknown or (call.where is None and not call.is_silent)
         if not graph.calls or not (is_unknown or due or known.moves):
             known.is_trusted = True
