@@ -19,7 +19,7 @@ from torchzero_clip.per_sample.gradients.contributions import Contribution, Dens
 from torchzero_clip.per_sample.gradients.row_norms import wide
 from torchzero_clip.per_sample.processes.agreement import Processes
 from torchzero_clip.per_sample.processes.sharding import memory_of, slots, stands_for
-from torchzero_clip.per_sample.rules.whole import written
+from torchzero_clip.per_sample.rules.whole import class_in_code
 from torchzero_clip.per_sample.samples.arguments import counts_up, tensors_in
 from torchzero_clip.per_sample.samples.broadcast_row import BroadcastRow, is_row, row_of
 from torchzero_clip.per_sample.samples.call import Call, Contribute, Reduce, Samples, rows_first
@@ -403,7 +403,7 @@ class CapturedLayer:
         self.engine.clear()
         name, inside = self.misuse or ("a function such as a torch.autograd.Function", self.rule.runs_layers)
         if inside:
-            kind = written(self.engine.attachment.model, type(self.module))
+            kind = class_in_code(self.engine.attachment.model, type(self.module))
             raise RuntimeError(
                 f"{self} uses a parameter in {name}, which cannot run for each sample alone. Name the layer in "
                 f"whole=({kind},){self.way_out}"

@@ -277,7 +277,7 @@ def places_of(layers: Iterable[Iterable[str]]) -> dict[str, int]:
     return {name: place for place, name in enumerate(dict.fromkeys(chain(*layers)))}
 
 
-def widened(values: Tensor, layers: Sequence[str], places: Mapping[str, int]) -> Tensor:
+def at_places(values: Tensor, layers: Sequence[str], places: Mapping[str, int]) -> Tensor:
     """Norms of some layers, in one step or several, as norms of all layers at their places; -1 for the others."""
     result = values.new_full((*values.shape[:-1], len(places)), -1.0)
     result[..., [places[name] for name in layers]] = values

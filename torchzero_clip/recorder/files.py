@@ -51,8 +51,8 @@ def step_lines(record: Data) -> list[Line]:
     metrics = {name: values.tolist() for name, values in record.metrics.items()}
     lines: list[Line] = []
     for i, (step, norm, loss, reason) in enumerate(columns):
-        measured = {name: finite(values[i]) for name, values in metrics.items() if not math.isnan(values[i])}
-        numbers = {"norm": finite(norm), "loss": finite(loss)}
+        measured = {name: json_number(values[i]) for name, values in metrics.items() if not math.isnan(values[i])}
+        numbers = {"norm": json_number(norm), "loss": json_number(loss)}
         lines.append({"kind": "step", "step": step, **numbers, "reason": reason, "metrics": measured})
     for step, params, updates in record.ratios:
         lines.append({"kind": "ratios", "step": step, "params": _numbers(params), "updates": _numbers(updates)})
@@ -145,9 +145,9 @@ def _read(file: int, place: int, count: int) -> bytes:
     return os.read(file, count)
 
 
-def finite(value: float) -> float | None:
+def json_number(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
 def _numbers(values: Tensor) -> list[float | None]:
-    return [finite(value) for value in values.tolist()]
+    return [json_number(value) for value in values.tolist()]

@@ -84,7 +84,7 @@ class Log:
         new = record.last(count)
         now = record.layers, record.precision if record.steps or self._header is None else self._header[1]
         lines = files.step_lines(new)
-        lines += [{"kind": "loss", "step": step, "loss": files.finite(loss)} for step, loss in losses.items()]
+        lines += [{"kind": "loss", "step": step, "loss": files.json_number(loss)} for step, loss in losses.items()]
         lost = new.layer_norms.isfinite().logical_not().any(dim=1).tolist()
         jumped = {step for step, _ in new.jumps}
         bad = [s in jumped or bool(why) or no for s, why, no in zip(new.steps, new.reasons, lost, strict=True)]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torchzero_clip.compat import warn_user
 from torchzero_clip.recorder import words
-from torchzero_clip.recorder.data import Block, Ratios, places_of, widened
+from torchzero_clip.recorder.data import Block, Ratios, at_places, places_of
 from torchzero_clip.recorder.files import BEGIN, KINDS, NUMBER, VERSION, FilePath, Line
 from torchzero_clip.recorder.precision import FLOAT32, relative
 from torchzero_clip.recorder.record import Record
@@ -221,7 +221,7 @@ def _composed(path: str, run: _RunInFile, size: int) -> Record:
         raise ValueError(f"{path} has other layers or metrics in every line: it is not the record of one run")
 
     def wide(line: Line, key: str) -> Tensor:
-        return widened(_column(line[key]), line["layers"], places)
+        return at_places(_column(line[key]), line["layers"], places)
 
     empty = torch.zeros(0, len(places), dtype=torch.float64, device="cpu")
     norms = torch.stack([wide(line, "norms") for line in with_layers]) if with_layers else empty

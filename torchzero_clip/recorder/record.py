@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from torchzero_clip.recorder.data import Data, Layers, Ratios, places_of, widened
+from torchzero_clip.recorder.data import Data, Layers, Ratios, at_places, places_of
 from torchzero_clip.recorder.figures import draw_record
 from torchzero_clip.recorder.files import FilePath
 from torchzero_clip.recorder.series import EarlySign
@@ -252,7 +252,7 @@ def joined(records: list[Record]) -> Record:
     names = list(dict.fromkeys(name for record in records for name in record.metrics))
 
     def wide(record: Record, values: Tensor) -> Tensor:
-        return widened(values, record.layers, places)
+        return at_places(values, record.layers, places)
 
     def column(name: str, record: Record) -> Tensor:
         return record.metrics.get(name, torch.full_like(record.norm, torch.nan))

@@ -76,14 +76,14 @@ class _Report:
         if len(norms):
             top = steps[int(self._record.norm.nan_to_num(nan=-1.0, posinf=-1.0).argmax())]
             text.append(
-                f"The joint norm of all gradients had the median {words.number(median_of(norms))}. The largest was "
-                f"{words.number(float(norms.max()))}, in step {top:,}."
+                f"The joint norm of all gradients had the median {words.as_number(median_of(norms))}. The largest was "
+                f"{words.as_number(float(norms.max()))}, in step {top:,}."
             )
         else:
             text.append("Every joint norm was 0, inf or NaN, or there was no gradient.")
         if bool(events.clipped.isfinite().any()):
             clipped = int((events.clipped > 0).sum())
-            share = words.percent(clipped / len(steps))
+            share = words.as_percent(clipped / len(steps))
             text.append(f"Gradients were clipped in {words.counted(clipped, 'step')} ({share}).")
         else:
             text.append("No transform reported how much it clipped.")

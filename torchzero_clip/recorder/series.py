@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, tensor_split
 
 from torchzero_clip.recorder.arithmetic import chance_between, effective_count, joined_norms, median_of, quantile
-from torchzero_clip.recorder.words import percent
+from torchzero_clip.recorder.words import as_percent
 
 Answer: TypeAlias = Literal["enough", "too few", "drifting"]
 Doubt: TypeAlias = tuple[str, bool]  # a reason why a limit may be wrong, and whether it is serious
@@ -117,8 +117,8 @@ class Series:
         if self.chance(share) > 1 - SURE:
             return ""
         limit = quantile(self.usual, 1 - share)
-        following = percent(half.share_above(math.log(limit), 1.5 * half.slope))
-        then = f"{following} of the next {len(self.norms) // 4:,} norms exceed {limit:.4g}, not {percent(share)}"
+        following = as_percent(half.share_above(math.log(limit), 1.5 * half.slope))
+        then = f"{following} of the next {len(self.norms) // 4:,} norms exceed {limit:.4g}, not {as_percent(share)}"
         return f"at the slope of the second half, {then}"
 
     def chance(self, share: float) -> float:
@@ -140,13 +140,13 @@ class Series:
         count, independent = len(self.usual), self.independent
         times = _enough(share) / min(self._independent_in_half, independent / 2)
         if times <= 1:
-            near = f"from {percent(share / FACTOR)} to {percent(min(share * FACTOR, 1))}"
+            near = f"from {as_percent(share / FACTOR)} to {as_percent(min(share * FACTOR, 1))}"
             limit = f"{quantile(self.usual, 1 - share):.4g}"
-            later = f"with a probability of {percent(chance)}, the share of later norms above {limit} is {near}"
+            later = f"with a probability of {as_percent(chance)}, the share of later norms above {limit} is {near}"
             return f"at the slope of the second half, {later}: record about {len(self.norms):,} more steps", False
         as_much = f", which tell as much as about {independent:,.0f} independent ones," if independent < count else ""
         more = float(f"{len(self.norms) * (times - 1):.1g}")
-        text = f"{count:,} norms{as_much} are too few to find the norm that {percent(share)} of them exceed"
+        text = f"{count:,} norms{as_much} are too few to find the norm that {as_percent(share)} of them exceed"
         return f"{text}: record about {more:,.0f} more steps", independent < max(1 / share, FEWEST_INDEPENDENT)
 
     def after_spikes(self) -> float:

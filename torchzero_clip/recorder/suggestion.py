@@ -14,7 +14,7 @@ from torchzero_clip.recorder.arithmetic import median_of, quantile, share_range
 from torchzero_clip.recorder.figures import draw_series
 from torchzero_clip.recorder.files import FilePath
 from torchzero_clip.recorder.series import FEWEST, Answer, Doubt, Series
-from torchzero_clip.recorder.words import counted, percent
+from torchzero_clip.recorder.words import as_percent, counted
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -42,7 +42,7 @@ class Choice(NamedTuple):
         return cls(name, limit, above / len(usual), *share_range(above, len(usual), series.independent))
 
     def __str__(self) -> str:
-        return f"{self.limit:.4g} clips {percent(self.share)} ({percent(self.low)} to {percent(self.high)})"
+        return f"{self.limit:.4g} clips {as_percent(self.share)} ({as_percent(self.low)} to {as_percent(self.high)})"
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ def _sentences(series: Series, limit: float, scope: Scope) -> list[str]:
     usual, share = series.usual, float((series.usual > limit).double().mean())
     clip = f"ClipNorm({limit:.4g})" if scope == "parameter" else f'ClipNorm({limit:.4g}, dim="global")'
     what = "norms of tensors, whose median" if scope == "parameter" else "steps, whose median norm"
-    clipped = f"{percent(share)} of the {len(usual):,} usual {what} is {median_of(usual):.4g}"
+    clipped = f"{as_percent(share)} of the {len(usual):,} usual {what} is {median_of(usual):.4g}"
     text = [f"{clip} would have clipped {clipped}."]
     others = [f"{what} ({count:,})" for what, count in (("0", series.zeros), ("inf or NaN", series.bad)) if count]
     if others:

@@ -6,17 +6,17 @@ from zlib import crc32
 LONGEST = 80
 
 
-def number(value: float, otherwise: str = "unknown") -> str:
+def as_number(value: float, otherwise: str = "unknown") -> str:
     return f"{value:.4g}" if math.isfinite(value) else otherwise
 
 
-def times(ratio: float) -> str:
+def as_ratio(ratio: float) -> str:
     if not math.isfinite(ratio):
         return "" if math.isnan(ratio) else "inf"
     return f"{ratio:.3g}x" if not 100 <= ratio < 1e6 else f"{ratio:,.0f}x"
 
 
-def percent(share: float) -> str:
+def as_percent(share: float) -> str:
     return "0%" if share < 1e-4 else f"{100 * share:{'.2g' if share < 0.1 else '.0f' if share < 0.99 else '.4g'}}%"
 
 

@@ -50,10 +50,10 @@ class Worst:
             deeds.append(f"(the norm was not finite in the next {words.counted(more, 'step')} either)")
         return [
             f"{self._record.steps[i]:,}",
-            words.number(float(norm), LOST if self._events.spikes[i] else "unknown"),
-            words.number(float(usual)),
-            words.times(ratio) if math.isfinite(norm) else "",
-            words.number(float(self._record.loss[i])),
+            words.as_number(float(norm), LOST if self._events.spikes[i] else "unknown"),
+            words.as_number(float(usual)),
+            words.as_ratio(ratio) if math.isfinite(norm) else "",
+            words.as_number(float(self._record.loss[i])),
             "\n".join(deeds),
         ]
 
@@ -64,9 +64,9 @@ class Worst:
         deeds: list[str] = []
         for name in dict.fromkeys(key.rpartition("/")[0] for key in self._record.metrics):
             limit, factor, share = (self._metric(f"{name}/{key}", i) for key in ("limit", "factor", "clipped"))
-            texts = [f"{what} {words.number(x)}" for what, x in (("limit", limit), ("factor", factor)) if x == x]
+            texts = [f"{what} {words.as_number(x)}" for what, x in (("limit", limit), ("factor", factor)) if x == x]
             if share == share:
-                texts.append(f"clipped {words.percent(share)}")
+                texts.append(f"clipped {words.as_percent(share)}")
             if texts:
                 deeds.append(f"{words.short(name)}: {', '.join(texts)}")
         return deeds
@@ -78,7 +78,7 @@ class Worst:
         if name in REASONS:
             return f": {REASONS[name]}"
         mean = self._metric(f"{name}/mean", i)
-        above = f", whose running mean was {words.number(mean)}" if math.isfinite(mean) else ""
+        above = f", whose running mean was {words.as_number(mean)}" if math.isfinite(mean) else ""
         return f" by {words.short(name)}{above}"
 
     def layer_table(self) -> list[str]:
@@ -95,7 +95,12 @@ def _cells_of(layers: Layers) -> list[list[str]]:
     if lost == count:
         return [[f"({f'all {count:,} layers are inf or NaN' if count else 'no layer has a gradient'})", "", "", ""]]
     rows = [
-        [words.short(layer.name), words.number(layer.norm, LOST), words.number(layer.usual), words.times(layer.ratio)]
+        [
+            words.short(layer.name),
+            words.as_number(layer.norm, LOST),
+            words.as_number(layer.usual),
+            words.as_ratio(layer.ratio),
+        ]
         for layer in layers[:TOP]
         if not math.isnan(layer.ratio) or math.isnan(layer.usual)  # else rounding alone explains its norm
     ]
@@ -107,7 +112,7 @@ def _cells_of(layers: Layers) -> list[list[str]]:
 def sign_table(record: Data) -> list[str]:
     signs = record.early_signs()
     rows = [
-        [f"{step:,}", words.short(layer), number, f"{value:.2g}", f"{usual:.2g}", words.times(ratio)]
+        [f"{step:,}", words.short(layer), number, f"{value:.2g}", f"{usual:.2g}", words.as_ratio(ratio)]
         for step, layer, number, value, usual, ratio in signs[: MOST_STEPS * TOP]
     ]
     caption = "Norms of layers, and updates relative to the weights of their layer, that were unusually large"

@@ -180,7 +180,7 @@ class CapturedGradients:
         for key, found in self.of.items():
             if key not in self._norms:
                 with without_autocast(found[0].param):  # it would round the norms
-                    part, self._norms[key] = merged(found).measured(self.reserve)
+                    part, self._norms[key] = in_one(found).measured(self.reserve)
                 found[:] = [part]
         return {key: (found[0], self._norms[key]) for key, found in self.of.items()}
 
@@ -244,7 +244,7 @@ class CapturedGradients:
             )
 
 
-def merged(parts: Sequence[Contribution]) -> Contribution:
+def in_one(parts: Sequence[Contribution]) -> Contribution:
     """Merge the uses of one parameter: those of one kind are joined, and different kinds are combined in `Tied`."""
     kinds: list[Any] = [Products, SparseRows, RowProducts, Dense]
     # by their exact type, because convolutions are products too, and have no positions to join

@@ -63,14 +63,14 @@ def whole_line(model: nn.Module, name: str, holds: object = None, *, reruns: Col
     around = [module for outer, module in _around(model, name) if not any(_inside(other, [outer]) for other in reruns)]
     kinds = [type(module) for module in around if holds is None or any(x is holds for x in module.parameters())]
     # a line with Sequential would take all of them
-    lines = [f"whole=({written(model, kind)},)" for kind in dict.fromkeys(kinds) if kind is not nn.Sequential][:3]
+    lines = [f"whole=({class_in_code(model, kind)},)" for kind in dict.fromkeys(kinds) if kind is not nn.Sequential][:3]
     if not lines:
         return ""
     which = "the module around it, or one further out," if len(lines) > 1 else "the module around it"
     return f"run {which} sample by sample: {', or '.join(lines)}"
 
 
-def written(model: nn.Module, kind: type[nn.Module]) -> str:
+def class_in_code(model: nn.Module, kind: type[nn.Module]) -> str:
     """The name of a class in a line to write, with its Python module if another class in the model has that name."""
     others = {type(module) for module in model.modules()} - {kind}
     return _qualified(kind) if any(other.__name__ == kind.__name__ for other in others) else kind.__name__

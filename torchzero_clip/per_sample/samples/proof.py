@@ -27,8 +27,8 @@ from torchzero_clip.per_sample.samples.refusals import (
     elsewhere,
     gated,
     mixed,
-    moved,
     not_repeatable,
+    rows_moved,
     runs_in_backward,
     too_small,
 )
@@ -286,7 +286,7 @@ class Proof:
             self.known.learn(key, None)
             has_moved, self.known.moves = self.known.moves, True
             if self.known.is_trusted and not has_moved:  # an earlier step may have been wrong
-                raise moved(call.layer)
+                raise rows_moved(call.layer)
         elif not found or (len(found) == 1 and _tells(samples) and key not in patterns):
             self.known.learn(key, found[0] if found else None)
         elif call.copies and Pattern(0) in found:  # of the samples, in their order: rows of zeros too

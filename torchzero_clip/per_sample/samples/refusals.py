@@ -59,7 +59,7 @@ def elsewhere(layer: WatchedLayer, dim: int) -> RuntimeError:
     )
 
 
-def moved(layer: WatchedLayer) -> RuntimeError:
+def rows_moved(layer: WatchedLayer) -> RuntimeError:
     """The error for rows that belong to other samples, in a graph in which they were proved to stay."""
     return RuntimeError(
         f"rows of {layer} belong to other samples than in earlier steps with the same graph, such as after a hook that "
