@@ -34,6 +34,19 @@ BELOW = {
     "compat": set(),
     "types": set(),
 }
+LEVELS = [
+    {"arguments", "hooks", "modes", "norm_clippers", "processes", "unclipped", "whole"},
+    {"gradients"},
+    {"per_example", "samples"},
+    {"captured_layer"},
+    {"rules"},
+    {"attachment", "outside"},
+    {"engine"},
+    {"weighting"},
+    {"clipper"},
+    {"opacus", "private", "verify"},
+]
+"""The files and folders of `per_sample`. Each imports those of earlier levels."""
 IMPORTERS = {"import_module", "import__", "find_spec", "resolve_name"}
 
 
@@ -68,6 +81,19 @@ def test_imports_point_down(path):
     top = {id(node) for node in [*tree.body, *(n for block in blocks for n in block.body)]}
     nested = [n for n in ast.walk(tree) if isinstance(n, ast.Import | ast.ImportFrom) and id(n) not in top]
     assert not nested, "imports stand at the top of a file"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [f for f in FILES if layer(f) == "per_sample" and f.parent.name + f.name != "per_sample__init__.py"],
+    ids=lambda p: str(p.relative_to(PACKAGE)),
+)
+def test_imports_in_per_sample_point_up_its_list(path):
+    own = path.relative_to(PACKAGE).parts[1].removesuffix(".py")
+    names = [name.split(".") for name in imported(ast.parse(path.read_text()))]
+    others = {name[2] for name in names if name[:2] == ["torchzero_clip", "per_sample"] and len(name) > 2} - {own}
+    earlier = LEVELS[: next(i for i, level in enumerate(LEVELS) if own in level)]
+    assert others <= set().union(*earlier)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))

@@ -25,7 +25,6 @@ from per_sample.harness import (
 from torch import nn
 
 import torchzero_clip
-from torchzero_clip.per_sample.gradients.captured_gradients import Forward
 
 PACKAGE = str(Path(torchzero_clip.__file__).parent)
 
@@ -148,12 +147,6 @@ def test_inputs_of_other_sizes_do_not_outvote_the_batch(make, count):
     clipper = clip(model)
     losses_of(model(x, others)).mean().backward()
     assert_close(clipper.clip_and_accumulate().norms, norms_by_loop(model, x, others))
-
-
-def test_the_number_of_samples_is_not_guessed():
-    assert Forward([torch.randn(3, 2)]).count == 3
-    with pytest.raises(RuntimeError, match="number of samples of this forward is not known"):
-        _ = Forward().count
 
 
 def test_batch_dimension_that_is_not_where_declared_raises():

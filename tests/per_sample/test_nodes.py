@@ -7,7 +7,7 @@ import unittest
 
 import pytest
 import torch
-from per_sample.harness import Net, clip, losses_of
+from per_sample.harness import Net, assert_close, clip, losses_of, norms_in_batch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
@@ -251,3 +251,28 @@ def test_what_is_not_known_moves():
     changed[0] = 0
     assert type(changed.grad_fn).__name__ == "CopySlices"
     assert kind_of(changed.grad_fn).moves is not None
+
+
+class Named(torch.autograd.Function):
+    """A function of a user, with an attribute of the name under which watched layers keep their call."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.call = "of the user"
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+def test_an_attribute_of_a_function_of_a_user_is_no_call_of_a_layer():
+    def forward(m, index):
+        return Named.apply(m.last(F.embedding(index, Named.apply(m.table)))).mean(1)
+
+    model = Net(forward, table=nn.Parameter(torch.randn(9, 4)), last=nn.Linear(4, 3)).double()
+    index = torch.randint(0, 9, (5, 6))
+    with clip(model) as clipper, pytest.raises(RuntimeError, match=r"whole=\(Net,\)"):
+        clipper.backward(losses_of(model(index)))
+    with clip(model, whole=(Net,)) as clipper:
+        assert_close(clipper.backward(losses_of(model(index))).norms, norms_in_batch(model, index))

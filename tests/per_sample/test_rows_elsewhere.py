@@ -10,7 +10,7 @@ from per_sample.harness import Net, assert_close, by_backward, by_classic_form, 
 from torch import nn
 from torch.nn import functional as F
 
-from torchzero_clip.per_sample.samples.arguments import tensors_held
+from torchzero_clip.per_sample.arguments import tensors_held
 
 W = 4
 FORMS = {"unchecked": lambda model: by_backward(model, verify="never"), "classic": by_classic_form}

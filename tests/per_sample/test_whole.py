@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from torchzero_clip import GradSampleModuleFastGradientClipping
-from torchzero_clip.per_sample.rules import whole
-from torchzero_clip.per_sample.rules.whole import TABLE, TESTED
+from torchzero_clip.per_sample import whole
+from torchzero_clip.per_sample.whole import TABLE, TESTED
 
 
 class Block(Net):

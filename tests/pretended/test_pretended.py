@@ -18,6 +18,11 @@ needs_a_guard = pytest.mark.skipif(
     reason="the simulated device needs a C++ compiler, g++, for the guard that a CPU build of torch lacks",
 )
 
+needs_no_driver = pytest.mark.skipif(
+    torch.backends.cuda.is_built() and not torch.cuda.is_available(),
+    reason="operations of a CUDA build of torch ask for its driver: the simulated device needs a CPU build, or a GPU",
+)
+
 
 @pytest.fixture(scope="module")
 def failures():
@@ -36,6 +41,7 @@ def failures():
 
 
 @needs_a_guard
+@needs_no_driver
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("group", "check"),

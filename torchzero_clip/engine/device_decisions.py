@@ -107,7 +107,7 @@ class DeviceDecisions:
         self._in_a_row.mul_(self.found_inf)
 
     def uncount(self) -> None:
-        """Take back the count of a step that has raised an error, except for steps in a row that it has ended."""
+        """Take back the count of a step that has raised an error. A count in a row that it has set to 0 stays 0."""
         self._taken.sub_(self.taken.to(self._taken.dtype))
         self._skips.sub_(self.found_inf)
 

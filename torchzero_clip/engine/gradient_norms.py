@@ -26,7 +26,7 @@ class NormNeeds:
         keepers = [node for node in nodes if node.transform.keeps_statistics]
         self.is_asked = bool(keepers)  # True if a transform asks which gradients are finite and not zero
         self.asks_jointly = all(getattr(n.transform, "joint", False) and not n.scope.limited for n in keepers)
-        """True if it is enough to know whether the gradients are finite and not zero all together."""
+        """True if one answer for all gradients together is enough."""
         first = next((node for node in nodes if not node.outer and not isinstance(node.transform, Gate)), None)
         self.joint_clip = first.path if first is not None and _clips_all_gradients(first.transform) else None
         """The path of the first transform, if it needs just the joint norm that gates may have measured."""

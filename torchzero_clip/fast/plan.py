@@ -5,9 +5,10 @@ same, the next ones follow a plan while everything that decides the course of a 
 optimizer takes an ordinary step. The results are the same, bit for bit. A plan has three parts:
 
 * **When**: this file. On CPU and CUDA, the chain is at most one scaling and then a rule, without scopes and other
-  targets. A second scaling would be a second factor, and `WeightDecay` before the rule is not a scaling. A chain that
-  delivers its updates to another optimizer is one scaling. Gates may stand anywhere, because they decide before the
-  first transform. Nobody else takes part: no other processes, and no parts of the step in the backward.
+  targets. Kernels take one factor, so a chain with a second scaling, or with `WeightDecay` before the rule, has no
+  plan. A chain that delivers its updates to another optimizer is one scaling. Gates may stand anywhere, because they
+  decide before the first transform. Nobody else takes part: no other processes, and no parts of the step in the
+  backward.
 * **What is compared** in each step before anything changes: `fast.compared`.
 * **What is done**: `fast.repeated`. It calls what ordinary steps call. A policy and a listener see a `Walk` and the
   norms of an ordinary step. A usual joint norm answers ``nonfinite`` alone, and if a policy refuses the step, nothing

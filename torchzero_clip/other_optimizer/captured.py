@@ -173,7 +173,8 @@ class CapturedStep:
         if not self._is_on_device():  # on a CPU, steps call them; those of all optimizers may be of other models
             hooks = [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
         hook = next(filter(None, map(_foreign, hooks)), None)
-        return None if hook is None else f"replays do not call {hook!r}, a hook of its steps. Remove the hook"
+        way_out = "Remove the hook. That of a per-sample clipper ends with its detach()"
+        return None if hook is None else f"replays do not call {hook!r}, a hook of its steps. {way_out}"
 
     def _groups(self) -> list[Group]:
         """The param groups of the optimizer, and those of the transforms before its steps."""
@@ -422,7 +423,7 @@ def _hooks(optimizer: Optimizer) -> list[Any]:
 
 
 def _foreign(hook: Any) -> Any:
-    """The hook, if a replay would leave it out; None for hooks of this package."""
+    """The hook, if a replay would leave it out; None for those of `before_step`, which a replay repeats."""
     return None if isinstance(getattr(hook, "__self__", None), BeforeStep) or hook is warn_of_copy else hook
 
 

@@ -5,4 +5,6 @@
 2. `engine` runs a backward. `rules` says how each kind of layer runs, and `samples` which sample each row belongs to.
 3. `gradients` has norms and sums. `norm_clippers` makes factors of the norms, and `weighting` the clipped sums.
 4. `private` adds noise, `processes` is what several processes agree on, and `opacus` has the names of Opacus.
+
+Each imports only what is above it in `LEVELS` of ``tests/test_layers.py``.
 """

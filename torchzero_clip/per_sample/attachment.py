@@ -26,7 +26,7 @@ from torchzero_clip.per_sample.rules.registry import (
     refusal,
     rule_for,
 )
-from torchzero_clip.per_sample.rules.whole import Whole, chosen_whole, whole_line
+from torchzero_clip.per_sample.whole import Whole, chosen_whole, whole_line
 
 
 class Owner(LayersEngine, Protocol):
@@ -93,7 +93,7 @@ class Attachment:
         return {name: shown.get(id(param), param) for name, param in found.items()}
 
     def whole_line(self, name: str, holds: object = None) -> str:
-        """The way out of `torchzero_clip.per_sample.rules.whole.whole_line`, for this model."""
+        """The way out of `torchzero_clip.per_sample.whole.whole_line`, for this model."""
         return whole_line(self.model, name, holds, reruns=self.reruns)
 
     @property

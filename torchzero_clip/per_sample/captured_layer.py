@@ -14,18 +14,18 @@ from torch.autograd.graph import Node
 from typing_extensions import override
 
 from torchzero_clip.compat import get_interpreter_stack, never_compiled, without_autocast
+from torchzero_clip.per_sample.arguments import counts_up, tensors_in
 from torchzero_clip.per_sample.gradients.captured_gradients import Forward, GivenRows
 from torchzero_clip.per_sample.gradients.contributions import Contribution, Dense
 from torchzero_clip.per_sample.gradients.row_norms import wide
 from torchzero_clip.per_sample.processes.agreement import Processes
 from torchzero_clip.per_sample.processes.sharding import memory_of, slots, stands_for
-from torchzero_clip.per_sample.rules.whole import class_in_code
-from torchzero_clip.per_sample.samples.arguments import counts_up, tensors_in
 from torchzero_clip.per_sample.samples.broadcast_row import BroadcastRow, is_row, row_of
 from torchzero_clip.per_sample.samples.call import Call, Contribute, Reduce, Samples, rows_first
 from torchzero_clip.per_sample.samples.nodes import IDENTITIES
 from torchzero_clip.per_sample.samples.pattern import Place
 from torchzero_clip.per_sample.samples.prover import Prover
+from torchzero_clip.per_sample.whole import class_in_code
 
 
 class Rule(ABC):
@@ -90,7 +90,7 @@ class LayersEngine(Protocol):
     prover: Prover
     processes: Processes
     running: "CapturedLayer | None"
-    shares: bool  # whether inputs may be found to be shared by all samples
+    may_share: bool  # whether inputs may be found to be shared by all samples
 
     @property
     def attachment(self) -> LayersModel:
@@ -98,7 +98,7 @@ class LayersEngine(Protocol):
         ...
 
     @property
-    def learns_rows(self) -> bool:
+    def proofs_may_share(self) -> bool:
         """True if a proof may find that all samples share a row."""
         ...
 
@@ -266,7 +266,7 @@ class CapturedLayer:
 
     def share_table(self, input: Tensor, forward: Forward) -> bool:
         """Note that all samples share a tensor that the layer uses itself, unless it is one of samples."""
-        if input.requires_grad or forward.direct or not self.engine.shares or memory_of((input,)) & forward.memory:
+        if input.requires_grad or forward.direct or not self.engine.may_share or memory_of((input,)) & forward.memory:
             return False
         if self._shared.get((input.ndim, 0), input) is None:
             return False
@@ -275,7 +275,7 @@ class CapturedLayer:
 
     def _may_be_shared(self, input: Tensor, forward: Forward) -> bool:
         """True for an input that is not known to depend on samples."""
-        if input.requires_grad or forward.direct or forward.given is not None or not self.engine.shares:
+        if input.requires_grad or forward.direct or forward.given is not None or not self.engine.may_share:
             return False
         memory, size = memory_of((input,)), input.shape[min(self.engine.batch_dim, input.ndim - 1)]
         if not forward.batch_size or memory & forward.memory:
@@ -288,7 +288,7 @@ class CapturedLayer:
         """True for an input with one row, if all samples share this row."""
         if not self._may_be_of_all(input, self.engine.forward):
             return False
-        if input.ndim in self._shared_rows or not self.engine.learns_rows:
+        if input.ndim in self._shared_rows or not self.engine.proofs_may_share:
             return True
         # it may also be a row of data, such as the only one for an expert, which the proof finds out
         if not memory_of((input,)) & memory_of(self.engine.attachment.model.buffers()) and not counts_up(

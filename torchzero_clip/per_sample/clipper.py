@@ -15,9 +15,9 @@ from torchzero_clip.per_sample.engine import Engine, Phase
 from torchzero_clip.per_sample.gradients.contributions import Contribution, Memory
 from torchzero_clip.per_sample.hooks import replace_gradients
 from torchzero_clip.per_sample.norm_clippers import NormClipper, checked_norm_clipper
-from torchzero_clip.per_sample.rules.whole import Whole
 from torchzero_clip.per_sample.samples.prover import Verify
 from torchzero_clip.per_sample.weighting import ClippingResult, Nonfinite, clipped_backward, weighed
+from torchzero_clip.per_sample.whole import Whole
 
 LossReduction: TypeAlias = Literal["mean", "sum"]
 

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from torchzero_clip.checks import boolean, instance, one_of
 from torchzero_clip.compat import at_end_of_backward, current_graph_task_id, is_restored_by_checkpoint
+from torchzero_clip.per_sample.arguments import tensors_held
 from torchzero_clip.per_sample.attachment import Attachment
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule, trainable
 from torchzero_clip.per_sample.gradients.autograd_graph import outside_gradients
@@ -26,14 +27,13 @@ from torchzero_clip.per_sample.outside import outside_error
 from torchzero_clip.per_sample.processes.agreement import Processes
 from torchzero_clip.per_sample.processes.sharding import group_of_shards, reshard, shown_as_before
 from torchzero_clip.per_sample.rules.copies import EMPTY
-from torchzero_clip.per_sample.rules.whole import Whole
-from torchzero_clip.per_sample.samples.arguments import tensors_held
 from torchzero_clip.per_sample.samples.call import Call, WatchedLayer
 from torchzero_clip.per_sample.samples.classic import Classic
 from torchzero_clip.per_sample.samples.graph import OUTPUT
 from torchzero_clip.per_sample.samples.prover import Prover, Schedule, Verify
 from torchzero_clip.per_sample.samples.refusals import not_repeatable, runs_in_backward
 from torchzero_clip.per_sample.unclipped import refuse_unclipped, watch_steps
+from torchzero_clip.per_sample.whole import Whole
 
 PRIVATE = 16  # in private training, every 16th step is proved again
 _ALL = 'run the model sample by sample: whole=("",)'
@@ -81,7 +81,7 @@ class Engine:
         """An input of every captured call, so that a backward can be asked for these calls alone."""
         self.prover = Prover(self, Schedule(verify, PRIVATE if private else None), strict=private)
         self.classic = Classic(self, self.prover)
-        self.shares = not private
+        self.may_share = not private
         """Whether rows without samples may be found to be shared by all of them."""
         self.enabled = self.attached = True
         self.inside = False
@@ -292,9 +292,9 @@ class Engine:
         return self.processes.sharded
 
     @property
-    def learns_rows(self) -> bool:
+    def proofs_may_share(self) -> bool:
         """True if a proof may find that all samples share a row."""
-        return self.shares and not self.processes.sharded
+        return self.may_share and not self.processes.sharded
 
     def agreed(self, *numbers: int) -> list[int]:
         """The largest of each number over the processes, if all have to run equally many backwards."""
@@ -414,16 +414,19 @@ class Engine:
 
     def _backward(self, losses: Tensor, further: int, watched: bool) -> None:
         """Run the backward of losses, and the further ones that find the samples of rows."""
-        processes = self.processes if watched and self.processes.sharded else Processes()
-        with processes.agreement(self.attachment.params, 1) as agreement:
+        sharded = watched and self.processes.sharded
+        agreement = self.processes.agreement(self.attachment.params, 1) if sharded else None
+        with agreement or nullcontext():
             try:
                 losses.sum().backward(retain_graph=further > 0 or watched)
             except RuntimeError as error:
                 if "donated buffers" in str(error):
                     raise not_repeatable(str(error)) from error
                 raise
-            agreement.numbers = [max(further, self.prover.plan_late())]
-        further = int(agreement.largest(0))
+            further = max(further, self.prover.plan_late()) if watched else further
+            if agreement is not None:
+                agreement.numbers = [further]
+        further = further if agreement is None else int(agreement.largest(0))
         with self._retaining() if further else nullcontext():
             if further:
                 self.prover.prove(partial(self._repeat, losses), losses, at_least=further)

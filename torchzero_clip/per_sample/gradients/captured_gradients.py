@@ -10,11 +10,11 @@ from torch import Tensor
 
 from torchzero_clip.checks import instance
 from torchzero_clip.compat import warn_user, without_autocast
+from torchzero_clip.per_sample.arguments import counts_up
 from torchzero_clip.per_sample.gradients.contributions import Contribution, Dense, Memory, Tied
 from torchzero_clip.per_sample.gradients.products import Products
 from torchzero_clip.per_sample.gradients.rows import RowProducts, SparseRows
 from torchzero_clip.per_sample.processes.sharding import memory_of
-from torchzero_clip.per_sample.samples.arguments import counts_up
 
 PACKED = "Several documents packed in one row? Put one document in each row."
 
@@ -83,13 +83,6 @@ class Forward:
             self.batch_size = given.batch_size
         self.given = given
         self._arguments = [weakref.ref(x) for x in found]
-
-    @property
-    def count(self) -> int:
-        """The number of samples, for what exists only if it is known, such as rows of several samples."""
-        if self.batch_size is None:
-            raise RuntimeError("the number of samples of this forward is not known")
-        return self.batch_size
 
     @functools.cached_property
     def memory(self) -> set[int]:

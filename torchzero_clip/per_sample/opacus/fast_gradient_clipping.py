@@ -15,9 +15,9 @@ from torchzero_clip.per_sample.gradients.captured_gradients import Forward
 from torchzero_clip.per_sample.norm_clippers import ConstantFlatClipper
 from torchzero_clip.per_sample.opacus.two_passes import TwoPassEngine
 from torchzero_clip.per_sample.rules.registry import WHOLE, mixes, refusal
-from torchzero_clip.per_sample.rules.whole import Whole
 from torchzero_clip.per_sample.samples.prover import Verify
 from torchzero_clip.per_sample.weighting import ClippingResult, clipped_backward
+from torchzero_clip.per_sample.whole import Whole
 
 # attributes of the wrapper; all others are set in the model
 OWN = {"loss_reduction", "max_grad_norm", "_settings", "_engine"}

@@ -29,10 +29,10 @@ from torchzero_clip.per_sample.private.promises import (
 )
 from torchzero_clip.per_sample.processes.agreement import Agreement
 from torchzero_clip.per_sample.processes.sharding import group_of_shards, reshard
-from torchzero_clip.per_sample.rules.whole import Whole
 from torchzero_clip.per_sample.samples.prover import Verify
 from torchzero_clip.per_sample.unclipped import refuse_unreleased, watch_steps
 from torchzero_clip.per_sample.weighting import ClippingResult, clipped_sums, weighed
+from torchzero_clip.per_sample.whole import Whole
 from torchzero_clip.private_losses import declare
 
 

@@ -9,12 +9,12 @@ from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from torchzero_clip.compat import checkpoint_around
+from torchzero_clip.per_sample.arguments import flattened
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
 from torchzero_clip.per_sample.modes import Mode
 from torchzero_clip.per_sample.rules.copies import copy_of, row_copies
 from torchzero_clip.per_sample.rules.generic import GenericRule
 from torchzero_clip.per_sample.rules.linear import LINEAR
-from torchzero_clip.per_sample.samples.arguments import flattened
 from torchzero_clip.per_sample.samples.broadcast_row import TRANSPOSED, is_row, row_of_param
 
 GENERIC = GenericRule()
@@ -109,6 +109,6 @@ class _Rows(Mode):
             return NotImplemented
         if id(input) in self._params or is_row(input):
             return NotImplemented
-        if not (input.requires_grad or self._layer.engine.learns_rows):
+        if not (input.requires_grad or self._layer.engine.proofs_may_share):
             return NotImplemented
         return LINEAR.run(self._layer, input, (weight, bias), params)

@@ -45,7 +45,7 @@ def _copies(
 
 
 def _never() -> bool:
-    """Whether samples may share copies of a parameter, because each copy is of one row, which is of one sample."""
+    """False: each copy is of one row, and so of one sample."""
     return False
 
 

@@ -7,12 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
+from torchzero_clip.per_sample.arguments import counts_up
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
 from torchzero_clip.per_sample.gradients.contributions import Contribution
 from torchzero_clip.per_sample.gradients.row_norms import wide
 from torchzero_clip.per_sample.gradients.rows import SparseRows
 from torchzero_clip.per_sample.processes.sharding import memory_of
-from torchzero_clip.per_sample.samples.arguments import counts_up
 from torchzero_clip.per_sample.samples.call import Samples, rows_first
 
 OF_SAMPLES = "of samples"  # a key of `CapturedLayer.known`: True after a call whose argument was not 0, 1, 2, ...

@@ -24,6 +24,7 @@ from torchzero_clip.compat import (
     warn_user,
 )
 from torchzero_clip.functional.dtypes import widened
+from torchzero_clip.per_sample.arguments import counts_up
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
 from torchzero_clip.per_sample.gradients.autograd_graph import nodes_of
 from torchzero_clip.per_sample.hooks import Hook
@@ -32,7 +33,6 @@ from torchzero_clip.per_sample.processes.sharding import memory_of
 from torchzero_clip.per_sample.rules.copies import EMPTY, Bare, copy_of
 from torchzero_clip.per_sample.rules.reruns import find_functions, watch_modules
 from torchzero_clip.per_sample.rules.state import State
-from torchzero_clip.per_sample.samples.arguments import counts_up
 from torchzero_clip.per_sample.samples.broadcast_row import (
     HOOKS,
     by_vmap,

@@ -12,6 +12,6 @@ multiplied by the power of its sample: this is a *proof*. Another ratio means th
 5. `prover` decides which backwards are proved. `classic` proves from the outputs of the model, where the losses are not
    known. `refusals` has the errors.
 
-Values that all samples share, such as a bare parameter, are copied for each sample: see `broadcast_row`. `arguments`
-and `comparison` have small helpers.
+`call` is a call of a layer, and `comparison` a small helper. Values that all samples share, such as a bare parameter,
+are copied for each sample: see `broadcast_row`, which needs nothing of the others but `call`.
 """

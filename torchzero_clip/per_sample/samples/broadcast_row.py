@@ -21,13 +21,13 @@ from typing_extensions import override
 
 from torchzero_clip.compat import DisableTorchFunctionSubclass, never_a_frame, never_traced
 from torchzero_clip.functional.dtypes import widened
+from torchzero_clip.per_sample.arguments import Rebuild, counts_up, flattened, tensors_in
 from torchzero_clip.per_sample.gradients.autograd_graph import nodes_of
 from torchzero_clip.per_sample.gradients.captured_gradients import Forward
 from torchzero_clip.per_sample.gradients.contributions import Dense
 from torchzero_clip.per_sample.gradients.row_norms import wide
 from torchzero_clip.per_sample.processes.sharding import memory_of
-from torchzero_clip.per_sample.samples.arguments import Rebuild, counts_up, flattened, tensors_in
-from torchzero_clip.per_sample.samples.call import Contribute, Samples, rows_first
+from torchzero_clip.per_sample.samples.call import Contribute, Samples, call_of, rows_first
 from torchzero_clip.per_sample.samples.comparison import differ
 from torchzero_clip.per_sample.samples.pattern import Place
 
@@ -70,7 +70,7 @@ class RowsEngine(Protocol):
         ...
 
     @property
-    def learns_rows(self) -> bool:
+    def proofs_may_share(self) -> bool:
         """True if a proof may find that all samples share a row."""
         ...
 
@@ -293,7 +293,7 @@ def _by_position(func: Any, kind: str, leaves: list[Any], rebuilt: Rebuild, othe
     layer = row._layer
     if not x.requires_grad and layer.is_table(x, learned=True):
         return NotImplemented
-    if not (x.requires_grad or layer.engine.learns_rows) and x.ndim > 1 and layer.is_table(x):
+    if not (x.requires_grad or layer.engine.proofs_may_share) and x.ndim > 1 and layer.is_table(x):
         return NotImplemented
     with DisableTorchFunctionSubclass():
         own = tuple(row.shape)
@@ -359,7 +359,7 @@ def _tokens(layer: RowsLayer, others: dict[int, Tensor], count: int) -> list[Ten
     data = [x for x in found if x.is_floating_point() and x.ndim > 1 and len(x) > 1 and not memory_of((x,)) & own]
     data = [x for x in data if not _is_diagonal(x)]  # with which products of reflections begin
     # where a proof cannot find that samples share data, a module alone, such as PReLU, is taken to get no table
-    may_be = engine.learns_rows or not [*layer.module.children()]
+    may_be = engine.proofs_may_share or not [*layer.module.children()]
     return data if may_be and not any(layer.is_table(x, learned=True) for x in data) else []
 
 
@@ -369,7 +369,7 @@ def _is_diagonal(x: Tensor) -> bool:
 
 def has_layers(x: Tensor) -> bool:
     """True for a tensor that layers of the model have made, and not only trainable tensors outside of it."""
-    return x.requires_grad and any(hasattr(node, "call") for node in nodes_of([x]))
+    return x.requires_grad and any(call_of(node) is not None for node in nodes_of([x]))
 
 
 def _written(call: "_Call", target: Tensor, first: BroadcastRow, write: Callable[[], Any]) -> Any:

@@ -135,6 +135,12 @@ class Call:
         return [regrouped(part, where, count) for part in parts]
 
 
+def call_of(node: object) -> Call | None:
+    """The call of a layer that a function of the graph watches; None for any other function."""
+    call = getattr(node, "call", None)
+    return call if isinstance(call, Call) else None  # functions of users may have an attribute of that name
+
+
 def rows_first(where: Place | Tensor, *tensors: Tensor) -> list[Tensor]:
     """Tensors with the rows of samples in the first dimension."""
     if isinstance(where, Place):

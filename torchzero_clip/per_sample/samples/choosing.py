@@ -1,8 +1,8 @@
 """Lets NaN through functions that choose by values, so that it shows where other values could let a gradient pass.
 
 ``where``, masks and ``relu`` give zeros to what they do not choose, also if NaN arrives, and so do functions that save
-an index. In the backward with NaN, a function of saved tensors has NaN at each place of its input where NaN arrives at
-the same place of its output, and one that moves rows has it along the dimensions of its index.
+an index. So where the gradient of an output is NaN, the gradient of the input is set to NaN at the same place. If the
+function moves rows, it is set to NaN along the dimensions of its index.
 """
 
 from collections.abc import Callable, Sequence

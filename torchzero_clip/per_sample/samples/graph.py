@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from torchzero_clip.per_sample.samples.call import Call
+from torchzero_clip.per_sample.samples.call import Call, call_of
 from torchzero_clip.per_sample.samples.nodes import KINDS, NodeKind, kind_of
 from torchzero_clip.per_sample.samples.pattern import kinds_of_sizes
 
@@ -59,7 +59,7 @@ class Graph:
             node = rest.pop()
             kind = KINDS.get(type(node)) or kind_of(node)
             said.append(kind.name)
-            call: Call | None = getattr(node, "call", None) if kind.name == "_WatchedBackward" else None
+            call = call_of(node) if kind.name == "_WatchedBackward" else None
             if call is not None:
                 self.calls.append(call)
                 said.append(call.kind)

@@ -20,7 +20,8 @@ from torch.autograd.graph import Node
 from torch.nn.modules._functions import BackwardHookFunction
 from torch.nn.parallel.distributed import _DDPSink as DDPSink
 
-from torchzero_clip.per_sample.samples.arguments import counts_up
+from torchzero_clip.per_sample.arguments import counts_up
+from torchzero_clip.per_sample.samples.call import call_of
 
 Axes = Sequence[int] | None
 """The dimensions of the output of a function along which values move rows; None if it may be any."""
@@ -193,9 +194,9 @@ def _saves_integers(node: Any) -> bool:
 def _is_no_parameter(node: Node) -> bool:
     """True unless an embedding takes rows of a parameter, or of the copies of one that the clipper has made."""
     following: Any = node.next_functions[0][0]
-    while following is not None and len(following.next_functions) == 1 and not hasattr(following, "call"):
+    while following is not None and len(following.next_functions) == 1 and call_of(following) is None:
         following = following.next_functions[0][0]
-    call = getattr(following, "call", None)
+    call = call_of(following)
     return not (getattr(following, "variable", None) is not None or (call is not None and call.copies))
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
-from torchzero_clip.per_sample.samples.call import Call
+from torchzero_clip.per_sample.samples.call import Call, call_of
 from torchzero_clip.per_sample.samples.choosing import let_through
 from torchzero_clip.per_sample.samples.graph import Graph
 from torchzero_clip.per_sample.samples.pattern import (
@@ -232,14 +232,14 @@ class Proof:
         """True for a call whose input depends on shared rows alone, in a model that has calls of samples too."""
         if not any(other.samples is not None and _tells(other.samples) for other in self.graph.calls):
             return False
-        rest: list[Node] = [node for node in self.graph.nodes if getattr(node, "call", None) is call]
+        rest: list[Node] = [node for node in self.graph.nodes if call_of(node) is call]
         before: set[Node] = set()
         while rest:
             for node, _ in rest.pop().next_functions:
                 if node is not None and node not in before and node.next_functions:
                     before.add(node)
-                    rest += [] if hasattr(node, "call") else [node]
-        calls = [other for node in before if (other := getattr(node, "call", None)) is not None]
+                    rest += [node] if call_of(node) is None else []
+        calls = [other for node in before if (other := call_of(node)) is not None]
         return bool(calls) and all(other in shared for other in calls)
 
     def _lets_through(self, trace: Trace, rows: Tensor) -> bool:
