@@ -276,6 +276,10 @@ MISTAKES = {
     "comparisons as factors": (
         scaling(lambda measured, *_: measured.vector > 1), "returned a tensor of shape (2,) of torch.bool instead of 2"
     ),
+    "no dimensions of slices": (
+        scaling(lambda measured, *_: ones(measured.vector), slice_dims=lambda self, tensor: None),
+        "Own({'limit': 2.0}).slice_dims returned None: return a tuple, () to leave the tensor alone",
+    ),
     "a bool of a gate": (
         gate(lambda norm, step: bool(norm > 3)),
         "Own({'limit': 2.0}).refuses returned False (bool) instead of a 0-d tensor of booleans: return a comp",
