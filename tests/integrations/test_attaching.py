@@ -81,5 +81,5 @@ def test_a_recorder_that_an_earlier_training_has_closed_is_refused():
     optimizer = sgd(model.parameters())
     recorder = Recorder(optimizer)
     recorder.close()
-    with pytest.raises(ValueError, match="the recorder is closed. Pass a function that makes a recorder"):
+    with pytest.raises(ValueError, match=r"the recorder is closed. Pass a function that makes a recorder"):
         started(recorder, None, optimizer, model, log=lambda *_: None, saved=None, step=0)
