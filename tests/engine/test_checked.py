@@ -524,6 +524,16 @@ def test_an_error_that_explains_itself_is_the_authors():
     assert raised.value.__notes__ == ["in Own({'limit': None})"]
 
 
+def test_what_a_gate_says_of_skipped_steps_is_text():
+    params = parameters(shapes=SHAPES)
+    refusing = gate(lambda norm, step: norm >= 0, why=lambda self, norm, step: None)()
+    optimizer = Modular(params, refusing, SGD(0.1))
+    rows = gradients(params, 1)
+    train(optimizer, params, rows * 19)
+    with pytest.raises(RuntimeError, match=r"^Own\({'limit': 2.0}\).why returned NoneType instead of a string"):
+        train(optimizer, params, rows)
+
+
 def test_a_gate_gets_the_loss_if_it_declares_it():
     seen = []
     judge = gate(lambda norm, step: after(seen.append(step.loss), norm > 1e9), needs_loss=True)

@@ -246,6 +246,10 @@ def test_a_cache_may_be_empty_and_one_with_values_of_the_batch_is_refused():
         assert_close(clipper.backward(losses_of(model(x, Cache()))).norms, expected)
         with pytest.raises(ValueError, match=r"^Net runs sample by sample, and got a cache.*use_cache=False"):
             model(x, Cache(x))
+    # vmap cannot run it, and one by one, each sample would append to what the samples before it left
+    model = Net(lambda m, x, cache: cache.update(m.gru(x)[0]).mean(1), gru=nn.GRU(4, 4, batch_first=True)).double()
+    with clip(model, whole=(Net,)), pytest.raises(ValueError, match="use_cache=False"):
+        model(x, Cache())
 
 
 class Token(Net):
