@@ -125,6 +125,20 @@ def test_a_row_that_is_multiplied_by_data_of_samples_in_place_is_refused():
         clipper.backward(losses_of(model(torch.randn(4, 4, 3).double())))
 
 
+def test_a_row_that_is_added_to_a_tensor_of_no_sample_at_places_of_samples_is_added_once_and_refused():
+    def forward(m, x):
+        places = x[:, 0, 0].argsort()
+        total = x.new_zeros(9, 3).index_put_((places,), m.p, accumulate=True)
+        return m.lin(x) * total[places][:, None]
+
+    model, x = bare(forward, 3).double(), torch.randn(5, 4, 3).double()
+    expected = model(x).detach()
+    with clip(model) as clipper:
+        assert_close(output := model(x), expected)
+        with pytest.raises(RuntimeError, match=r"uses a parameter in 'index_put_'.*whole"):
+            clipper.backward(losses_of(output))
+
+
 def test_rows_that_are_written_into_a_tensor_of_no_sample_are_refused_outside_of_the_module_that_holds_them():
     model = uses(lambda x, row: x * set_to(torch.zeros_like(row), row).square()).double()
     with clip(model) as clipper, pytest.raises(RuntimeError, match="'__setitem__' cannot tell samples apart"):
