@@ -1,8 +1,10 @@
 """The classic form: gradients that come another way than through outputs, graphs that run once, and blocks of rows."""
 
+import copy
+
 import pytest
 import torch
-from per_sample.harness import Net, assert_close, clip, losses_of
+from per_sample.harness import Net, assert_close, clip, losses_of, norms_in_batch
 from torch import nn
 
 W = 4
@@ -10,9 +12,9 @@ SAMPLES = torch.tensor([0, 0, 1, 2, 2, 2, 1])
 
 
 def model_of():
-    """It keeps what its first layer makes."""
+    """It keeps what its first layer makes, which gets the rows in another order."""
     first = nn.Linear(W, W)
-    model = Net(lambda m, x: m.head(m.first(x)), first=first, head=nn.Linear(W, W)).double()
+    model = Net(lambda m, x: m.head(m.first(x.flip(0)).flip(0)), first=first, head=nn.Linear(W, W)).double()
     first.register_forward_hook(lambda module, args, output: setattr(model, "seen", output))
     return model
 
@@ -65,3 +67,20 @@ def test_rows_have_the_samples_of_the_block_also_where_no_output_has_a_gradient(
         losses(model, output).mean().backward()
         found = clipper.clip_and_accumulate().norms
     assert_close(found, torch.stack([torch.stack([grad.norm() for grad in row]).norm() for row in rows]))
+
+
+def test_a_process_runs_as_many_backwards_as_the_one_that_needs_most(monkeypatch):
+    x, counts = torch.randn(4, W).double(), []
+    model = nn.Sequential(nn.Linear(W, W), nn.Tanh(), nn.Linear(W, W)).double()
+    expected = norms_in_batch(model, x)
+    for more in (0, 2):
+        own, passes = copy.deepcopy(model), []
+        own[1].register_forward_hook(
+            lambda module, args, output, passes=passes: output.register_hook(lambda _: passes.append(1)) and None
+        )
+        with clip(own) as clipper:
+            monkeypatch.setattr(type(clipper._engine), "agreed", lambda self, backwards, more=more: backwards + more)
+            losses_of(own(x)).mean().backward()
+            assert_close(clipper.clip_and_accumulate().norms, expected)
+        counts.append(len(passes))
+    assert counts[1] == counts[0] + 2

@@ -15,7 +15,9 @@ from per_sample.harness import (
     norms_in_batch,
     weight,
 )
+from torch import distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
 from torchzero_clip import ConstantFlatClipper, PrivateGradientClipper
@@ -275,3 +277,19 @@ def test_linear_functions_of_data_and_of_tables_in_private_training():
         expected = norms_in_batch(model, x)
         clipper = PrivateGradientClipper(model, ConstantFlatClipper(1.0), noise_multiplier=0.0, expected_batch_size=3)
         assert_close(clipper.backward(losses_of(model(x))).norms, expected)
+
+
+@pytest.mark.slow
+def test_a_product_with_a_table_in_a_sharded_model(tmp_path):
+    """There too, no proof finds out what all samples share."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = with_table(lambda m, t: t * m.scale, waves)
+        model.scale = nn.Parameter(torch.linspace(0.5, 2, W).double())
+        x = torch.randn(3, 4, W).double()
+        expected = norms_in_batch(model, x)
+        dist.init_device_mesh("cpu", (1,))
+        with clip(fully_shard(model)) as clipper:
+            assert_close(clipper.backward(losses_of(model(x))).norms, expected)
+    finally:
+        dist.destroy_process_group()
