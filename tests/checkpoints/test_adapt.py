@@ -19,6 +19,7 @@ from torchzero_clip import (
     ClipNormGrowth,
     ClipValue,
     Modular,
+    Transform,
     adapt_state_dict,
     as_lr,
 )
@@ -232,3 +233,18 @@ def test_a_key_that_a_matched_transform_would_take_over_is_refused():
     old.param_groups[0]["adam/eps"] = 123.0
     with pytest.raises(ValueError, match="the checkpoint has 'adam/eps' twice"):
         Modular(parameters(), ClipNormByEMA(), Adam()).load_state_dict(old.state_dict(), new="clip_norm_by_ema")
+
+
+def test_a_class_that_has_got_another_setting_since_the_checkpoint_is_named():
+    def optimizer(*settings):
+        class Own(Transform):
+            def __init__(self):
+                super().__init__(dict.fromkeys(settings, 1.0))
+
+            def apply_tensors(self, updates, step):
+                return updates
+
+        return Modular(parameters(), Own(), Adam())
+
+    with pytest.raises(ValueError, match="'own' has other settings in the checkpoint: slope"):
+        optimizer("limit", "slope").load_state_dict(optimizer("limit").state_dict())

@@ -6,7 +6,9 @@ import math
 import pytest
 import torch
 from contract.training import parameters, stepped, trained
+from torch import distributed as dist
 from torch import nn
+from torch.distributed.tensor import distribute_tensor
 from versions import needs_grad_dtype
 
 from torchzero_clip import SGD, Adam, Chain, ClipNorm, ClipValue, Modular, WeightDecay, Wrap
@@ -75,3 +77,24 @@ def test_gradients_wider_than_their_parameter_resume():
     resumed = Modular([param], ClipNorm(1.0), SGD(0.1, 0.9), WeightDecay(0.1))
     resumed.load_state_dict(optimizer.state_dict())
     assert resumed.state[param]["sgd/momentum_buffer"].dtype == torch.bfloat16
+
+
+@pytest.mark.slow
+def test_sharded_and_whole_state_do_not_mix(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        sharded = distribute_tensor(torch.ones(2, 3), dist.init_device_mesh("cpu", (1,)))
+        optimizers = []
+        for value in (torch.ones(2, 3), sharded):
+            param = nn.Parameter(value)
+            optimizers.append(Modular([param], Adam()))
+            param.grad = torch.ones_like(param)
+            optimizers[-1].step()
+        for optimizer, other in (optimizers, optimizers[::-1]):
+            with pytest.raises(
+                ValueError, match=r"'adam/exp_avg' .* sharded and whole tensors do not mix; load through"
+            ):
+                optimizer.load_state_dict(other.state_dict())
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    finally:
+        dist.destroy_process_group()

@@ -316,3 +316,20 @@ def test_an_error_elsewhere_leaves_no_statistic_that_has_started_without_a_value
         optimizer.step()
         states.append([*optimizer.state[weights["a"]].values(), *weights.values()])
     torch.testing.assert_close(*states)
+
+
+class Halved(ClipValueByEMA):
+    @override
+    def apply_tensor(self, tensor, param, grad, loss, state, setting):
+        return super().apply_tensor(tensor, param, grad, loss, state, setting) / 2
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_a_subclass_may_go_on_from_what_its_base_makes_of_a_tensor(fast):
+    weights = [nn.Parameter(torch.zeros(3)) for _ in range(2)]
+    for weight, clip, lr in zip(weights, (Halved(), ClipValueByEMA()), (2.0, 1.0), strict=True):
+        optimizer = Modular([weight], clip, SGD(lr), fast=fast)
+        for grad in ([1.0, 2.0, -3.0], [5.0, 1.0, -9.0], [0.5, 7.0, 1.0]):
+            weight.grad = torch.tensor(grad)
+            optimizer.step()
+    assert weights[0].tolist() == weights[1].tolist() != [-6.5, -10.0, 11.0]

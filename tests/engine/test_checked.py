@@ -276,6 +276,10 @@ MISTAKES = {
     "comparisons as factors": (
         scaling(lambda measured, *_: measured.vector > 1), "returned a tensor of shape (2,) of torch.bool instead of 2"
     ),
+    "no dimensions of slices": (
+        scaling(lambda measured, *_: ones(measured.vector), slice_dims=lambda self, tensor: None),
+        "Own({'limit': 2.0}).slice_dims returned None: return a tuple, () to leave the tensor alone",
+    ),
     "a bool of a gate": (
         gate(lambda norm, step: bool(norm > 3)),
         "Own({'limit': 2.0}).refuses returned False (bool) instead of a 0-d tensor of booleans: return a comp",
@@ -518,6 +522,16 @@ def test_an_error_that_explains_itself_is_the_authors():
     with pytest.raises(TypeError, match="not supported between instances of 'NoneType' and 'int'") as raised:
         train(optimizer, params, gradients(params, 1))
     assert raised.value.__notes__ == ["in Own({'limit': None})"]
+
+
+def test_what_a_gate_says_of_skipped_steps_is_text():
+    params = parameters(shapes=SHAPES)
+    refusing = gate(lambda norm, step: norm >= 0, why=lambda self, norm, step: None)()
+    optimizer = Modular(params, refusing, SGD(0.1))
+    rows = gradients(params, 1)
+    train(optimizer, params, rows * 19)
+    with pytest.raises(RuntimeError, match=r"^Own\({'limit': 2.0}\).why returned NoneType instead of a string"):
+        train(optimizer, params, rows)
 
 
 def test_a_gate_gets_the_loss_if_it_declares_it():

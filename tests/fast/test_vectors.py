@@ -11,7 +11,18 @@ from contract.training import train
 from fast.comparison import both
 from torch import nn
 
-from torchzero_clip import AdamW, ClipNormByEMA, ClipNormGrowth, ClipValueByEMA, ClipValueGrowth, Modular
+from torchzero_clip import (
+    SGD,
+    Adam,
+    AdamW,
+    ClipNormByEMA,
+    ClipNormGrowth,
+    ClipValueByEMA,
+    ClipValueGrowth,
+    Modular,
+    Transform,
+)
+from torchzero_clip.core.chain import Composite
 
 
 @pytest.mark.slow
@@ -79,3 +90,55 @@ def test_numbers_that_are_elements_of_a_vector_are_pickled_alone(save):
     small = Modular([nn.Parameter(torch.zeros(1)) for _ in range(40)], ClipNormByEMA(), AdamW())
     train(small, small.param_groups[0]["params"], [[torch.ones(1)] * 40] * 2)
     assert len(pickle.dumps(save(optimizer))) < 11 * len(pickle.dumps(save(small)))
+
+
+class Counted(Adam):
+    """Reads its state as dicts before the kernel."""
+
+    def kernel(self, rest, step):
+        assert all(state.keys() >= {"step", "exp_avg"} for state in step.states)
+        return super().kernel(rest, step)
+
+
+def test_a_rule_whose_state_was_read_as_dicts_counts_its_steps():
+    sides = []
+    for rule in (Counted, Adam):
+        params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))]
+        optimizer = Modular(params, rule())
+        train(optimizer, params, [[torch.ones_like(p) for p in params]] * 3)
+        sides.append([*params, *(optimizer.state[p][f"{rule().name}/step"] for p in params)])
+    torch.testing.assert_close(*sides)
+    assert sides[0][-1] == 3
+
+
+class Moves(Transform):
+    """Replaces its state, and adds the state under its key to updates of 0."""
+
+    def __init__(self):
+        super().__init__({})
+
+    def init_state(self, param, setting):
+        return {"sum": torch.zeros_like(param)}
+
+    def apply_tensors(self, updates, step):
+        if not any(update.any() for update in updates):
+            return [value.clone() for value in step.column("sum")]
+        for state, update in zip(step.states, updates, strict=True):
+            state["sum"] = state["sum"] + update
+        return [torch.zeros_like(update) for update in updates]
+
+
+class TwiceEach(Composite):
+    def __init__(self):
+        super().__init__({}, {"moves": Moves()})
+
+    def apply_tensors(self, updates, step):
+        return step.apply_child("moves", list(step.apply_child("moves", updates)))
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_state_that_was_replaced_in_a_step_is_read_later_in_the_step(fast):
+    params = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2))]
+    optimizer = Modular(params, TwiceEach(), SGD(1.0), fast=fast)
+    train(optimizer, params, [[torch.ones_like(p) for p in params]] * 3)
+    assert [p.tolist() for p in params] == [[-6.0] * 3, [-6.0] * 2]

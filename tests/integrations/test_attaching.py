@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from torchzero_clip import AdamW, ClipNorm, Modular, ZClip, before_step
-from torchzero_clip.integrations.attaching import attached, check_recorder, check_trained
+from torchzero_clip import AdamW, ClipNorm, Modular, Recorder, ZClip, before_step
+from torchzero_clip.integrations.attaching import attached, check_recorder, check_trained, started
 from torchzero_clip.other_optimizer.before_step import chain_of
 
 
@@ -74,3 +74,12 @@ def test_a_function_that_returns_no_handle_is_refused(wrong):
 def test_transforms_in_the_place_of_the_recorder_are_refused():
     with pytest.raises(TypeError, match=r"recorder must be .* got list: .* as transforms=\[...\]"):
         check_recorder([ClipNorm(1)])
+
+
+def test_a_recorder_that_an_earlier_training_has_closed_is_refused():
+    model = nn.Linear(2, 1)
+    optimizer = sgd(model.parameters())
+    recorder = Recorder(optimizer)
+    recorder.close()
+    with pytest.raises(ValueError, match=r"the recorder is closed. Pass a function that makes a recorder"):
+        started(recorder, None, optimizer, model, log=lambda *_: None, saved=None, step=0)

@@ -117,6 +117,8 @@ def test_views_of_what_is_no_number_are_refused():
     message = r"'betas' is \(0.9, 0.999\) in param group 0: schedulers of torch change only numbers"
     with pytest.raises(ValueError, match=message):
         as_lr(optimizer, "betas")
+    with pytest.raises(ValueError, match="'max_norm' is a function of the step already"):
+        as_lr(Modular(parameters(), ClipNorm(lambda step: 1.0 + step), Adam()), "max_norm")
     view = as_lr(optimizer, "clip_norm/max_norm")
     assert repr(view) == "as_lr(Modular, 'max_norm')"
     with pytest.raises(RuntimeError, match="call this of the optimizer itself"):

@@ -712,6 +712,20 @@ def test_the_last_call_wins():
     step_in_backward(first)
 
 
+def test_a_parameter_that_has_left_its_optimizer_keeps_its_gradient_and_may_join_another():
+    stays, leaves = (nn.Parameter(torch.zeros(2)) for _ in range(2))
+    first = Modular([{"params": [stays]}, {"params": [leaves]}], SGD(1.0))
+    step_in_backward(first)
+    del first.param_groups[1]
+    leaves.sum().backward()
+    assert leaves.grad is not None
+    second = Modular([leaves], SGD(2.0))
+    step_in_backward(second)  # a warning that the first one takes ordinary steps would raise
+    (3 * stays + leaves).sum().backward()
+    assert stays.grad is leaves.grad is None
+    assert [stays[0].item(), leaves[0].item()] == [-3.0, -4.0]
+
+
 def test_a_step_without_gradients_counts_for_nothing():
     optimizer = Modular(params := parameters(), ClipNorm(lambda k: 1.0 + k), SGD(0.1))
     step_in_backward(optimizer)

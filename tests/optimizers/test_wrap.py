@@ -384,6 +384,17 @@ def test_a_class_whose_step_fails_is_refused_with_its_error():
         assert Wrap(NeedsDevice, lr=0.1).default_lr == 0.1
 
 
+def test_a_class_whose_step_fails_for_large_gradients_is_not_taken_to_step_each_tensor_alone():
+    class Careful(optim.SGD):
+        def step(self, closure=None):
+            if any(param.grad.abs().max() > 1e5 for param in self.param_groups[0]["params"]):
+                raise ValueError("exploded")
+            return super().step(closure)
+
+    assert Wrap(optim.SGD, lr=0.1).each_alone
+    assert not Wrap(Careful, lr=0.1).each_alone
+
+
 @pytest.mark.parametrize("name", ["SGD", "Adagrad", "Adam"])
 def test_fused_ones_are_taken(name):
     params, optimizer, other, reference = pair(name, fused=True)

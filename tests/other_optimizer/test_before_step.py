@@ -219,6 +219,20 @@ def test_the_gradient_of_a_frozen_parameter_is_left_alone(fused):
         assert frozen.tolist() == [-3.0 * k, -4.0 * k]
 
 
+def test_the_kernel_multiplies_only_if_all_groups_are_fused():
+    """The step of a group without ``fused`` raises if it gets a factor."""
+    params, others = (parameters(shapes=[(2,), (2, 2)]) for _ in range(2))
+    for each in (params, others):
+        optimizer = torch.optim.AdamW([{"params": each[:1]}, {"params": each[1:], "fused": False}], fused=True)
+        clips = each is params and before_step(optimizer, ClipNorm(0.1, dim="global"))
+        for row in gradients(each, 4):
+            set_grads(each, row)
+            if not clips:
+                nn.utils.clip_grad_norm_(each, 0.1)
+            optimizer.step()
+    torch.testing.assert_close(params, others)
+
+
 class Seer(Listener):
     """Notes the loss of each step."""
 
@@ -619,6 +633,18 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(spoil, message):
     assert_same_checkpoint(optimizer.state_dict(), before)
 
 
+@pytest.mark.parametrize("part", ["state", "param_groups"])
+def test_what_is_no_checkpoint_gets_the_error_of_torch_and_changes_nothing(part):
+    params = parameters()
+    optimizer = torch.optim.AdamW(params)
+    before_step(optimizer, ClipNormByEMA())
+    train(optimizer, params, gradients(params, 2))
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(KeyError, match=part):
+        optimizer.load_state_dict({key: value for key, value in before.items() if key != part})
+    assert_same_checkpoint(optimizer.state_dict(), before)
+
+
 def test_closures_are_evaluated_once_and_transforms_act_after_them():
     weight = one()
     optimizer = sgd([weight])
@@ -853,15 +879,18 @@ def test_a_deleted_optimizer_is_freed_at_once():
     optimizer = sgd([weight])
     handle = before_step(optimizer, ClipNorm(1))
     stepped(optimizer, weight, 3.0, 4.0)
-    reference = weakref.ref(optimizer)
+    assert repr(handle) == "before_step(SGD, ClipNorm(1))"
+    reference, step, zero_grad = weakref.ref(optimizer), optimizer.step, optimizer.zero_grad
     gc.disable()
     try:
         del optimizer
         assert reference() is None
     finally:
         gc.enable()
-    with pytest.raises(ReferenceError):
-        handle.param_groups  # noqa: B018
+    for call in (lambda: handle.param_groups, step, zero_grad):
+        with pytest.raises(ReferenceError, match="was deleted"):
+            call()
+    assert repr(handle) == "before_step(deleted, ClipNorm(1))"
     handle.remove()
 
 

@@ -514,3 +514,25 @@ def test_names_of_the_checkpoint_are_no_settings(saved_by_name, loads_by_name):
     second.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
     train(second, other, rows[1:])
     assert len(second.state_dict()["param_groups"]) == len(handle.param_groups) == 2
+
+
+class OfLists(torch.optim.SGD):
+    """Its state of a parameter is a list."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        self.state |= {param: [param.grad.norm()] for param in self.param_groups[0]["params"]}
+
+
+def test_an_optimizer_whose_state_is_no_dict_steps_and_cannot_be_saved_with_state_of_transforms():
+    weight = nn.Parameter(torch.zeros(2))
+    optimizer = OfLists([weight], lr=1.0)
+    handle = before_step(optimizer, ClipNormByEMA(0.5, ema_init="update"))
+    for size in (1.0, 4.0):
+        weight.grad = torch.tensor([0.0, size])
+        optimizer.step()
+    assert weight.tolist() == [0.0, -2.5]
+    with pytest.raises(TypeError, match=r"OfLists has list as state of a parameter, not a dict.*handle.remove\(\)"):
+        optimizer.state_dict()
+    handle.remove()
+    assert optimizer.state_dict()["state"] == {0: [1.5]}

@@ -161,10 +161,14 @@ def test_models_that_cannot_be_right_are_refused_by_name_and_left_alone(name):
     assert not model._forward_pre_hooks
 
 
+@pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("kind", [nn.TransformerEncoderLayer, nn.TransformerDecoderLayer])
-def test_transformer_layers_whose_order_of_dimensions_was_declared_are_taken(kind):
-    clip(nn.Sequential(kind(8, 2, 16, batch_first=True))).detach()
-    clip(nn.Sequential(kind(8, 2, 16)), batch_first=False).detach()
+def test_transformer_layers_whose_order_of_dimensions_was_declared_are_taken(kind, batch_first):
+    layer, inputs = kind(8, 2, 16, dropout=0.0, batch_first=batch_first), 1 + (kind is nn.TransformerDecoderLayer)
+    model, x = Net(lambda m, x: m.layer(*[x] * inputs), layer=layer).double(), torch.randn(3, 3, 8).double()
+    expected = norms_by_loop(model, x, batch_dim=int(not batch_first))
+    with clip(model, batch_first=batch_first) as clipper:
+        assert_close(clipper.backward(losses_of(model(x), int(not batch_first))).norms, expected)
 
 
 def test_a_second_clipper_on_one_model_is_refused():

@@ -74,10 +74,13 @@ RIGHT = {
     "an attention": lambda x, row: F.scaled_dot_product_attention(x[:, None], row[None], row[None])[:, 0],
     "set": lambda x, row: set_to(x, row),
     "changed": lambda x, row: x + row.clone().mul_(2) * row,
+    "beside other dimensions": lambda x, row: (x.transpose(0, 1) * row[0][:, None]).transpose(0, 1),
     "complex": lambda x, row: x + torch.fft.fft(row, dim=1).real,
 }
 WRONG = {
-    "of all samples": lambda x, row: x * torch.einsum("btd,otd->td", x, row),
+    "einsum": lambda x, row: x * torch.einsum("btd,otd->td", x, row),
+    "cat": lambda x, row: x + torch.cat([x[:, 0], x.flatten(0, 1), row[0]]).mean(0),
+    "dropout": lambda x, row: x * F.dropout(row, 1.0),
 }
 
 
@@ -100,9 +103,40 @@ def test_other_uses_of_one_row_for_all_samples_are_refused_by_name(use, frozen):
     clipper = clip(model)
     output = model(x)
     assert_close(output, expected)
-    with pytest.raises(RuntimeError, match=r"'layer' \(Linear\) returned one row.*einsum.*expand"):
+    with pytest.raises(RuntimeError, match=rf"'layer' \(Linear\) returned one row.*{use}.*expand"):
         clipper.backward(losses_of(output))
     assert all(param.grad is None for param in model.parameters())
+
+
+def test_wrong_arguments_of_functions_of_rows_get_the_errors_of_torch():
+    for use, message in (
+        (lambda x, row: x + row[:, :3], "must match the size"),
+        (lambda x, row: x @ row, "cannot be multiplied"),
+        (lambda x, row: torch.add(x, row, out=torch.zeros_like(x)), "out=... arguments don't support"),
+    ):
+        model = uses(use).double()
+        with clip(model), pytest.raises(RuntimeError, match=message):
+            model(torch.randn(5, 4, 3).double())
+
+
+def test_a_row_that_is_multiplied_by_data_of_samples_in_place_is_refused():
+    model = bare(lambda m, x: m.lin(x) * m.p.clone().mul_(2 * x[:, 0]), 4, 3).double()  # as many rows as samples
+    with clip(model) as clipper, pytest.raises(RuntimeError, match=r"uses a parameter in 'mul_?'.*whole=\(Net,\)"):
+        clipper.backward(losses_of(model(torch.randn(4, 4, 3).double())))
+
+
+def test_a_row_that_is_added_to_a_tensor_of_no_sample_at_places_of_samples_is_added_once_and_refused():
+    def forward(m, x):
+        places = x[:, 0, 0].argsort()
+        total = x.new_zeros(9, 3).index_put_((places,), m.p, accumulate=True)
+        return m.lin(x) * total[places][:, None]
+
+    model, x = bare(forward, 3).double(), torch.randn(5, 4, 3).double()
+    expected = model(x).detach()
+    with clip(model) as clipper:
+        assert_close(output := model(x), expected)
+        with pytest.raises(RuntimeError, match=r"uses a parameter in 'index_put_'.*whole"):
+            clipper.backward(losses_of(output))
 
 
 def test_rows_that_are_written_into_a_tensor_of_no_sample_are_refused_outside_of_the_module_that_holds_them():
@@ -145,6 +179,7 @@ BARE = {
     "an operation that is not for rows": (lambda m, x: m.lin(x) @ m.p, (3, 3)),
     "in a list": (lambda m, x: torch.stack([m.lin(x), x + m.p], 1).flatten(1, 2), (3,)),
     "set in place": (lambda m, x: m.lin(x).index_fill(1, torch.tensor([0]), 0.0) + m.p[None, None], (3,)),
+    "a function of it alone": (lambda m, x: m.lin(x) @ F.linear(m.p, m.p), (3, 3)),
     "an attribute of it": (lambda m, x: m.lin(x) * (m.p if m.p.is_leaf else 2 * m.p), (3,)),
     "the weight of a submodule": (lambda m, x: nn.functional.linear(x, weight=m.lin.weight) * m.p, (3,)),
     "a layer norm": (lambda m, x: nn.functional.layer_norm(m.lin(x), (3,), m.p, eps=1e-3) * m.p, (3,)),

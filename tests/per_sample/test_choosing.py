@@ -108,3 +108,38 @@ def test_the_classic_form_proves_in_the_steps_of_the_schedule():
         clipper.pre_step()
         proved.append(len(passes) > 1)
     assert proved == [True, True, False, True, False, False, False, True, False]
+
+
+def test_losses_may_select_from_a_trainable_tensor_outside_of_the_model():
+    model, table = nn.Linear(WIDTH, WIDTH), torch.zeros(9, requires_grad=True)
+    clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
+    for k in range(1, 4):
+        x, index = torch.randn(B, WIDTH), torch.randint(9, (B,))
+        with clipper.paused():
+            expected = norms_in_batch(model, x)
+        assert_close(clipper.backward(losses_of(model(x)) + table[index]).norms, expected, rtol=1e-4, atol=1e-5)
+        assert table.grad.sum() == k * B
+
+
+@pytest.mark.parametrize("classic", [True, False])
+def test_a_hook_that_begins_to_reorder_gradients_is_found_at_the_next_proof(classic):
+    model, reorders = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)).double(), []
+    model[1].register_forward_hook(
+        lambda module, args, output: output.register_hook(lambda grad: grad.flip(0)) and None if reorders else None
+    )
+    clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
+
+    def step():
+        losses = losses_of(model(torch.randn(B + 1, WIDTH).double()))
+        if classic:
+            losses.mean().backward()
+            clipper.clip_and_accumulate()
+            clipper.pre_step()
+        else:
+            clipper.backward(losses)
+
+    for _ in range(3):  # the third one is not proved
+        step()
+    reorders.append(True)
+    with pytest.raises(RuntimeError, match="belong to other samples than in earlier steps with the same graph"):
+        step()

@@ -229,3 +229,12 @@ def test_a_penalty_on_parameters_is_refused():
     with clip(model) as clipper, pytest.raises(RuntimeError, match=r"'0.weight' got a gradient from outside"):
         clipper.backward(losses_of(model(batch())) + model[0].weight.square().sum())
     assert all(grad is None for grad in grads(model))
+
+
+def test_a_second_backward_of_a_graph_gets_the_error_of_torch():
+    model = nn.Linear(3, 3)
+    with clip(model):
+        loss = model(torch.randn(4, 3)).sum()
+        loss.backward()
+        with pytest.raises(RuntimeError, match="Trying to backward through the graph a second time"):
+            loss.backward()

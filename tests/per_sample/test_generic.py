@@ -16,6 +16,7 @@ from per_sample.harness import (
     loop,
     losses_of,
     norms_of,
+    total_of,
     weight,
 )
 from torch import nn
@@ -220,6 +221,46 @@ def test_a_list_among_the_arguments_that_is_appended_to_is_refused():
     clipper, model = used(forward)
     with clipper, pytest.raises(ValueError, match="changes a list or dict among its arguments"):
         model(torch.randn(5, 4).double(), [])
+
+
+class Cache:
+    """As those of transformers, which have this method."""
+
+    def __init__(self, *values):
+        self.values = list(values)
+
+    def get_seq_length(self):
+        return sum(value.shape[1] for value in self.values)
+
+    def update(self, value):
+        self.values.append(value)
+        return torch.cat(self.values, 1)
+
+
+def test_a_cache_may_be_empty_and_one_with_values_of_the_batch_is_refused():
+    held = {"scale": weight(4), "inner": nn.Linear(4, 4)}
+    model = Net(lambda m, x, cache: m.inner(cache.update(x * m.scale)), **held).double()
+    x = torch.randn(5, 3, 4).double()
+    expected = total_of(norms_of(loop(Net(lambda m, x: m.inner(x * m.scale), **held), [x])))
+    with clip(model, whole=(Net,)) as clipper:
+        assert_close(clipper.backward(losses_of(model(x, Cache()))).norms, expected)
+        with pytest.raises(ValueError, match=r"^Net runs sample by sample, and got a cache.*use_cache=False"):
+            model(x, Cache(x))
+    # vmap cannot run it, and one by one, each sample would append to what the samples before it left
+    model = Net(lambda m, x, cache: cache.update(m.gru(x)[0]).mean(1), gru=nn.GRU(4, 4, batch_first=True)).double()
+    with clip(model, whole=(Net,)), pytest.raises(ValueError, match="use_cache=False"):
+        model(x, Cache())
+
+
+class Token(Net):
+    """Has no samples among its arguments."""
+
+
+def test_a_module_without_samples_is_compared_too():
+    model = Net(lambda m, x: m.lin(x) * m.token(), lin=nn.Linear(4, 4), token=Token(lambda m: m.p * 2, p=weight(4)))
+    for batch_first in (True, False):
+        x = torch.randn(3, 5, 4)
+        assert_matches_loop(model, x, batch_first=batch_first, whole=(Token,), modes=("auto", "low"))
 
 
 @pytest.mark.parametrize(("kind", "states"), [(nn.GRUCell, 1), (nn.LSTMCell, 2)])

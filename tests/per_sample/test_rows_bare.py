@@ -4,9 +4,23 @@ import copy
 
 import pytest
 import torch
-from per_sample.harness import Net, assert_close, by_backward, by_classic_form, clip, losses_of, norms_in_batch, weight
+from per_sample.harness import (
+    Net,
+    assert_close,
+    assert_step,
+    by_backward,
+    by_classic_form,
+    clip,
+    losses_of,
+    norms_in_batch,
+    weight,
+)
+from torch import distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
+
+from torchzero_clip import ConstantFlatClipper, PrivateGradientClipper
 
 W = 4
 FORMS = {"unchecked": lambda model: by_backward(model, verify="never"), "classic": by_classic_form}
@@ -197,3 +211,85 @@ def test_layers_that_all_get_several_samples_are_not_taken_for_layers_of_a_table
     x, mask = torch.randn(4, 5, W).double(), torch.arange(20).view(4, 5) % 3 != 0
     with clip(model) as clipper, pytest.raises(RuntimeError, match="mixes or reorders samples"):
         clipper.backward(losses_of((z := model(x, mask)) - z.mean(0)))
+
+
+def test_a_table_that_is_not_the_same_in_the_next_step_is_refused():
+    for use in (TABLES["of a layer"], TABLES["in a product"]):
+        model = with_table(use, lambda m, length: torch.randn(length, W, dtype=torch.float64))
+        with clip(model) as clipper:
+            clipper.backward(losses_of(model(torch.randn(3, 4, W).double())))
+            with pytest.raises(RuntimeError, match="mixes or reorders samples"):
+                clipper.backward(losses_of(model(torch.randn(3, 4, W).double())))
+
+
+def test_a_table_among_the_arguments_of_the_model_is_refused():
+    model = Net(lambda m, x, t: m.head(m.first(x) + t @ m.p), first=lin(), head=lin(), p=weight(W, W)).double()
+    x, table = torch.randn(3, 4, W).double(), torch.randn(4, W).double()
+    with clip(model) as clipper, pytest.raises(RuntimeError, match=r"mixes or reorders samples.*Net"):
+        clipper.backward(losses_of(model(x, table)))
+
+
+def test_a_layer_of_a_table_may_get_samples():
+    def forward(m, x):
+        return m.head(x.mean(1) + m.layer(waves(m, 4)).sum(0)) if x.ndim == 3 else m.head(m.layer(x))
+
+    model = Net(forward, layer=lin(), head=lin()).double()
+    with clip(model) as clipper:
+        for shape in ((3, 4, W), (3, W), (3, 4, W)):
+            assert_step(clipper, model, torch.randn(shape, dtype=torch.float64))
+
+
+def test_groups_of_rows_may_have_a_dimension_as_large_as_the_batch():
+    def use(m, x):
+        return F.layer_norm(x.view(-1, 2, 2), (2, 2), m.p).flatten(1)
+
+    model = of_tokens(use, p=weight(2, 2)).double()
+    mask = torch.tensor([[1, 1, 0, 1], [0, 1, 1, 0]]).bool()
+    for form in FORMS.values():
+        x, step = torch.randn(2, 4, W).double(), form(copy.deepcopy(model))
+        assert_close(step(lambda m, x=x: losses_of(m(x, mask)))[0], norms_in_batch(model, x, mask))
+
+
+def test_a_function_of_a_parameter_and_of_a_tensor_that_was_changed_later_is_refused():
+    def use(m, x):
+        scale = m.p * m.table
+        m.table.add_(1.0)
+        return x * scale
+
+    model = of_tokens(use, p=weight(W)).double()
+    model.register_buffer("table", torch.ones(W, dtype=torch.float64))
+    (x, mask), *_ = batches([(3, 4)])
+    with clip(model), pytest.raises(RuntimeError, match=r"^Net uses a parameter in .*whole=\(Net,\)"):
+        model(x, mask)
+
+
+def test_a_module_without_samples_that_is_called_alone_is_refused():
+    model = Net(lambda m, x: x @ m.inner(), inner=Net(lambda m: m.lin(m.p), lin=lin(), p=weight(W, W)))
+    with clip(model), pytest.raises(ValueError, match="without a common batch dimension"):
+        model.inner()
+
+
+def test_linear_functions_of_data_and_of_tables_in_private_training():
+    """All samples share a table, which no proof finds out there."""
+    of_data = Net(lambda m, x: m.head(F.linear(x, m.p)), head=lin(), p=weight(W, W)).double()
+    for model in (of_data, with_table(TABLES["in a linear function"], waves)):
+        x = torch.randn(3, 4, W).double()
+        expected = norms_in_batch(model, x)
+        clipper = PrivateGradientClipper(model, ConstantFlatClipper(1.0), noise_multiplier=0.0, expected_batch_size=3)
+        assert_close(clipper.backward(losses_of(model(x))).norms, expected)
+
+
+@pytest.mark.slow
+def test_a_product_with_a_table_in_a_sharded_model(tmp_path):
+    """There too, no proof finds out what all samples share."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = with_table(lambda m, t: t * m.scale, waves)
+        model.scale = nn.Parameter(torch.linspace(0.5, 2, W).double())
+        x = torch.randn(3, 4, W).double()
+        expected = norms_in_batch(model, x)
+        dist.init_device_mesh("cpu", (1,))
+        with clip(fully_shard(model)) as clipper:
+            assert_close(clipper.backward(losses_of(model(x))).norms, expected)
+    finally:
+        dist.destroy_process_group()

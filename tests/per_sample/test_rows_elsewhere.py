@@ -461,6 +461,8 @@ def test_a_memory_knows_whose_entries_it_has_whatever_wrote_them(forward, form):
 class Strange:
     """Makes its own attributes."""
 
+    __slots__ = ("later",)
+
     def __getattr__(self, name):
         raise RuntimeError(name)
 
@@ -468,8 +470,8 @@ class Strange:
 class Linked:
     """A batch that refers to its dataset, whose items refer to the dataset."""
 
-    def __init__(self, x):
-        self.x, self.dataset = x, [Item(self) for _ in range(1000)]
+    def __init__(self, x, items=1000):
+        self.x, self.dataset = x, [Item(self) for _ in range(items)]
 
 
 class Item:
@@ -488,6 +490,7 @@ def test_a_batch_that_refers_to_its_dataset_is_searched_only_near_it():
     batch = Linked(data(3, W))
     assert len(tensors_held(batch)) <= 101
     assert tensors_held(batch)[0] is batch.x
+    assert len(tensors_held(Linked(data(3, W), items=2))) == 3  # each once
 
 
 def test_a_sum_of_unknown_samples_times_0_is_no_error():

@@ -172,11 +172,12 @@ def test_errors_of_a_forward_come_as_they_are_and_leave_its_state():
     def forward(module, x):
         module.steps.add_(1)
         module.seen.append(1)
+        module.kinds.add(len(module.kinds))
         if module.raises:
             raise RuntimeError("my own")
         return x * module.weight
 
-    model = Function(forward, raises=False, seen=[])
+    model = Function(forward, raises=False, seen=[], kinds=set())
     model.register_buffer("steps", torch.tensor(0.0))
     with clip(model, whole=(Function,)) as clipper:
         clipper.backward(model(torch.randn(4, 3)).sum(1))
@@ -184,7 +185,23 @@ def test_errors_of_a_forward_come_as_they_are_and_leave_its_state():
         with pytest.raises(RuntimeError, match=r"^my own$"):
             model(torch.randn(4, 3))
     assert model.steps.item() == 1
-    assert model.seen == [1]
+    assert (model.seen, model.kinds) == ([1], {0})
+
+
+@pytest.mark.parametrize("how", INNER)
+def test_what_the_first_forward_makes_is_made_once(how):
+    def forward(module, x):
+        module.calls = getattr(module, "calls", 0) + 1
+        module.table = torch.arange(float(x.shape[1]))  # of positions, as long as the sequences
+        return first(module.inner(x)) * module.scale
+
+    model = Function(forward, scale=nn.Parameter(torch.ones(4)), inner=INNER[how]())
+    model.register_buffer("table", None)
+    with clip(model, whole=(Function,)) as clipper:
+        for length in (3, 5):
+            clipper.backward(model(torch.randn(5, length, 4)).sum((1, 2)))
+            assert model.table.tolist() == list(range(length))
+    assert model.calls == 2
 
 
 def average(module, x):
@@ -212,12 +229,22 @@ def namespace(module, x):
     module.namespace = SimpleNamespace(a=x)
 
 
+def a_list(module, x):
+    module.found = [1.0] * int(100 * x.abs().sum())
+
+
+def a_length(module, x):
+    module.found = torch.ones(int(100 * x.abs().sum()))
+
+
 VMAP, ONE_BY_ONE = INNER
 REFUSED = [
     (average, VMAP, "sets its buffer 'average' to a value that depends on"),
     (average, ONE_BY_ONE, "sets its buffer 'average' to a value that depends on"),
     (total, ONE_BY_ONE, "sets 'total' in place to a value that depends on the samples"),
     (average_in_python, ONE_BY_ONE, "(stores 'last'|sample by sample)"),
+    *((a_list, inner, "stores 'found' with another structure for each sample") for inner in INNER),
+    *((a_length, inner, "stores 'found' with another shape for each sample: pad it") for inner in INNER),
     *((parameter, inner, "changes a parameter in place") for inner in INNER),
     *((result, inner, "stores 'result', a Result, whose tensors cannot be combined.*store a dict") for inner in INNER),
     *(
@@ -242,4 +269,5 @@ def test_what_cannot_be_that_of_the_batch_is_refused_by_name_and_keeps_its_value
             model(torch.randn(5, 3, 4))
         assert (model.average.item(), model.total.item(), model.last) == (0, 0, 0.5)
         assert model.result is model.namespace is None
+        assert not hasattr(model, "found")
         assert (model.weight == 1).all()

@@ -60,7 +60,7 @@ def test_a_step_raises_and_changes_nothing(name, steps):
 @pytest.mark.parametrize("way_out", ["discard", "detach", "classic", "paused", "backward"])
 def test_each_way_out_lets_the_next_step_pass(way_out):
     model, x, clipper = attached()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer, before = torch.optim.SGD(model.parameters(), lr=0.1), model[2].bias.clone()
     losses_of(model(x)).mean().backward()
     if way_out == "classic":
         clipper.clip_and_accumulate()
@@ -75,6 +75,7 @@ def test_each_way_out_lets_the_next_step_pass(way_out):
         elif way_out == "backward":
             clipper.backward(losses_of(model(x)))
     optimizer.step()
+    assert torch.equal(model[2].bias, before) == (way_out in ("discard", "detach"))  # which leave no gradient
 
 
 def test_a_closure_that_clips_passes():

@@ -107,6 +107,14 @@ def entries_agree(dtype: torch.dtype) -> None:
             agree(trained(entry, dtype, CUDA, fast=fast), expected, (entry.name, fast), dtype)
 
 
+def parts_of_long_tensors_agree() -> None:
+    """As if tensors of more than 4 elements were too long for one piece."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("BLOCK", "ALONE", "ELSEWHERE"):
+            patch.setattr(f"torchzero_clip.fast.pieces.{name}", 4)
+        entries_agree(torch.bfloat16)
+
+
 def steps_do_not_wait(dtype: torch.dtype) -> None:
     """A warm step neither waits for the device nor copies, except once for a policy about which the host decides."""
     for entry in DISTINCT if dtype == torch.float32 else DISTINCT[::3]:
@@ -190,6 +198,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     "adaptive cases": lambda: adaptive_cases(True),
     "adaptive cases, readable": lambda: adaptive_cases(False),
     **{f"entries, {dtype}": lambda dtype=dtype: entries_agree(dtype) for dtype in DTYPES},
+    "entries, in parts": parts_of_long_tensors_agree,
     **{f"no waiting, {dtype}": lambda dtype=dtype: steps_do_not_wait(dtype) for dtype in DTYPES},
     "replay": recorded_steps_replay,
     "loading": checkpoints_load_without_waiting_for_each_parameter,

@@ -182,6 +182,24 @@ def an_error_of_the_optimizer_undoes_the_step() -> None:
     assert handle.steps_taken == WARM + 1
 
 
+def an_error_of_the_kernel_undoes_the_count() -> None:
+    """In a step by a plan, as in others."""
+    params = params_of()
+    optimizer = Modular(params, SkipStep(max_ratio=5.0), ClipNorm(1.0), AdamW(), nonfinite="skip")
+    warm(optimizer, params)
+    assert optimizer.host_decides == ()
+    before = [bits(param) for param in params]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "_fused_adamw_", lambda *_, **__: 1 / 0)
+        fill(params, 0.5)
+        with pytest.raises(ZeroDivisionError):
+            optimizer.step()
+    assert (optimizer.steps_taken, float(optimizer.metrics()["skipped_steps"])) == (WARM, 0)
+    assert before == [bits(param) for param in params]
+    warm(optimizer, params, 1)
+    assert optimizer.steps_taken == WARM + 1
+
+
 class Own(Gate):
     """Does not implement `Gate.record`."""
 
@@ -256,6 +274,17 @@ def optimizers_that_cannot_refuse_are_named() -> None:
     del vars(optimizer)["found_inf"]
     optimizer.register_step_pre_hook(lambda *_: None)
     assert any("no later hook" in said for said in handle.host_decides)
+    for make in (
+        lambda params: torch.optim.AdamW(params, fused=True),
+        lambda params: torch.optim.SGD(params, 0.1, momentum=0.9, fused=True),
+    ):
+        params = params_of()
+        optimizer = make(params)
+        handle = before_step(optimizer, SkipStep(max_norm=1e6), ClipNorm(1.0))
+        warm(optimizer, params[1:])
+        assert handle.host_decides == ()
+        fill(params)
+        assert handle.host_decides == ("the optimizer takes the first step of a parameter",)
 
 
 CHECKS: dict[str, Callable[[], None]] = {
@@ -263,6 +292,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     "late warnings": skips_without_a_limit_warn,
     "replays decide": replays_decide_anew,
     "errors behind": an_error_of_the_optimizer_undoes_the_step,
+    "errors of kernels": an_error_of_the_kernel_undoes_the_count,
     "reasons": the_chain_says_why_the_host_decides,
     "optimizers behind": optimizers_that_cannot_refuse_are_named,
 }

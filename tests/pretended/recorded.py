@@ -24,12 +24,12 @@ EVENTS = ["nan", "inf", "spike", "spike", "zeros", "huge", "missing", "settings"
 
 
 def costs_of(start: Start, folder: str | None) -> list[tuple[int, int]]:
-    """Launches and waits of each of 24 steps, with a file of a recorder in a folder."""
+    """Launches and waits of each of 34 steps, with a file of a recorder in a folder."""
     generator, found = torch.Generator().manual_seed(0), list[tuple[int, int]]()
     params = [nn.Parameter(on_cuda(torch.randn(300 + k % 7, generator=generator))) for k in range(100)]
     optimizer, loss = start(params), on_cuda(torch.tensor(1.0))
     recorder = None if folder is None else Recorder(optimizer, path=Path(folder, "run.jsonl"))
-    for _ in range(24):
+    for _ in range(34):
         for param in params:
             param.grad = on_cuda(torch.randn(param.shape, generator=generator))
         DEVICE.counts.clear()

@@ -216,6 +216,9 @@ def test_frozen_parameters_are_no_layers(by):
     again = Recorder(Modular(net, ClipNorm(1.0), Adam()), by=by, keep=4)
     again.load_state_dict(recorder.state_dict())
     assert again.record().layers == thawed
+    net[0].requires_grad_(True)
+    train(net, optimizer, 1, start=4)
+    assert recorder.record().layers == (["0.weight", "0.bias", *own] if by == "parameter" else ["0", "2"])
 
 
 def test_every_parameter_is_frozen():

@@ -12,7 +12,7 @@ from torch import nn
 
 from torchzero_clip import SGD, ClipNorm, Modular, Record, Recorder, read_record
 from torchzero_clip.__main__ import main
-from torchzero_clip.recorder.data import Ratios
+from torchzero_clip.recorder.data import Block, Ratios
 from torchzero_clip.recorder.two_runs import named_sets
 
 NAMES = [f"blocks.{i}.{part}" for i in range(3) for part in ("norm.weight", "norm.bias", "mlp.weight", "mlp.bias")]
@@ -170,6 +170,15 @@ def test_layers_of_one_run_only_are_listed():
     assert "Only the second run has 1 layer: extra." in str(comparison)
 
 
+def test_joint_norms_of_other_layers_are_not_compared():
+    kept = [0, 1]
+    first, second = (
+        replace(made, layer_steps=kept, layer_norms=made.layer_norms[kept], norm=made.norm * factor)
+        for made, factor in ((record(), 1.0), (record([*NAMES[:-1], "extra"]), 3.0))
+    )
+    assert str(first.compare(second)).startswith("The norms of 13 layers in 2 steps are equal up to rounding.\nOnly")
+
+
 def test_without_layers_the_joint_norm_tells_the_step():
     first, second = (replace(r, layer_steps=[], layer_norms=r.layer_norms[:0]) for r in (record(), changed({0: 3.0})))
     comparison = first.compare(second)
@@ -186,6 +195,21 @@ def test_later_layers_tell_where_the_joint_norm_differs():
     assert comparison.step == 10
     assert [layer.name for layer in comparison.layers] == [NAMES[0]]
     assert comparison.findings == ["Step 10, by the layers of step 20: blocks.0.norm.weight differs."]
+
+
+def test_blocks_tell_where_the_joint_norm_differs_if_no_later_step_has_layers():
+    pair = [
+        replace(
+            made,
+            layer_steps=[0],
+            layer_norms=made.layer_norms[:1],
+            blocks=[Block(8, 15, made.layer_norms[8:16].median(dim=0).values, made.layer_norms[8:16].amax(dim=0))],
+        )
+        for made in (record(), changed({0: 3.0}, begin=8))
+    ]
+    comparison = pair[0].compare(pair[1])
+    assert [layer.name for layer in comparison.layers] == [NAMES[0]]
+    assert comparison.findings == ["Step 8, by the medians of steps 8 to 15: blocks.0.norm.weight differs."]
 
 
 def test_a_step_that_one_run_skipped_is_said():
@@ -324,6 +348,8 @@ def test_a_norm_before_a_clip_is_not_that_of_some_layers():
     reported = made.norm * (1 + torch.rand(STEPS, dtype=torch.float64))
     found = record().compare(replace(made, metrics={"reported_norm": reported})).findings
     assert found[0].endswith("no set of layers explains it. Were the gradients clipped in between?")
+    without = replace(reporting(2, places("bias")), layer_steps=[], layer_norms=made.layer_norms[:0])
+    assert record().compare(without).findings[0].count("no set of layers explains it") == 1
 
 
 def test_files_are_compared_by_the_command(tmp_path, capsys):

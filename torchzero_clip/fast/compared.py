@@ -132,10 +132,7 @@ class SameSettings:
             return False
         if list(map(len, groups)) != self._lengths:  # an ordinary step looks at a key that is new
             return False
-        try:
-            values = [group[key] for group in groups for key in self._keys]
-        except KeyError:
-            return False
+        values = [group[key] for group in groups for key in self._keys]
         paths: Set[str] = self._nodes.by_path.keys()  # of the transforms with new values
         if len(values) == len(self._values):
             if all(map(operator.is_, values, self._values)):

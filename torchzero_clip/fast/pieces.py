@@ -64,7 +64,7 @@ class _Before(NamedTuple):
     means: Tensor | None
 
     @classmethod
-    def of(cls, op: Op | None, dtype: torch.dtype) -> "_Before":
+    def of(cls, op: Op, dtype: torch.dtype) -> "_Before":
         """What the first operation does to updates that are computed in ``dtype``."""
         if isinstance(op, Shift):
             return cls(None, None, op.numbers.to(dtype))
@@ -103,7 +103,7 @@ def run_pieces(
     )
     for stage in stages:
         stage.begin(scratch)
-    before = _Before.of(ops[0] if ops else None, foreach.wide_dtype(first.dtype))
+    before = _Before.of(ops[0], foreach.wide_dtype(first.dtype))
     tensors = [updates, *columns, *(column for stage in stages for column in (*stage.state, *_new_columns(stage)))]
     for piece, of_piece in _with_tensors(pieces, tensors, most):
         old_updates, states = of_piece[0], iter(of_piece[1 + len(columns) :])
@@ -117,9 +117,6 @@ def run_pieces(
             old = list(islice(states, len(stage.state)))
             _run(stage, piece, source, old, list(islice(states, len(_new_columns(stage)))) or old)
             source = piece.flat
-        if source is not piece.flat:
-            # it is still the update itself, and a kernel may change what it gets
-            piece.flat.copy_(source)
         if piece.rounded is not None:
             foreach.copy_plain_([piece.rounded[0]], [piece.flat])
         views = piece.views if piece.rounded is None else piece.rounded[1]

@@ -60,7 +60,7 @@ class Plan(NamedTuple):
         is_usual = not options.maximize and first_param.dtype == torch.float32 and all(map(Tensor.numel, table.params))
         may_read = is_usual and first_param.is_cpu
         scaling = RepeatedScaling(first[0], table.group_of, may_read=may_read) if first else None
-        settings = SameSettings(walk, [ending] if scaling is None else [scaling, ending])
+        readers = [part for part in (scaling, ending) if isinstance(part, RepeatedScaling | ByRule)]
         nodes, norm_needs, end = walk.nodes, walk.gradient_norms.norm_needs, walk.end
         course = Course(nodes, norm_needs, end, ended.layout, table.group_of, options, scaling, ending)
-        return cls(options, course, tensors, settings)
+        return cls(options, course, tensors, SameSettings(walk, readers))

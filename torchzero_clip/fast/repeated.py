@@ -346,20 +346,13 @@ class ByRule:
 
 
 class ByDelivery:
-    """A step ends with the updates in the gradients. The methods are those of `ByRule`."""
+    """A step ends with the updates in the gradients. The methods are those of `ByRule`, without settings."""
 
     counters: Sequence[str] = ()
-    paths: Set[str] = frozenset()
     takes_found_inf = True  # if the optimizer does, which `Deliver` asks
 
     def __init__(self, ended: Delivered) -> None:
         self._scale = ended.scale
-
-    def variants(self, settings: Mapping[str, list[Setting]]) -> Set[Hashable]:
-        return frozenset()
-
-    def use_settings(self, settings: Mapping[str, list[Setting]]) -> None:
-        pass
 
     def applies(self, waiting: Scale) -> bool:
         return waiting.is_one_number and waiting.fits_kernels

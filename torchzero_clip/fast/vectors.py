@@ -14,7 +14,6 @@ from torchzero_clip.core.states import States
 from torchzero_clip.core.undo import Undo
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.dtypes import widened
-from torchzero_clip.functional.lists import has_repeats
 from torchzero_clip.types import State
 
 
@@ -59,8 +58,6 @@ class Vectors:
         if last is not None:
             return last
         if len({(type(n), n.ndim, n.dtype, n.device) for n in column}) != 1 or column[0].ndim:
-            return None
-        if has_repeats(column):  # a parameter that is listed twice
             return None
         vector = torch.stack(column)
         views = list(vector.unbind())

@@ -1,6 +1,6 @@
 """torch's schedulers for settings other than the learning rate."""
 
-from collections.abc import Iterator, MutableMapping
+from collections import UserDict
 from typing import NoReturn
 
 from torch.optim import Optimizer
@@ -83,28 +83,22 @@ class _View(Optimizer):
         return f"as_lr({type(self._optimizer).__name__}, {self._key!r})"
 
 
-class _Group(MutableMapping[str, object]):
+class _Group(UserDict[str, object]):
     """A param group that stores ``lr`` under the key of another setting, and ``initial_lr`` as ``"key:initial_lr"``."""
 
     def __init__(self, group: Group, key: str) -> None:
-        self._group, self._key = group, key
+        self.data, self._key = group, key
 
     def _stored(self, key: str) -> str:
         return self._key if key == "lr" else f"{self._key}:{key}" if key.endswith("_lr") else key
 
+    def __contains__(self, key: object) -> bool:
+        return self._stored(str(key)) in self.data
+
     def __getitem__(self, key: str) -> object:
-        return self._group[self._stored(key)]
+        return self.data[self._stored(key)]
 
     def __setitem__(self, key: str, value: object) -> None:
         if key == "lr":  # not initial_lr, because some schedulers do not store it, and some store another number
-            self._group.setdefault(f"{self._key}:constructed", self._group[self._key])
-        self._group[self._stored(key)] = value
-
-    def __delitem__(self, key: str) -> None:
-        del self._group[self._stored(key)]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._group)
-
-    def __len__(self) -> int:
-        return len(self._group)
+            self.data.setdefault(f"{self._key}:constructed", self.data[self._key])
+        self.data[self._stored(key)] = value

@@ -363,10 +363,8 @@ def _compare(
 
 
 def _agree(alone: Tensor, together: Tensor, dim: int, drew: bool) -> bool:
-    """True if an output sample by sample is that of the batch, or one row for all; statistics are not compared."""
-    if is_row(alone) or alone.ndim != together.ndim or together.ndim <= dim:
-        return True
-    if together.shape[dim] == 1:
+    """True if an output sample by sample is that of the batch, or one row for all."""
+    if alone.ndim == together.ndim > dim and together.shape[dim] == 1:
         together = together.expand(*together.shape[:dim], alone.shape[dim], *together.shape[dim + 1 :])
     if alone.shape != together.shape or drew or not alone.is_floating_point():
         return alone.shape == together.shape

@@ -208,9 +208,10 @@ class Proof:
     def _sites_move(self) -> bool:
         """True unless, at each site, the samples are in a dimension along which rows do not move."""
         for i, (_, axes) in enumerate(self.graph.sites):
-            if i not in self._sites:
+            trace = self._sites.get(i)
+            if trace is None or not trace.ratios:  # no layer is behind it
                 return True
-            samples = self._powers.samples(self._sites[i].ratios)
+            samples = self._powers.samples(trace.ratios)
             found = [] if bool((samples == MIXED).any()) else patterns_of(samples, self.count)
             if not found or not _tells(samples) or any(pattern.dim in axes for pattern in found):
                 return True

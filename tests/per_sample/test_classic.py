@@ -1,0 +1,86 @@
+"""The classic form: gradients that come another way than through outputs, graphs that run once, and blocks of rows."""
+
+import copy
+
+import pytest
+import torch
+from per_sample.harness import Net, assert_close, clip, losses_of, norms_in_batch
+from torch import nn
+
+W = 4
+SAMPLES = torch.tensor([0, 0, 1, 2, 2, 2, 1])
+
+
+def model_of():
+    """It keeps what its first layer makes, which gets the rows in another order."""
+    first = nn.Linear(W, W)
+    model = Net(lambda m, x: m.head(m.first(x.flip(0)).flip(0)), first=first, head=nn.Linear(W, W)).double()
+    first.register_forward_hook(lambda module, args, output: setattr(model, "seen", output))
+    return model
+
+
+def test_a_gradient_that_does_not_come_through_an_output_is_refused():
+    model = model_of()
+    with clip(model) as clipper:
+        loss = losses_of(model(torch.randn(4, W).double())).mean()
+        with pytest.raises(ValueError, match="a part of their gradient did not come through the outputs of the model"):
+            (loss + model.seen.square().mean()).backward()
+        losses_of(model(torch.randn(4, W).double())).mean().backward()  # the clipper goes on
+        assert len(clipper.clip_and_accumulate().norms) == 4
+
+
+class Once(torch.autograd.Function):
+    """Has a backward that cannot run again."""
+
+    @staticmethod
+    def forward(ctx, x, left):
+        ctx.left = left
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.left.pop()
+        return 2 * grad, None
+
+
+def test_a_graph_that_cannot_run_twice_is_refused():
+    model = Net(lambda m, x, left: Once.apply(m.first(x), left), first=nn.Linear(W, W)).double()
+    with (
+        clip(model),
+        pytest.raises(RuntimeError, match=r"because the graph cannot run backward twice \(pop from empty"),
+    ):
+        losses_of(model(torch.randn(4, W).double(), [0])).mean().backward()
+
+
+@pytest.mark.parametrize("read", [lambda model, output: output, lambda model, output: model.seen])
+def test_rows_have_the_samples_of_the_block_also_where_no_output_has_a_gradient(read):
+    def losses(model, output):
+        return torch.zeros(3, dtype=torch.float64).index_add(0, SAMPLES, read(model, output).square().sum(1))
+
+    model, x = model_of(), torch.randn(len(SAMPLES), W).double()
+    params = list(model.parameters())
+    each = losses(model, model(x))
+    rows = [torch.autograd.grad(loss, params, retain_graph=True, materialize_grads=True) for loss in each]
+    with clip(model) as clipper:
+        with clipper.rows(SAMPLES, batch_size=3):
+            output = model(x)
+        losses(model, output).mean().backward()
+        found = clipper.clip_and_accumulate().norms
+    assert_close(found, torch.stack([torch.stack([grad.norm() for grad in row]).norm() for row in rows]))
+
+
+def test_a_process_runs_as_many_backwards_as_the_one_that_needs_most(monkeypatch):
+    x, counts = torch.randn(4, W).double(), []
+    model = nn.Sequential(nn.Linear(W, W), nn.Tanh(), nn.Linear(W, W)).double()
+    expected = norms_in_batch(model, x)
+    for more in (0, 2):
+        own, passes = copy.deepcopy(model), []
+        own[1].register_forward_hook(
+            lambda module, args, output, passes=passes: output.register_hook(lambda _: passes.append(1)) and None
+        )
+        with clip(own) as clipper:
+            monkeypatch.setattr(type(clipper._engine), "agreed", lambda self, backwards, more=more: backwards + more)
+            losses_of(own(x)).mean().backward()
+            assert_close(clipper.clip_and_accumulate().norms, expected)
+        counts.append(len(passes))
+    assert counts[1] == counts[0] + 2
