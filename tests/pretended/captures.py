@@ -23,6 +23,8 @@ from torchzero_clip import (
     ClipNorm,
     ClipNormByEMA,
     ClipNormGrowth,
+    ClipRMS,
+    ClipValue,
     Modular,
     Recorder,
     SkipStep,
@@ -74,6 +76,10 @@ def recorded() -> Iterator[None]:
         yield
 
 
+LIMITS = {"clip_norm": "max_norm", "clip_rms": "max_rms", "clip_value": "value"}
+"""The setting of each clip whose limit may change in each step."""
+
+
 def _joint(limit: Any = 1.0) -> ClipNorm:
     return ClipNorm(limit, dim="global")
 
@@ -97,6 +103,7 @@ STARTS: dict[str, Callable[[list[Any]], Any]] = {
     "gate": _modular(lambda: [SkipStep(max_ratio=5.0), _joint(), AdamW(0.01)], nonfinite="skip"),
     "each": _modular(lambda: [ClipNorm(0.5), SGD(0.01, 0.9)], nonfinite="skip"),
     "two clips": _modular(lambda: [ClipNorm(0.5), _joint(), AdamW(0.01)]),
+    "elements": _modular(lambda: [ClipRMS(1.0), ClipValue(1.0), AdamW(0.01)]),
     "growth": _modular(lambda: [SkipStep(max_norm=90.0), ClipNormGrowth(), AdamW(0.01)]),
     "ema": _modular(lambda: [ClipNormByEMA(0.5), AdamW(0.01)], nonfinite="skip"),
     "zclip": _modular(lambda: [ZClip(warmup_steps=2), AdamW(0.01)], nonfinite="skip"),
@@ -148,8 +155,8 @@ class Run:
         groups = [group for owner in (self.optimizer, self.chain) for group in getattr(owner, "param_groups", [])]
         for group in groups:
             self.set(group, "lr", torch.float32, 0.01 / (1 + k / 30))
-            if "clip_norm" in getattr(self.chain, "transforms", ()):
-                self.set(group, "max_norm", torch.float64, 1.0 + k / 100)
+            for name in LIMITS.keys() & getattr(self.chain, "transforms", {}).keys():
+                self.set(group, LIMITS[name], torch.float64, 1.0 + k / 100)
             if k == 60 and "betas" in group:
                 group["betas"] = (0.8, 0.99)
         self.step()
