@@ -16,6 +16,8 @@ from pretended.device import CUDA, DEVICE, Graph, OnCuda, numbers, on_cuda
 from pretended.runs import bits, error_of
 from torch import Tensor, nn
 
+from benchmarks.device.rows import captured_cases
+from benchmarks.device.steps import WARM_UP
 from torchzero_clip import (
     SGD,
     AdaGC,
@@ -633,6 +635,27 @@ def a_replay_is_one_call() -> None:
             assert Recorded.made == made
 
 
+def timed_steps_of_the_benchmark_are_replays() -> None:
+    """Those of this package, with gradients that are new tensors in the same memory."""
+    for case in captured_cases():
+        if case.name.startswith("torch"):
+            continue
+        params, replayed = params_of(), list[Graph]()
+        fill(params)
+        buffers = [param.grad for param in params]
+        with recorded(), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Recorded, "replay", lambda graph, replayed=replayed: replayed.append(graph))
+            step = case.make(params).step
+            for k in range(2 * WARM_UP):
+                for param, buffer in zip(params, buffers, strict=True):
+                    assert buffer is not None
+                    param.grad = buffer.detach()
+                if k == WARM_UP:
+                    replayed.clear()
+                step()
+        assert len(replayed) == WARM_UP, case.name
+
+
 LONG = ["joint", "gate", "before, gate"]
 CHECKS: dict[str, Callable[[], None]] = {
     "captured, long runs": lambda: captured_steps_are_the_ordinary_ones(LONG, 200),
@@ -646,4 +669,5 @@ CHECKS: dict[str, Callable[[], None]] = {
     "captured, failed": failed_captures_end,
     "captured, late errors": late_errors_come_with_replays,
     "captured, one call": a_replay_is_one_call,
+    "captured, benchmark": timed_steps_of_the_benchmark_are_replays,
 }
