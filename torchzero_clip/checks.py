@@ -90,7 +90,8 @@ def number(name: str, value: object) -> float:
                 "Modular and of functions, and transforms take none"
             )
         hint = "; functions of the step go into the constructor, or into a new param group" if callable(value) else ""
-        hint = ": write float(...)" if isinstance(value, Real) and hasattr(value, "item") else hint
+        is_one = isinstance(value, Tensor) and value.numel() == 1
+        hint = ": write float(...)" if is_one or (isinstance(value, Real) and hasattr(value, "item")) else hint
         raise TypeError(f"{name} must be a number, got {value!r} ({type(value).__name__}){hint}")
     if isinstance(value, int) and abs(value) >= 2**63:
         raise ValueError(f"{name} must be less than 2**63 if it is an int, got a larger int")

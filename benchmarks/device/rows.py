@@ -1,5 +1,6 @@
 """The rows of the tables on a GPU: those of `benchmarks.cases`, captured steps, and other packages."""
 
+from collections.abc import Callable
 from functools import partial
 from itertools import chain
 
@@ -14,12 +15,11 @@ from benchmarks.cases import (
     before_cases,
     clip_jointly,
     compiled_cases,
-    ours,
     step_cases,
 )
 from benchmarks.peers import installed_peers
 from benchmarks.timing import Case, Params, Step, Timed
-from torchzero_clip import AdaGC, AdamW, ClipNorm, ClipValueByEMA
+from torchzero_clip import AdaGC, AdamW, ClipNorm, ClipValueByEMA, Modular, Transform, captured
 
 SKIP, RECORDER = "  and SkipStep(max_norm=1e6)", "  and a recorder"
 NO_CLIP = "torch AdamW(fused=True), no clip"
@@ -42,11 +42,11 @@ FIRST = [
 BASE = CLIP_AND_FUSED
 WITH_NORMS = [GLOBAL_CLIP, SKIP, "ClipNorm(1), AdamW()", "ZClip(), AdamW()", "AdaGC(warmup_steps=1), AdamW()"]
 """What is measured with norms in float32 and in float64."""
-WARM_UP = 12  # ordinary steps before a capture: state exists by then, and each chain has its plan
+WARM_UP = 12  # ordinary steps of torch before a capture
 
 
 class Captured:
-    """A step that is recorded as a CUDA graph after some ordinary steps, and then replayed."""
+    """A step of torch that is recorded as a CUDA graph after some ordinary steps, and then replayed."""
 
     def __init__(self, step: Step) -> None:
         self._step = step
@@ -75,11 +75,11 @@ class Captured:
         main.wait_stream(side)
 
 
-def captured(make: Make) -> Make:
-    return lambda params: Timed(Captured(make(params).step))
+def captured_chain(*transforms: Callable[[], Transform]) -> Make:
+    return lambda params: Timed(captured(Modular(params, *(made() for made in transforms))))
 
 
-def capturable(params: Params) -> Timed:
+def captured_torch(params: Params) -> Timed:
     """The two calls of torch, with a learning rate that a graph can read."""
     lr = torch.tensor(1e-3, device=params[0].device)
     optimizer = torch.optim.AdamW(params, lr=lr, fused=True, capturable=True)
@@ -88,19 +88,19 @@ def capturable(params: Params) -> Timed:
         clip_jointly(params)
         optimizer.step()
 
-    return Timed(step)
+    return Timed(Captured(step))
 
 
 def captured_cases() -> list[Case]:
     """Steps as CUDA graphs."""
     chains = {
-        GLOBAL_CLIP: ours(partial(ClipNorm, 1, dim="global"), AdamW),
-        "ClipNorm(1), AdamW()": ours(partial(ClipNorm, 1), AdamW),
-        "AdaGC(warmup_steps=1), AdamW()": ours(partial(AdaGC, warmup_steps=1), AdamW),
-        "ClipValueByEMA(), AdamW()": ours(ClipValueByEMA, AdamW),
+        GLOBAL_CLIP: captured_chain(partial(ClipNorm, 1, dim="global"), AdamW),
+        "ClipNorm(1), AdamW()": captured_chain(partial(ClipNorm, 1), AdamW),
+        "AdaGC(warmup_steps=1), AdamW()": captured_chain(partial(AdaGC, warmup_steps=1), AdamW),
+        "ClipValueByEMA(), AdamW()": captured_chain(ClipValueByEMA, AdamW),
     }
-    makes = {CLIP_AND_FUSED: capturable, **chains}
-    return [Case(f"{name}, captured", captured(make), (BASE,)) for name, make in makes.items()]
+    makes = {CLIP_AND_FUSED: captured_torch, **chains}
+    return [Case(f"{name}, captured", make, (BASE,)) for name, make in makes.items()]
 
 
 def cases(device: str) -> dict[str, Case]:

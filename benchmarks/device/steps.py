@@ -11,7 +11,7 @@ from benchmarks.memory import of_case
 from benchmarks.report import MIB
 from benchmarks.timing import Case, Gradients, Params, Timed
 
-WARM_UP = 14  # a plan stands after at most 12 steps, and a captured step is recorded in its 13th
+WARM_UP = 14  # a plan stands after at most 12 steps, and `captured` records at most the 14th step
 MOST_ROUNDS = 30  # gradients grow in each step, and after 80 their squares leave float32
 
 

@@ -207,7 +207,7 @@ def test_rms_of_complex_numbers_is_that_of_their_parts(fast):
         (lambda: ClipByMaxEMA(1.0), ValueError, "must be below 1"),
         (lambda: SpikeAwareClip(threshold=-1), ValueError, "threshold must be > 0"),
         (lambda: ClipByMaxEMA(math.nan), ValueError, r"beta must be in \[0, 1\]"),
-        (lambda: ClipRMS(0), ValueError, "max_rms must be > 0"),
+        (lambda: ClipRMS(-1), ValueError, "max_rms must be >= 0"),
         (lambda: AdaptiveGradientClip(0), ValueError, "clip_factor must be > 0"),
         (lambda: AdaptiveGradientClip(unit_dim=0.5), TypeError, "unit_dim must be an int"),
         (lambda: SoftSpectralClip(0), ValueError, "limit must be > 0"),

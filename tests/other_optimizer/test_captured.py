@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from torchzero_clip import SGD, AdamW, ClipNorm, Modular, Recorder, SkipStep, before_step, captured
+from torchzero_clip import SGD, AdamW, ClipNorm, ClipRMS, ClipValue, Modular, Recorder, SkipStep, before_step, captured
 from torchzero_clip.other_optimizer.captured import CapturedStep
 
 
@@ -93,26 +93,53 @@ def test_who_cannot_be_captured_is_refused_on_a_cpu_too():
         captured(model_of())
 
 
-def test_a_limit_may_be_a_tensor():
-    found = []
-    for limit in (torch.tensor(0.5, dtype=torch.float64), 0.5):
-        for dim in (None, "global"):
-            model = model_of()
-            optimizer = Modular(model, ClipNorm(limit, dim=dim), SGD(0.1))
-            for k in range(12):
-                optimizer.zero_grad()
-                model(torch.full((2, 3), k / 3)).square().mean().backward()
-                optimizer.step()
-                if k == 6:
-                    optimizer.load_state_dict(optimizer.state_dict())
-            found.append([param.detach() for param in model.parameters()])
-    half = len(found) // 2
-    for tensors, numbers in zip(found[:half], found[half:], strict=True):
-        assert all(map(torch.equal, tensors, numbers))
-    with pytest.raises(ValueError, match="max_norm must have one element"):
-        ClipNorm(torch.ones(2))
-    with pytest.raises(ValueError, match="max_norm must be >= 0"):
-        ClipNorm(-1.0)
+LIMITED = {
+    "each": ClipNorm,
+    "joint": lambda limit: ClipNorm(limit, dim="global"),
+    "rms": ClipRMS,
+    "value": ClipValue,
+}
+
+
+@pytest.mark.quick_cases(4)
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("name", LIMITED)
+def test_a_limit_may_be_a_tensor(name, fast):
+    make, found = LIMITED[name], []
+    for limit in (torch.tensor([0.25], dtype=torch.float64), 0.25):
+        model = model_of()
+        optimizer = Modular(model, make(limit), SGD(0.1), fast=fast)
+        for k in range(12):
+            optimizer.zero_grad()
+            model(torch.full((2, 3), k / 3)).square().mean().backward()
+            optimizer.step()
+            if k == 6:
+                optimizer.load_state_dict(optimizer.state_dict())
+        found.append([*(param.detach() for param in model.parameters()), *optimizer.metrics().values()])
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.quick_cases(2)
+@pytest.mark.parametrize("name", LIMITED)
+def test_a_negative_limit_in_a_tensor_gives_nan(name):
+    param = torch.nn.Parameter(torch.ones(3))
+    optimizer = Modular([param], LIMITED[name](torch.tensor(2.0)), SGD(0.1))
+    for sign in (1.0, -1.0):
+        param.grad = torch.ones(3)
+        for limit in (value for value in optimizer.param_groups[0].values() if isinstance(value, torch.Tensor)):
+            limit.mul_(sign)
+        optimizer.step()
+        assert param.isnan().all() == (sign < 0)
+
+
+def test_a_limit_that_cannot_be_a_tensor_or_is_none_is_named():
+    for make, key in ((ClipNorm, "max_norm"), (ClipRMS, "max_rms"), (ClipValue, "value")):
+        with pytest.raises(ValueError, match=f"{key} must have one element"):
+            make(torch.ones(2))
+        with pytest.raises(ValueError, match=f"{key} must be >= 0"):
+            make(-1.0)
+    with pytest.raises(TypeError, match=r"max_norm must be a number, got tensor\(1.\) \(Tensor\): write float\(...\)"):
+        SkipStep(torch.tensor(1.0))
 
 
 def test_on_a_cpu_hooks_of_all_optimizers_are_called():

@@ -16,6 +16,8 @@ from pretended.device import CUDA, DEVICE, Graph, OnCuda, numbers, on_cuda
 from pretended.runs import bits, error_of
 from torch import Tensor, nn
 
+from benchmarks.device.rows import captured_cases
+from benchmarks.device.steps import WARM_UP
 from torchzero_clip import (
     SGD,
     AdaGC,
@@ -23,6 +25,8 @@ from torchzero_clip import (
     ClipNorm,
     ClipNormByEMA,
     ClipNormGrowth,
+    ClipRMS,
+    ClipValue,
     Modular,
     Recorder,
     SkipStep,
@@ -71,6 +75,10 @@ def recorded() -> Iterator[None]:
         yield
 
 
+LIMITS = {"clip_norm": "max_norm", "clip_rms": "max_rms", "clip_value": "value"}
+"""The setting of each clip whose limit may change in each step."""
+
+
 def _joint(limit: Any = 1.0) -> ClipNorm:
     return ClipNorm(limit, dim="global")
 
@@ -94,6 +102,7 @@ STARTS: dict[str, Callable[[list[Any]], Any]] = {
     "gate": _modular(lambda: [SkipStep(max_ratio=5.0), _joint(), AdamW(0.01)], nonfinite="skip"),
     "each": _modular(lambda: [ClipNorm(0.5), SGD(0.01, 0.9)], nonfinite="skip"),
     "two clips": _modular(lambda: [ClipNorm(0.5), _joint(), AdamW(0.01)]),
+    "elements": _modular(lambda: [ClipRMS(1.0), ClipValue(1.0), AdamW(0.01)]),
     "growth": _modular(lambda: [SkipStep(max_norm=90.0), ClipNormGrowth(), AdamW(0.01)]),
     "ema": _modular(lambda: [ClipNormByEMA(0.5), AdamW(0.01)], nonfinite="skip"),
     "zclip": _modular(lambda: [ZClip(warmup_steps=2), AdamW(0.01)], nonfinite="skip"),
@@ -145,8 +154,8 @@ class Run:
         groups = [group for owner in (self.optimizer, self.chain) for group in getattr(owner, "param_groups", [])]
         for group in groups:
             self.set(group, "lr", torch.float32, 0.01 / (1 + k / 30))
-            if "clip_norm" in getattr(self.chain, "transforms", ()):
-                self.set(group, "max_norm", torch.float64, 1.0 + k / 100)
+            for name in LIMITS.keys() & getattr(self.chain, "transforms", {}).keys():
+                self.set(group, LIMITS[name], torch.float64, 1.0 + k / 100)
             if k == 60 and "betas" in group:
                 group["betas"] = (0.8, 0.99)
         self.step()
@@ -623,6 +632,27 @@ def a_replay_is_one_call() -> None:
             assert Recorded.made == made
 
 
+def timed_steps_of_the_benchmark_are_replays() -> None:
+    """Those of this package, with gradients that are new tensors in the same memory."""
+    for case in captured_cases():
+        if case.name.startswith("torch"):
+            continue
+        params, replayed = params_of(), list[Graph]()
+        fill(params)
+        buffers = [param.grad for param in params]
+        with recorded(), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Recorded, "replay", lambda graph, replayed=replayed: replayed.append(graph))
+            step = case.make(params).step
+            for k in range(2 * WARM_UP):
+                for param, buffer in zip(params, buffers, strict=True):
+                    assert buffer is not None
+                    param.grad = buffer.detach()
+                if k == WARM_UP:
+                    replayed.clear()
+                step()
+        assert len(replayed) == WARM_UP, case.name
+
+
 LONG = ["joint", "gate", "before, gate"]
 CHECKS: dict[str, Callable[[], None]] = {
     "captured, long runs": lambda: captured_steps_are_the_ordinary_ones(LONG, 200),
@@ -636,4 +666,5 @@ CHECKS: dict[str, Callable[[], None]] = {
     "captured, failed": failed_captures_end,
     "captured, late errors": late_errors_come_with_replays,
     "captured, one call": a_replay_is_one_call,
+    "captured, benchmark": timed_steps_of_the_benchmark_are_replays,
 }

@@ -9,8 +9,7 @@ from typing_extensions import override
 from torchzero_clip.checks import positive, same_in_all_groups, steps, unit_interval
 from torchzero_clip.clipping.statistics import NormStatistics, Tracked, averaged
 from torchzero_clip.core.states import zero_numbers
-from torchzero_clip.functional.choice import where
-from torchzero_clip.functional.clip import within
+from torchzero_clip.functional.choice import at_most_one, where
 from torchzero_clip.functional.dtypes import moved
 from torchzero_clip.functional.ways import may_look
 from torchzero_clip.types import NewState, Schedule, Setting, Target
@@ -98,26 +97,30 @@ class AdaGC(NormStatistics):
 
     @override
     def limit(self, tracked: Tracked, updates: list[Tensor]) -> Tensor:
-        norms, usual = tracked.norms, tracked["usual"]
-        limit = tracked.where_started(tracked.by_setting(lambda s, usual: s["ratio"] * usual, usual), torch.inf)
-        limited, factors = tracked.limited(norms, limit)
-        averages = tracked.by_setting(averaged, usual, limited)
-        if not tracked.is_usual:
-            averages = torch.where(tracked.started, averages, norms)
-            tracked.restrict(norms > 0)
-
+        norms, usual, started = tracked.norms, tracked["usual"], tracked.started
+        limits = tracked.by_setting(lambda s, usual: s["ratio"] * usual, usual)
+        limits = limits if tracked.is_usual else where(started, limits, torch.inf)
         stored = tracked.step.global_state["warm_steps"]
         warm_steps = moved(stored, norms.device)  # of the first gradient, which may be another one
         # with other processes, all exchange norms in every step: if one of them left this out, the others would hang
         if tracked.step.tools.process_group is None and may_look(warm_steps) and warm_steps.item() >= self.warmup_steps:
+            limited, factors = tracked.limited(norms, limits)
+            averages = tracked.by_setting(averaged, usual, limited)
+            if not tracked.is_usual:
+                averages = torch.where(started, averages, norms)
+                tracked.restrict(norms > 0)
             tracked.keep(usual=averages)
-            return factors
+            return tracked.where_usable(factors)
         joint, finite = tracked.joint_norm()
         warms_up, most = warm_steps < self.warmup_steps, tracked.shared[0][0]["max_norm"]
-        shrunk = within(joint, most)
-        counts = warms_up & finite & ((joint > 0) | (warm_steps > 0))
-        stored.add_(counts.to(stored.device))  # in place, so that a captured step counts whenever it is replayed
-        warm = torch.minimum(where(tracked.started, usual, torch.inf), norms * shrunk)
-        tracked.restrict(finite | warms_up.logical_not())  # another process may have a gradient that is not finite
-        tracked.keep(usual=torch.where(warms_up, warm, averages))
-        return torch.where(warms_up, shrunk, factors)
+        # another process may have a gradient that is not finite
+        tracked.restrict((norms > 0) & (finite >= warms_up))
+        ratios = limits.masked_fill_(warms_up, most) / torch.where(warms_up, joint, norms)
+        factors = tracked.where_usable(at_most_one(ratios))
+        limited = norms * factors
+        first = torch.where(started, usual, limited)
+        averages = tracked.by_setting(averaged, first, limited)
+        # in place, so that a captured step counts whenever it is replayed
+        stored.add_((warms_up & finite & joint.logical_or(warm_steps)).to(stored.device))
+        tracked.keep(usual=torch.where(warms_up, torch.minimum(first, limited), averages))
+        return factors

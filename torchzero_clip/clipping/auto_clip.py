@@ -5,7 +5,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from torchzero_clip.checks import percent, steps
-from torchzero_clip.clipping.statistics import NormStatistics, Tracked, one_more
+from torchzero_clip.clipping.statistics import NormStatistics, Tracked
 from torchzero_clip.compat import warn_user
 from torchzero_clip.core.states import zero_numbers
 from torchzero_clip.functional.clip import within
@@ -87,7 +87,6 @@ class AutoClip(NormStatistics):
     @override
     def limit(self, tracked: Tracked, updates: list[Tensor]) -> Tensor:
         stored = tracked.remember()
-        tracked.keep(started=one_more(stored, tracked["started"], tracked.usable))
         limit = stored.nanquantile(tracked.shared[0][0]["percentile"] / 100)
         tracked.show(limit=limit)
-        return within(tracked.norms, limit)
+        return within(tracked.norms, limit, tracked.usable)

@@ -128,16 +128,18 @@ class ClipNormByEMA(NormStatistics):
         averages, measured = tracked.averaged("ema", of_tracked, self.slicing, from_update=self.ema_init == "update")
         size = self._grown(averages, measured, tracked)
 
-        ratio = tracked.norms / tracked.root(tracked.by_setting(lambda s, x: x.clamp(min=s["eps"]), size))
-        root = self.slicing.metric.root
-        least = tracked.by_setting(lambda s, x: x.clamp(min=root(s["eps"]) if self.NORMALIZE else 1.0), ratio)
-        return where(tracked.norms > 0, least.reciprocal(), 1.0)
+        limits = tracked.root(tracked.by_setting(lambda s, x: x.clamp(min=s["eps"]), size))
+        if not self.NORMALIZE:
+            return tracked.where_usable(within(tracked.norms, limits))
+        root, ratios = self.slicing.metric.root, tracked.norms / limits
+        least = tracked.by_setting(lambda s, x: x.clamp(min=root(s["eps"])), ratios)
+        return tracked.where_usable(where(tracked.norms > 0, least.reciprocal(), 1.0))
 
     def _grown(self, averages: Sequence[Tensor], measured: Measured, tracked: Tracked) -> Tensor:
         """Keep the averages from growing too fast, and return their norms."""
         size = tracked.metric(tracked.of(measured))
         if any(setting["max_ema_growth"] is not None for setting, _ in tracked.shared):
-            largest = tracked.where_started(tracked.by_setting(_largest, tracked["prev"]), torch.inf)
+            largest = tracked.limits(tracked.by_setting(_largest, tracked["prev"]))
             shrink = tracked.root(within(size, largest))
             scratch = tracked.step.tools.scratch_for(averages)
             scale_(measured, tracked.factors(shrink), scratch, name=f"averages {id(self)}")

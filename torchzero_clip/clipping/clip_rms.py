@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from torchzero_clip.checks import positive
+from torchzero_clip.checks import scalar
 from torchzero_clip.core.kinds import Scaling
 from torchzero_clip.core.step import Step
 from torchzero_clip.functional.choice import where
@@ -25,7 +25,8 @@ class ClipRMS(Scaling):
     with a limit that grows with the size of the tensor.
 
     Args:
-        max_rms: The limit, > 0; a setting of the param groups. Adafactor uses 1.
+        max_rms: The limit, a setting of the param groups: a number >= 0 or a tensor of one element, which is not read
+            on the host. Adafactor uses 1.
         target: What it acts on, see `Transform`.
         name: The name in the chain and in checkpoints; the class name in snake case if None.
 
@@ -33,7 +34,7 @@ class ClipRMS(Scaling):
         ValueError: For a limit out of range, or an unknown ``target``.
         TypeError: For an argument of the wrong type.
 
-    An update that is not finite passes unchanged. It has no state.
+    An update that is not finite passes unchanged. With ``max_rms=0`` all others become 0. It has no state.
 
     Examples:
         >>> import torch
@@ -49,11 +50,13 @@ class ClipRMS(Scaling):
     cost](https://arxiv.org/abs/1804.04235), 2018.
     """
 
-    checks = {"max_rms": positive}
+    checks = {"max_rms": scalar}
     each_alone = pure = True
     limit_setting = "max_rms"
 
-    def __init__(self, max_rms: float | Schedule = 1.0, *, target: Target = "update", name: str | None = None) -> None:
+    def __init__(
+        self, max_rms: float | Tensor | Schedule = 1.0, *, target: Target = "update", name: str | None = None
+    ) -> None:
         super().__init__({"max_rms": max_rms}, target=target, name=name)
 
     @override

@@ -1,14 +1,16 @@
 """Clipping by value."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from torchzero_clip.checks import non_negative
+from torchzero_clip.checks import scalar
 from torchzero_clip.core.elements import Elements
 from torchzero_clip.core.elementwise import Elementwise
+from torchzero_clip.functional.clip import unread_limit
 from torchzero_clip.functional.foreach import usable_limit
 from torchzero_clip.types import Schedule, Setting, Target
 
@@ -24,13 +26,14 @@ class ClipValue(Elementwise):
     the dtype of the update.
 
     Args:
-        value: The largest magnitude allowed, a setting of the param groups.
+        value: The largest magnitude allowed, a setting of the param groups: a number >= 0 or a tensor of one element,
+            which is not read on the host.
         target: What it acts on, see `Transform`.
         name: The name in the chain and in checkpoints; the class name in snake case if None.
 
     Raises:
         ValueError: If ``value`` is negative or NaN, or for an unknown ``target``.
-        TypeError: If ``value`` is not a number.
+        TypeError: If ``value`` is neither a number nor a tensor.
 
     | element | result |
     | --- | --- |
@@ -53,22 +56,27 @@ class ClipValue(Elementwise):
     """
 
     pure = True
-    checks = {"value": non_negative}
+    checks = {"value": scalar}
     limit_setting = "value"
     keeps_finite = True
 
-    def __init__(self, value: float | Schedule, *, target: Target = "update", name: str | None = None) -> None:
+    def __init__(self, value: float | Tensor | Schedule, *, target: Target = "update", name: str | None = None) -> None:
         super().__init__({"value": value}, target=target, name=name)
 
     @override
     def formula(self, x: Tensor, state: Sequence[Tensor], setting: Setting) -> tuple[Tensor, Sequence[Tensor]]:
-        value = usable_limit(setting["value"], x.dtype)
+        value = _limit(setting, x)
         return x.clamp(-value, value), ()
 
     @override
     def change(self, x: Tensor, result: Tensor, state: Sequence[Tensor], setting: Setting, at: Elements) -> Tensor:
-        value = setting["value"]
+        value = _limit(setting, x)
         size = torch.abs(x, out=at.memory("size", x))
         count = at.count(at.compare(torch.gt, size, value, size))
         at.clamp(x, -value, value, result)
         return count
+
+
+def _limit(setting: Setting, x: Tensor) -> Any:
+    value = setting["value"]
+    return unread_limit(value, x) if isinstance(value, Tensor) else usable_limit(value, x.dtype)

@@ -87,7 +87,8 @@ class GradientStabilizer(NormStatistics):
         norm = tracked.by_setting(partial(averaged, key="beta1"), tracked["norm"], seen)
         square = tracked.by_setting(partial(averaged, key="beta2"), tracked["square"], seen.square())
         tracked.keep(norm=norm, square=square, started=count)
-        return where(norms > 0, tracked.by_setting(_target, norm, square, count) / norms, 1.0)
+        factors = where(norms > 0, tracked.by_setting(_target, norm, square, count) / norms, 1.0)
+        return tracked.where_usable(factors)
 
 
 def _target(setting: Setting, norm: Tensor, square: Tensor, count: Tensor) -> Tensor:

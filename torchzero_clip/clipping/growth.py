@@ -251,16 +251,15 @@ class ClipNormGrowth(NormStatistics):
 
     @override
     def factors(self, measured: Measured, updates: list[Tensor], step: Step) -> Tensor:
-        _end_without_limit(step, joint=self.joint)
+        _end_without_limit(step, "prev", joint=self.joint)
         return super().factors(measured, updates, step)
 
     @override
     def limit(self, tracked: Tracked, updates: list[Tensor]) -> Tensor:
         size, prev = tracked.metric(tracked.norms), tracked["prev"]
-        allowed = tracked.where_started(tracked.by_setting(_allowed, prev), torch.inf)
-        limited, ratio = tracked.limited(size, allowed)
+        limited, ratio = tracked.limited(size, tracked.limits(tracked.by_setting(_allowed, prev)))
+        # prev is 0 before the start
         slowest = tracked.by_setting(lambda setting, prev: prev / (setting["max_decay"] or torch.inf), prev)
-        slowest = tracked.where_started(slowest, 0.0)
         tracked.keep(prev=torch.where(size < slowest, slowest, limited))
         return tracked.root(ratio)
 
@@ -269,13 +268,13 @@ def _limits(setting: Setting) -> bool:
     return setting["add"] is not None or setting["mul"] is not None
 
 
-def _end_without_limit(step: Step, *, joint: bool = False) -> None:
+def _end_without_limit(step: Step, *keys: str, joint: bool = False) -> None:
     """End the tracking of tensors without a limit, so that it starts anew if they get one again."""
     for setting, span in step.by_setting():
         if not _limits(setting):
             for state in [step.global_state] if joint else step.states[span]:
-                if state:
-                    state["started"].zero_()
+                for key in ("started", *keys) if state else ():
+                    state[key].zero_()
 
 
 def _allowed(setting: Setting, prev: Tensor) -> Tensor:

@@ -9,13 +9,13 @@ from torch import Tensor
 from typing_extensions import override
 
 from torchzero_clip.checks import at_least_one, non_negative, optional, positive, steps, unit_interval
-from torchzero_clip.clipping.statistics import filled, one_more, with_value
+from torchzero_clip.clipping.statistics import filled, put_
 from torchzero_clip.core.kinds import Gate
 from torchzero_clip.core.states import zero_numbers
 from torchzero_clip.core.step import Step
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.dtypes import squarable
-from torchzero_clip.types import NewState, Schedule, Setting, State, Target
+from torchzero_clip.types import NewState, Schedule, Setting, Target
 
 VALUES = ("norms", "losses")
 
@@ -152,7 +152,7 @@ class SkipStep(Gate):
         usable = (norm > 0) | started
         if self.needs_loss:
             for key, (value, exists) in self._values(norm, step).items():
-                self._store(state, key, f"{key}_stored", value, exists & (usable if key == "norms" else exists))
+                put_(state[key], state[f"{key}_stored"], value, exists & (usable if key == "norms" else exists))
             foreach.copy_([state["in_a_row"], state["losses_in_a_row"]], [torch.zeros_like(norm)] * 2)
         foreach.lerp_where_(usable & started.logical_not(), state["mean"], norm, 1.0)
         foreach.lerp_where_(usable, state["mean"], norm, 1 - setting["beta"])
@@ -171,7 +171,7 @@ class SkipStep(Gate):
             large = large & (exists.logical_not() | value.isfinite())
         counts = {"norms": "in_a_row", "losses": "losses_in_a_row"}
         for key, (value, exists) in values.items():
-            self._store(state, f"skipped_{key}", counts[key], value, large & exists)
+            put_(state[f"skipped_{key}"], state[counts[key]], value, large & exists)
         lasts = state["in_a_row"] >= len(state["skipped_norms"])
         for key, count in counts.items():
             few = state[f"skipped_{key}"]
@@ -235,10 +235,6 @@ class SkipStep(Gate):
             enough = count >= max(2, len(state[key]) // 2 - 1)
             limits[key] = mean + sigma * torch.maximum(deviation, mean.abs() / 1000), exists & enough
         return limits
-
-    def _store(self, state: State, key: str, count: str, value: Tensor, where: Tensor) -> None:
-        foreach.copy_([state[key]], [with_value(state[key], state[count], value, where)])
-        foreach.copy_([state[count]], [one_more(state[key], state[count], where)])
 
 
 def _limit(norm: Tensor, step: Step) -> Tensor:

@@ -11,9 +11,10 @@ from typing_extensions import override
 from torchzero_clip.checks import same_in_all_groups
 from torchzero_clip.core.kinds import Scaling
 from torchzero_clip.core.states import zero_numbers
-from torchzero_clip.core.step import Step
+from torchzero_clip.core.step import Step, usable_gradients
 from torchzero_clip.functional import foreach
-from torchzero_clip.functional.choice import where
+from torchzero_clip.functional.choice import places, where
+from torchzero_clip.functional.clip import within
 from torchzero_clip.functional.dtypes import moved, widened
 from torchzero_clip.functional.measure import Measured, Slicing, by_setting
 from torchzero_clip.functional.shards import elements_at
@@ -45,25 +46,32 @@ class Tracked:
         self.shared = step.by_setting() if whole else by_setting([step.settings[i] for i in self.indices])
         """Each setting, with the range of ``indices`` that share it."""
         self.norms = self.of(measured)
-        started = self["started"]
+        self._measured = measured
+        self._marks = self["started"]  # 0 before the start
         self._all_marked = False
-        self.is_usual = self._are_usual(started)  # all are known to have started, and norms to be usable and not 0
-        self.started = started > 0
-        self.usable = self.started  # True where gradient and norm are usable
-        if not self.is_usual:  # an earlier transform may make an inf of a finite gradient
-            usable = step.usable(self.started, indices=None if joint else self._rows, joint=joint)
-            # the norms of gradients that are measured by the same metric are known to be finite there
-            is_same = step.gradient_norms is measured.vector and self.norms is measured.vector
-            self.usable = usable if is_same else usable & (self.norms < torch.inf)
+        self.is_usual = self._are_usual()  # all are known to have started, and norms to be usable and not 0
+        self.are_gradients = step.gradient_norms is self.norms
+        """True if the norms are those by which gradients are judged."""
+        if self.is_usual:
+            self.usable = self.started  # True where gradient and norm are usable
+        else:
+            usable = usable_gradients(step, self._marks, None if joint else self._rows, joint=joint)
+            # an earlier transform may make an inf of a finite gradient
+            self.usable = usable if self.are_gradients else usable & (self.norms < torch.inf)
 
-    def _are_usual(self, started: Tensor) -> bool:
+    @property
+    def started(self) -> Tensor:
+        """True where a statistic has started before this step. Not to be used after `keep`."""
+        return self._marks > 0
+
+    def _are_usual(self) -> bool:
         of_gradients = self.step.gradient_norms
         if of_gradients is None or not may_look(self.norms):
             return False
         smallest, largest = extent(self.norms)
         if not (smallest > 0 and largest < torch.inf):  # also NaN
             return False
-        marks = extent(started)
+        marks = extent(self._marks)
         self._all_marked = marks == (1.0, 1.0)
         if not marks[0] > 0:
             return False
@@ -73,23 +81,25 @@ class Tracked:
         """From now on, count a norm as usable only if it is also chosen."""
         self.usable, self.is_usual = self.usable & chosen, False
 
-    def where_started(self, values: Tensor, other: float) -> Tensor:
-        """The values of statistics that have started, and ``other`` for those that have not."""
-        return values if self.is_usual else where(self.started, values, other)
+    def limits(self, values: Tensor) -> Tensor:
+        """The limits of usable norms whose statistic has started before this step, and inf for the others."""
+        return values if self.is_usual else where(self._marks.logical_and(self.usable), values, torch.inf)
 
-    def limited(self, sizes: Tensor, limit: Tensor) -> tuple[Tensor, Tensor]:
+    def limited(self, sizes: Tensor, limits: Tensor) -> tuple[Tensor, Tensor]:
         """Norms or metrics, cut to their limits, and the ratio to those before: 1 for one within its limit."""
-        limited = torch.minimum(sizes, limit)
-        ratio = limited / sizes
-        if not self.is_usual or self.degree > 1:  # 0 / 0 or inf / inf, also of squares of usual norms
-            ratio = where(sizes > limit, ratio, 1.0)
-        return limited, ratio
+        limited = torch.minimum(sizes, limits)
+        # 0 / 0 or inf / inf, also of squares of usual norms
+        return limited, limited / sizes if self.is_usual and self.degree == 1 else within(sizes, limits)
+
+    def where_usable(self, factors: Tensor) -> Tensor:
+        """The factors of usable norms, and 1 for the others."""
+        return factors if self.is_usual else where(self.usable, factors, 1.0)
 
     def of(self, measured: Measured) -> Tensor:
         """The norms of the tensors with a statistic, from what `measure` returned."""
         if self.joint:
             # state is on the device of the first parameter, and the first gradient may be on another one
-            return moved(measured.vector.narrow(0, 0, 1), self.step.global_state["started"].device)
+            return moved(measured.first, self.step.global_state["started"].device)
         is_subset = self._taken is not None and len(measured.indices) > len(self._taken)
         return elements_at(measured.vector, self._taken or []) if is_subset else measured.vector
 
@@ -100,7 +110,7 @@ class Tracked:
 
         With ``from_update``, they start at their first update.
         """
-        tools, usable, started = self.step.tools, self.per_tensor(self.usable), self.per_tensor(self.started)
+        tools, usable, started = self.step.tools, self.per_tensor(self.usable), self.per_tensor(self._marks)
         averages, changed = self.step.stored.draft(key, self._rows)
         norms = tools.average_(averages, updates, self.shared, usable, started, into=changed, from_update=from_update)
         return changed, tools.measure(changed, slicing, norms)
@@ -128,7 +138,7 @@ class Tracked:
 
     def _keep_in_place(self, values: dict[str, Tensor]) -> bool:
         """Do the same in one launch for each key. False if numbers are not elements of vectors in the widest dtype."""
-        keys = {**values, "started": self.started}
+        keys = {**values, "started": self._marks}
         stored = {key: vector for key in keys if (vector := self._stored(key)) is not None}
         if len(stored) < len(keys) or any(vector.dtype != self.norms.dtype for vector in stored.values()):
             return False
@@ -143,13 +153,12 @@ class Tracked:
         """The stored numbers under one key as a vector, to be changed in place; None if they cannot be one."""
         return self.step.global_state[key].view(1) if self.joint else self.step.stored.changing_vector(key, self._rows)
 
-    def remember(self, only: Tensor | None = None) -> Tensor:
+    def remember(self) -> Tensor:
         """Write usable norms over the oldest ones in the ring, and return it, with NaN where it is still empty."""
         # the statistic stores the count of its norms under "started"
-        ring, count = self.step.global_state["ring"], self["started"]
-        chosen = self.usable if only is None else self.usable & only
-        foreach.copy_([ring], [with_value(ring, count, self.norms, chosen)])
-        return filled(ring, count + chosen)
+        ring, count = self.step.global_state["ring"], self.step.global_state["started"]
+        put_(ring, count, self.norms, self.usable)
+        return filled(ring, count)
 
     def show(self, **metrics: Tensor) -> None:
         """Add metrics of the transform, one number each."""
@@ -157,8 +166,10 @@ class Tracked:
 
     def joint_norm(self) -> tuple[Tensor, Tensor]:
         """The L2 norm of all tensors together, and whether all gradients and all norms are finite: 0-d tensors."""
-        finite = self.step.finite.all().to(self.norms.device) & (self.norms < torch.inf).all()
-        norm = joint_of_norms(self.norms, 2.0)
+        norm = self._measured.total
+        finite = norm < torch.inf  # False for NaN
+        if not self.are_gradients:
+            finite = finite & self.step.finite.all().to(norm.device)
         if self.step.tools.process_group is None:
             return norm, finite
         norms, are_finite = self.step.tools.gathered(norm, finite)
@@ -184,8 +195,7 @@ class Tracked:
         return vector.expand(len(self.indices)) if self.joint else vector
 
     def factors(self, vector: Tensor) -> Tensor:
-        """One factor for each measured tensor, from one for each statistic; 1 where the norm is not usable."""
-        vector = vector if self.is_usual else where(self.usable, vector, 1.0)
+        """One factor for each measured tensor, from one for each statistic."""
         if self.joint:
             return vector.expand(self._count)
         if self._taken is None:
@@ -194,28 +204,24 @@ class Tracked:
         return torch.stack([by_place.get(k, one) for k in range(self._count)])
 
 
-def with_value(ring: Tensor, count: Tensor, value: Tensor, where: Tensor) -> Tensor:
-    """The last values, with one more in place of the oldest one if ``where`` is true; ``count`` were written before."""
-    places = torch.arange(len(ring), device=ring.device)
-    return torch.where((places == count % len(ring)) & where, value, ring)
-
-
-def one_more(ring: Tensor, count: Tensor, where: Tensor) -> Tensor:
-    """How many values were written, after one more where ``where`` is true.
+def put_(ring: Tensor, count: Tensor, value: Tensor, where: Tensor) -> None:
+    """Write a value over the oldest one if ``where`` is true, and count it; all are tensors of one element.
 
     Float32 counts to 2**24 only. In it, the count goes back by the size of the ring, which keeps the place of the next.
     """
-    count = count + where
-    return count if count.dtype == torch.float64 else torch.where(count >= 2 * len(ring), count - len(ring), count)
+    torch.where((places(ring) == count % len(ring)) & where, value.to(ring), ring, out=ring)
+    count.add_(where.view_as(count))
+    if count.dtype != torch.float64:
+        foreach.copy_([count], [torch.where(count >= 2 * len(ring), count - len(ring), count)])
 
 
 def filled(ring: Tensor, count: Tensor) -> Tensor:
     """A ring buffer with NaN in places that were not written yet, which `Tensor.nanquantile` leaves out."""
-    return where(torch.arange(len(ring), device=ring.device) < count, ring, torch.nan)
+    return where(places(ring) < count, ring, torch.nan)
 
 
 def averaged(setting: Setting, average: Tensor, new: Tensor, key: str = "beta") -> Tensor:
-    return setting[key] * average + (1 - setting[key]) * new
+    return average.lerp(new, 1 - setting[key])
 
 
 class NormStatistics(Scaling):
@@ -234,7 +240,7 @@ class NormStatistics(Scaling):
 
     @abstractmethod
     def limit(self, tracked: Tracked, updates: list[Tensor]) -> Tensor:
-        """Return the factor of each norm, and store what the next step needs."""
+        """Return the factor of each norm, 1 where it is not usable, and store what the next step needs."""
 
     def takes_part(self, setting: Setting) -> bool:
         """True if tensors with this setting have a statistic."""

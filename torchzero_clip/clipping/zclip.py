@@ -12,7 +12,6 @@ from torchzero_clip.core.states import zero_numbers
 from torchzero_clip.functional.choice import where
 from torchzero_clip.functional.clip import within
 from torchzero_clip.functional.dtypes import squarable
-from torchzero_clip.functional.ways import may_look
 from torchzero_clip.types import NewState, Schedule, Target
 
 ClipOption = Literal["adaptive_scaling", "mean"]
@@ -51,8 +50,7 @@ class ZClip(NormStatistics):
         ValueError: For a setting out of range, an unknown ``clip_option`` or ``target``, or groups that differ.
         TypeError: For an argument of the wrong type.
 
-    It adds the metrics ``limit`` (inf if there is no limit) and ``z``. State: ``warmup_steps`` numbers and three more
-    for the whole chain.
+    It adds the metrics ``limit`` (inf if there is no limit) and ``z``. State: three numbers for the whole chain.
 
     Examples:
         >>> import torch
@@ -101,41 +99,28 @@ class ZClip(NormStatistics):
 
     @override
     def init_global_state(self) -> NewState:
-        """The norms of the warm-up, the mean, the variance, and how many norms were seen."""
-        ring = torch.zeros(self.warmup_steps, dtype=torch.float64)
-        return {"ring": ring, **zero_numbers("mean", "variance", "started")}
+        """The mean, the variance, and how many norms were seen."""
+        return zero_numbers("mean", "variance", "started")
 
     @override
     def limit(self, tracked: Tracked, updates: list[Tensor]) -> Tensor:
-        norm, count, maximum = tracked.norms, tracked["started"], tracked.shared[0][0]["max_norm"]
-        warms_up = count < self.warmup_steps
-        if not may_look(warms_up):
-            pairs = zip(self._first(tracked, warms_up), self._later(tracked), strict=True)
-            results = [torch.where(warms_up, first, later) for first, later in pairs]
-        else:
-            results = self._first(tracked, warms_up) if warms_up else self._later(tracked)
-        mean, variance, limit, z = results
-        tracked.keep(mean=mean, variance=variance, started=count + 1)
-        limit = limit.clamp(max=torch.inf if maximum is None else maximum)
-        tracked.show(limit=limit, z=z)
-        return within(norm, limit)
-
-    def _first(self, tracked: Tracked, warms_up: Tensor) -> list[Tensor]:
-        """Mean, variance, limit and z-score during the warm-up."""
-        ring = tracked.remember(warms_up).clamp(max=squarable(tracked.norms))
-        mean = ring.nanmean().view(1)
-        variance = (ring - mean).square().nanmean().view(1)
-        return [mean, variance, torch.full_like(mean, torch.inf), torch.zeros_like(mean)]
-
-    def _later(self, tracked: Tracked) -> list[Tensor]:
-        """Mean, variance, limit and z-score after the warm-up."""
         setting, norm, mean, variance = tracked.shared[0][0], tracked.norms, tracked["mean"], tracked["variance"]
-        beta, deviation = setting["beta"], variance.sqrt()
-        z = (norm - mean) / (deviation + setting["eps"])
-        cut = mean
+        is_warm, count, threshold = tracked["started"] >= self.warmup_steps, tracked["started"] + 1, setting["z_thresh"]
+        deviation = variance.sqrt()
+        z = where(is_warm, (norm - mean) / (deviation + setting["eps"]), 0.0)
+        is_spike, cut = z > threshold, mean
         if self.clip_option == "adaptive_scaling":
-            cut = (mean + deviation * (z.reciprocal() * setting["z_thresh"] ** 2)) * setting["clip_factor"]
-        limit = where(z > setting["z_thresh"], cut, torch.inf)
-        seen = torch.where(limit < torch.inf, limit, norm).clamp(max=squarable(norm))
-        moved = beta * mean + (1 - beta) * seen
-        return [moved, beta * variance + (1 - beta) * (seen - moved).square(), limit, z]
+            cut = torch.addcdiv(mean, deviation, z, value=threshold**2)
+            cut = cut if setting["clip_factor"] == 1 else cut * setting["clip_factor"]
+        limit = where(is_spike, cut, torch.inf)
+        seen = torch.where(is_spike, cut, norm).clamp(max=squarable(norm))
+        # in the warm-up, mean and variance are those of all norms so far
+        weight = count.reciprocal().masked_fill_(is_warm, 1 - setting["beta"])
+        moved = mean.lerp(seen, weight)
+        distance = seen - moved
+        square = distance * torch.where(is_warm, distance, seen - mean)
+        tracked.keep(mean=moved, variance=variance.lerp(square, weight), started=count)
+        if setting["max_norm"] is not None:
+            limit = limit.clamp(max=setting["max_norm"])
+        tracked.show(limit=limit, z=z)
+        return within(norm, limit, tracked.usable)

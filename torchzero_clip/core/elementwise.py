@@ -258,9 +258,9 @@ class Elementwise(TensorwiseTransform):
         return self.keeps_statistics and self.is_elementwise
 
     def may_wait(self, step: Step) -> bool:
-        """True if the dtype can hold all settings, so that a postponed call cannot raise."""
+        """True if the dtype can hold all settings, so that a postponed call cannot raise. Tensors do not raise."""
         largest = torch.finfo(step.params[0].dtype).max
-        values = [value for setting, _ in step.by_setting() for value in setting.values() if value is not None]
+        values = [v for setting, _ in step.by_setting() for v in setting.values() if not isinstance(v, Tensor | None)]
         return all(abs(x) <= largest for value in values for x in (value if isinstance(value, tuple) else (value,)))
 
     def acts_with(self, setting: Setting) -> bool:

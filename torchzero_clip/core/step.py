@@ -123,12 +123,12 @@ class Step:
     @property
     def finite(self) -> Tensor:
         """True where gradients were finite before any transform: a vector of booleans, equal on all ranks."""
-        return self._declared_norms() < torch.inf  # False for NaN
+        return self.declared_norms < torch.inf  # False for NaN
 
     @property
     def nonzero(self) -> Tensor:
         """True where gradients were not all zero before any transform: a vector of booleans, equal on all ranks."""
-        return self._declared_norms() != 0
+        return self.declared_norms != 0
 
     def usable(self, started: Tensor, *, indices: Sequence[int] | None = None, joint: bool = False) -> Tensor:
         """Return a vector of booleans: True where a statistic may be updated.
@@ -144,23 +144,31 @@ class Step:
         Raises:
             ValueError: If ``started`` is not a vector of booleans, or has another length.
         """
-        norms = moved(self._declared_norms(), started.device)  # that of the first parameter, which may be another one
-        if indices is not None:
-            norms = elements_at(norms, indices)
-        expected = 1 if joint else norms.numel()
+        expected = 1 if joint else self.declared_norms.numel() if indices is None else len(indices)
         if started.dtype != torch.bool or started.shape != (expected,):
             got = f"{started.dtype} of shape {tuple(started.shape)}"
             way = ". For one statistic of all gradients: joint=True" if not joint and started.numel() == 1 else ""
             raise ValueError(f"started must be booleans, {expected} of them, got {got}{way}")
-        finite, nonzero = norms < torch.inf, norms != 0  # also False for NaN
-        if joint and len(norms) > 1:
-            finite, nonzero = finite.all(), nonzero.any()
-        return finite & (nonzero | started)
+        return usable_gradients(self, started, indices, joint=joint)
 
-    def _declared_norms(self) -> Tensor:
+    @property
+    def declared_norms(self) -> Tensor:
+        """The ``gradient_norms``, for a transform that declares that it needs them."""
         if self.gradient_norms is None:
             raise RuntimeError(
                 "finite, nonzero and usable need the norms of gradients before the chain: write "
                 "keeps_statistics = True in the class of the transform"
             )
         return self.gradient_norms
+
+
+def usable_gradients(step: Step, started: Tensor, indices: Sequence[int] | None, *, joint: bool) -> Tensor:
+    """`Step.usable`, also for numbers that are 0 before the start."""
+    # the norms are on the device of the first parameter, which may be another one
+    norms = moved(step.declared_norms, started.device)
+    if indices is not None:
+        norms = elements_at(norms, indices)
+    finite, counts = norms < torch.inf, norms  # False for NaN
+    if joint and len(norms) > 1:
+        finite, counts = finite.all(), (norms != 0).any()
+    return finite & counts.logical_or(started)

@@ -75,6 +75,7 @@ class Tools:
     ) -> JointNorm | None:
         """Move the averages that are usable towards updates by ``1 - beta``, each by its setting.
 
+        ``started`` may be numbers, 0 before the start.
         The results are written to ``into``: other tensors, or the averages. Return their joint L2 norm and the norm of
         each if moving them has measured them; else None.
         """

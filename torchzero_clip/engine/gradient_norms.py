@@ -153,7 +153,7 @@ class GradientNorms:
         if self.norm_needs.is_asked and self.norms is None:
             # these are gradients: see `before_change`
             is_joint = not each and len(measured.vector) > 0
-            self.norms = measured.vector.narrow(0, 0, 1) if is_joint else measured.tensor_norms
+            self.norms = measured.first if is_joint else measured.tensor_norms
             self.measure()
         if beside:  # the same pass gave the listener its norms, unless they are of another metric
             self._note(measured.tensor_norms if measured.metric == L2 else None)

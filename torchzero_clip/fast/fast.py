@@ -62,7 +62,7 @@ class Averaging(Measurer):
             run_pieces([op], updates, each, self._scratch, writes=False)
             return None
         may_move = max(map(Tensor.numel, averages)) > SHORT and may_look(usable)
-        all_move = may_move and bool((usable & started if from_update else usable).all())
+        all_move = may_move and bool((usable.logical_and(started) if from_update else usable).all())
         if all_move and foreach.fit_kernels([averages, updates]):
             moves = Moves(averages, updates, [1 - setting["beta"] for setting in each])
             return joint_norm(into, self._scratch, plain=True, beside=True, moves=moves)

@@ -110,7 +110,7 @@ def run_pieces(
         if kernel is None and writes and piece.part is not None and piece.rounded is None:
             # a part of a long tensor needs no memory of its own, because transforms may write to what they read
             piece = piece._replace(flat=old_updates[0], views=[])
-        if piece.pads:
+        if piece.pads and writes:
             foreach.zero_plain_(piece.pads)  # transforms count changed elements there too
         source = _read(piece, old_updates, before)
         for stage in stages:

@@ -288,7 +288,7 @@ class RepeatedScaling:
 
         if not (measured.is_whole and measured.targets):
             return left, partial(dict, metrics())
-        measured.targets = [measured.total]  # so that metrics do not keep the gradients alive
+        measured.targets = [measured.vector]  # so that metrics do not keep the gradients alive
         if step.listener is not None and not course.may_read and is_pure(node.transform):
             step.walk.metrics.update(node.qualified(shown))
             one = foreach.is_one_number(factors)

@@ -1,12 +1,14 @@
-"""A choice between a tensor and a number, without a launch for the number."""
+"""Choices between tensors and numbers, without a launch for what is the same in each step."""
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from torchzero_clip.compat import FakeTensor, is_capturing
 
-_NUMBERS: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
-"""Numbers on devices, as 0-d tensors that are never changed."""
+_CONSTANTS: dict[tuple[object, ...], Tensor] = {}
+"""Tensors on devices that are never changed."""
 
 
 def where(condition: Tensor, value: Tensor | float, other: Tensor | float) -> Tensor:
@@ -14,7 +16,7 @@ def where(condition: Tensor, value: Tensor | float, other: Tensor | float) -> Te
 
     There, torch makes a new tensor of the number in each call, which takes a launch of its own.
     """
-    if condition.is_cpu or torch.compiler.is_compiling() or isinstance(condition, FakeTensor):
+    if _takes_numbers(condition):
         return torch.where(condition, value, other)
     tensor = value if isinstance(value, Tensor) else other
     if not isinstance(tensor, Tensor):
@@ -23,12 +25,42 @@ def where(condition: Tensor, value: Tensor | float, other: Tensor | float) -> Te
     return torch.where(condition, chosen, rest)
 
 
+def at_most_one(ratios: Tensor) -> Tensor:
+    """The ratios, and 1 for larger ones and for NaN, such as 0 / 0: one launch on a device."""
+    if _takes_numbers(ratios):
+        return torch.where(ratios < 1, ratios, 1.0)
+    return torch.fmin(ratios, _number(1.0, ratios))
+
+
+def clamped(x: Tensor, limit: float, dtype: torch.dtype) -> Tensor:
+    """A tensor in another dtype, clamped to [-limit, limit]: one launch on a device."""
+    if _takes_numbers(x):
+        return x.clamp(-limit, limit).to(dtype)
+    return torch.clamp(x, _number(-limit, x), _number(limit, x), out=torch.empty_like(x, dtype=dtype))
+
+
+def places(vector: Tensor) -> Tensor:
+    """The indices of the elements of a vector."""
+    size, device = len(vector), vector.device
+    if _takes_numbers(vector):
+        return torch.arange(size, device=device)
+    known = _CONSTANTS.get((size, device))
+    return _made(lambda: torch.arange(size, device=device), size, device) if known is None else known
+
+
+def _takes_numbers(tensor: Tensor) -> bool:
+    return tensor.is_cpu or torch.compiler.is_compiling() or isinstance(tensor, FakeTensor)
+
+
 def _number(number: float, like: Tensor) -> Tensor:
     key = str(number), like.dtype, like.device  # as text, because NaN is not equal to itself
-    known = _NUMBERS.get(key)
-    if known is None:
-        with torch.inference_mode(False):
-            known = torch.full((), number, dtype=like.dtype, device=like.device)
-        if not (like.is_cuda and is_capturing()):  # a captured graph fills it only when it is replayed
-            _NUMBERS[key] = known
-    return known
+    known = _CONSTANTS.get(key)
+    return _made(lambda: torch.full((), number, dtype=key[1], device=key[2]), *key) if known is None else known
+
+
+def _made(make: Callable[[], Tensor], *key: object) -> Tensor:
+    with torch.inference_mode(False):
+        made = make()
+    if not (made.is_cuda and is_capturing()):  # a captured graph fills it only when it is replayed
+        _CONSTANTS[key] = made
+    return made

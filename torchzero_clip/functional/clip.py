@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 
 from torchzero_clip.checks import as_number, non_negative, scalar
 from torchzero_clip.functional import foreach
-from torchzero_clip.functional.choice import where
+from torchzero_clip.functional.choice import at_most_one, where
 from torchzero_clip.functional.dtypes import widened
 from torchzero_clip.functional.measure import Slicing, cut
 from torchzero_clip.functional.metric import Metric
@@ -50,16 +50,23 @@ def centralize_(tensors: Sequence[Tensor], slicing: Slicing, group: ProcessGroup
     foreach.subtract_slices_([p.tensor for p in parts], means_of_slices(parts))
 
 
+def unread_limit(limit: Tensor, like: Tensor) -> Tensor:
+    """A limit in a tensor of one element, as a 0-d tensor beside another one. A negative one becomes NaN.
+
+    It was not checked, because this would synchronize with the GPU.
+    """
+    return where(limit >= 0, limit, math.nan).to(like).reshape(())
+
+
 def clip_factors(metric: Metric, norms: Tensor, limit: float | Tensor, floor: float = 0.0) -> Tensor:
     """The factors min(1, limit / norm), and floor / norm for norms between 0 and ``floor``.
 
-    They bring metrics to at most ``limit``, and those that are not 0 to at least ``floor``. A limit in a tensor was not
-    checked, because this would synchronize with the GPU: a negative one gives NaN.
+    They bring metrics to at most ``limit``, and those that are not 0 to at least ``floor``.
     """
     # norms are the roots of metrics, as for 'var'; limit and floor are in units of the metric
     low = metric.root(floor) if floor else 0.0
     if isinstance(limit, Tensor):
-        high = where(limit >= 0, limit, math.nan).to(norms).reshape(())
+        high = unread_limit(limit, norms)
         high = high if metric.degree == 1 else high.pow(1 / metric.degree)
     elif (high := metric.root(limit)) == math.inf and not low:
         return torch.ones_like(norms)
@@ -74,13 +81,13 @@ def clip_factors(metric: Metric, norms: Tensor, limit: float | Tensor, floor: fl
     return torch.where((norms > 0) & (norms < low), torch.full_like(norms, low) / norms, factor) if low else factor
 
 
-def within(norms: Tensor, limits: Tensor | float, usable: Tensor | None = None) -> Tensor:
+def within(norms: Tensor, limits: Tensor, usable: Tensor | None = None) -> Tensor:
     """The factors that bring norms to at most their limits, for statistics.
 
     They are 1 where a norm or a limit is no number, and where ``usable`` is false.
     """
-    exceeds = norms > limits if usable is None else (norms > limits) & usable
-    return where(exceeds, limits / norms, 1.0)
+    ratios = limits / norms
+    return at_most_one(ratios if usable is None else where(usable, ratios, 1.0))
 
 
 def clip_factor(norm: float, high: float, low: float) -> float:

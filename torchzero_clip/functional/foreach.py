@@ -16,6 +16,7 @@ from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
 from torchzero_clip.compat import FakeTensor, any_distributed
+from torchzero_clip.functional.choice import clamped
 from torchzero_clip.functional.dtypes import widest_of
 from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.functional.shards import distributed_like, local, locals_of
@@ -222,8 +223,7 @@ def multiply_each_(
 
 def as_factors(factors: Tensor, dtype: torch.dtype) -> Tensor:
     """Factors in a dtype, clamped to its range, because on CUDA a check of the range would synchronize with the GPU."""
-    largest = torch.finfo(dtype).max
-    return (factors if dtype == torch.float64 else factors.clamp(min=-largest, max=largest)).to(dtype)
+    return factors.to(dtype) if dtype == torch.float64 else clamped(factors, torch.finfo(dtype).max, dtype)
 
 
 def is_one_number(vector: Tensor) -> bool:

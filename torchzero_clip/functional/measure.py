@@ -4,6 +4,7 @@ import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple, TypeAlias, TypeVar
 
 import torch
@@ -102,8 +103,8 @@ class Measured:
     """The index of each tensor that has slices."""
     vector: Tensor
     """The norm of each slice (for 'var' the standard deviation), of all tensors one after the other: float64."""
-    total: Tensor
-    """The metric of all tensors together, those left alone included: 0-d."""
+    _total: Tensor | None
+    """The ``total``; None if it is the L2 norm of ``vector``, which is computed when it is read."""
     targets: list[Tensor]
     """The memory of the tensors, to be scaled."""
     joint: bool = False
@@ -118,6 +119,16 @@ class Measured:
     """How plain tensors were cut, if their slices were measured together."""
     moments: Tensor | None = None
     """The sums from which ``total`` was computed, as in `joint_moments`; None if ``metric`` is a power."""
+
+    @property
+    def total(self) -> Tensor:
+        """The metric of all tensors together, those left alone included: 0-d."""
+        return torch.linalg.vector_norm(self.vector) if self._total is None else self._total
+
+    @cached_property
+    def first(self) -> Tensor:
+        """The norm of the first slice, which is that of all if ``joint``: a vector of one element."""
+        return self.vector.narrow(0, 0, 1)
 
     @property
     def parts(self) -> list[Part]:
@@ -176,7 +187,7 @@ class Measured:
         """The same with the joint metric of several processes, from a matrix with the `numbers` of one in each row."""
         root = joint_root(self.metric, numbers)
         vector = root.expand(len(self.vector)) if self.joint else self.vector
-        return replace(self, total=root**self.metric.degree, vector=vector)
+        return replace(self, _total=root**self.metric.degree, vector=vector)
 
     def shaped(self, vector: Tensor) -> list[Tensor]:
         """Split a vector with a number per slice into one tensor for each measured one, in the shape of its norms."""
@@ -323,7 +334,7 @@ def measure_over_processes(
     if judged is None:
         return measured
     worst = worst.squeeze(0)
-    return replace(measured, total=torch.where(worst.isfinite(), measured.total, worst))
+    return replace(measured, _total=torch.where(worst.isfinite(), measured.total, worst))
 
 
 def _powers(
@@ -338,12 +349,10 @@ def _powers(
     values = norms_of_slices(parts, metric.p)
     vector = norms = pack(values)
     total = joint_of_norms(norms, metric.p) if joint else _joined(tensors, indices, parts, values, metric.p)
-    total = metric.of_norm(total, count)
-    if joint:
-        vector = total.expand(len(parts))
-    elif metric.kind == "mad":
+    if metric.kind == "mad":
+        total = metric.of_norm(total, count)
         vector = pack([metric.of_norm(value, p.size) for value, p in zip(values, parts, strict=True)])
-    return vector, total, norms
+    return total.expand(len(parts)) if joint else vector, total, norms
 
 
 def _joined(
@@ -392,11 +401,12 @@ def _measure_plain(
         norms = pack(merged(wholes(tensors), list(norms.unbind()), metric.p))
     # the squares of other dtypes are in the range of float64
     fits = metric == L2 and tensors[0].dtype != torch.float64 and norms.dtype == torch.float64
-    if both is not None and not norms.is_cpu:
-        total = both[0]
+    if not norms.is_cpu and (both is not None or (fits and not joint)):
+        total = None if both is None else both[0]
     else:
         total = torch.linalg.vector_norm(norms) if fits else joint_of_norms(norms, metric.p)
-    return Measured(metric, indices, total.expand(len(norms)) if joint else norms, total, targets, joint, norms)
+    vector = norms if total is None or not joint else total.expand(len(norms))
+    return Measured(metric, indices, vector, total, targets, joint, norms)
 
 
 def _measure_cut(tensors: Sequence[Tensor], slicing: Slicing, dims_of: DimsOf, resources: Resources) -> Measured | None:

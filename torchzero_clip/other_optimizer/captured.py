@@ -380,9 +380,9 @@ def captured(optimizer: Optimizer) -> CapturedStep:
     checkpoints: only call ``step()`` instead of ``optimizer.step()``.
 
     The first steps are ordinary. When a few looked the same, a step is captured, and later ones are replays. The rates
-    ``lr`` and the limit ``max_norm`` of `ClipNorm` may change in each step. Before each replay, the memory of
-    gradients, all other settings and loads are compared. If one differs, the step is an ordinary one, and a new capture
-    follows. On a CPU, all steps are ordinary.
+    ``lr`` and the limits of `ClipNorm`, `ClipRMS` and `ClipValue` may change in each step. Before each replay, the
+    memory of gradients, all other settings and loads are compared. If one differs, the step is an ordinary one, and a
+    new capture follows. On a CPU, all steps are ordinary.
 
     Args:
         optimizer: A `Modular`, or an optimizer of torch with ``capturable=True``, also with `before_step`.

@@ -67,7 +67,7 @@ def per_example_global_norm_clip(grads: Tree, l2_norm_clip: float) -> tuple[Tree
         return grads, torch.zeros((), dtype=torch.int64, device="cpu")
     of_leaves = _norms(leaves)
     norms = norms_of_slices([Part(stacked(of_leaves), (0,), len(leaves))], 2.0)[0].view(-1)
-    factors = within(norms, l2_norm_clip)
+    factors = within(norms, torch.full_like(norms, l2_norm_clip))
     sums = [_weighted_sum(factors, leaf) for leaf in leaves]
     return pytree.tree_unflatten(sums, structure), (factors < 1).sum()
 
@@ -116,7 +116,7 @@ def per_example_layer_norm_clip(grads: Tree, global_l2_norm_clip: float, uniform
     sizes = [math.prod(leaf.shape[1:]) for leaf in leaves]
     shares = [1 / len(leaves) if uniform else size / max(sum(sizes), 1) for size in sizes]
     limits = [global_l2_norm_clip * math.sqrt(share) for share in shares]
-    factors = [within(norms, limit) for norms, limit in zip(_norms(leaves), limits, strict=True)]
+    factors = [within(n, torch.full_like(n, limit)) for n, limit in zip(_norms(leaves), limits, strict=True)]
     sums = [_weighted_sum(f, leaf) for f, leaf in zip(factors, leaves, strict=True)]
     counts = [(f < 1).sum() for f in factors]
     return pytree.tree_unflatten(sums, structure), pytree.tree_unflatten(counts, structure)
