@@ -80,7 +80,6 @@ RIGHT = {
 WRONG = {
     "einsum": lambda x, row: x * torch.einsum("btd,otd->td", x, row),
     "cat": lambda x, row: x + torch.cat([x[:, 0], x.flatten(0, 1), row[0]]).mean(0),
-    "dropout": lambda x, row: x * F.dropout(row, 1.0),
 }
 
 
@@ -106,6 +105,13 @@ def test_other_uses_of_one_row_for_all_samples_are_refused_by_name(use, frozen):
     with pytest.raises(RuntimeError, match=rf"'layer' \(Linear\) returned one row.*{use}.*expand"):
         clipper.backward(losses_of(output))
     assert all(param.grad is None for param in model.parameters())
+
+
+def test_a_random_function_of_a_row_is_refused_by_name():
+    """One row stands for all samples, whose random numbers differ."""
+    model = uses(lambda x, row: x * F.dropout(row)).double()
+    with clip(model) as clipper, pytest.raises(RuntimeError, match=r"'layer' \(Linear\) returned one row.*dropout"):
+        clipper.backward(losses_of(model(torch.randn(5, 4, 3).double())))
 
 
 def test_wrong_arguments_of_functions_of_rows_get_the_errors_of_torch():
