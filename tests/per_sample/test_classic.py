@@ -69,6 +69,30 @@ def test_rows_have_the_samples_of_the_block_also_where_no_output_has_a_gradient(
     assert_close(found, torch.stack([torch.stack([grad.norm() for grad in row]).norm() for row in rows]))
 
 
+@pytest.mark.parametrize("says", [True, False])
+def test_a_block_of_rows_holds_for_layers_that_are_called_by_themselves(says):
+    first, last, x = nn.Linear(W, W).double(), nn.Linear(W, 2).double(), torch.randn(len(SAMPLES), W).double()
+    model = nn.ModuleList([first, last])
+
+    def losses():
+        zeros = torch.zeros(3, 2, dtype=torch.float64)
+        return zeros.index_add(0, SAMPLES, last(first(x).tanh())).square().sum(1)
+
+    rows = [torch.autograd.grad(loss, [*model.parameters()], retain_graph=True) for loss in losses()]
+    with clip(model) as clipper:
+        losses().mean().backward()
+        clipper.discard()
+        with clipper.rows(*[SAMPLES] * says, batch_size=3):
+            loss = losses().mean()
+        if not says:  # it does not take each row for a sample, as without a block
+            with pytest.raises(ValueError, match="got rows whose samples are not known"):
+                loss.backward()
+            return
+        loss.backward()
+        found = clipper.clip_and_accumulate().norms
+    assert_close(found, torch.stack([torch.stack([grad.norm() for grad in row]).norm() for row in rows]))
+
+
 def test_a_process_runs_as_many_backwards_as_the_one_that_needs_most(monkeypatch):
     x, counts = torch.randn(4, W).double(), []
     model = nn.Sequential(nn.Linear(W, W), nn.Tanh(), nn.Linear(W, W)).double()
@@ -79,7 +103,9 @@ def test_a_process_runs_as_many_backwards_as_the_one_that_needs_most(monkeypatch
             lambda module, args, output, passes=passes: output.register_hook(lambda _: passes.append(1)) and None
         )
         with clip(own) as clipper:
-            monkeypatch.setattr(type(clipper._engine), "agreed", lambda self, backwards, more=more: backwards + more)
+            monkeypatch.setattr(
+                type(clipper._engine), "agreed", lambda self, first, *rest, more=more: [first + more, *rest]
+            )
             losses_of(own(x)).mean().backward()
             assert_close(clipper.clip_and_accumulate().norms, expected)
         counts.append(len(passes))

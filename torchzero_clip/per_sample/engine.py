@@ -232,7 +232,8 @@ class Engine:
             return None
         if self.phase is not Phase.FORWARD and not in_backward:
             # layers that the user calls outside of the model's forward share one forward, as parts of one batch
-            self.begin(self.forward if self.forward.direct else Forward())
+            goes_on = self.forward.direct and self.forward.given is self.given
+            self.begin(self.forward if goes_on else Forward(given=self.given))
         if in_backward and not is_restored_by_checkpoint():
             self.attachment.reruns.add(layer.name)
         self._calls[id(layer)] += 1

@@ -214,7 +214,7 @@ class Classic:
         if call.reduce is not None and count is not None and call.shape[0] == count:  # sequences in their order
             return Place(0), count
         if call.reduce is None:
-            if forward.direct:  # each row counts as a sample
+            if forward.direct and given is None:  # each row counts as a sample
                 place = Place(min(dim, len(call.shape) - 1))
                 return place, call.shape[place.dim]
             if count is not None and (place := call.usual_place(dim, count)) is not None:
