@@ -108,16 +108,16 @@ WARM: dict[str, tuple[Start, WarmLimit]] = {
     "each": (_modular(lambda: [ClipNorm(0.7)]), WarmLimit(70, 12, 0)),
     "skip": (_modular(list, nonfinite="skip"), WarmLimit(80, 15, 0)),
     "skip, joint": (_modular(lambda: [_joint()], nonfinite="skip"), WarmLimit(90, 18, 0)),
-    "gate": (_modular(lambda: [_gate()]), WarmLimit(95, 27, 0)),
-    "gate, joint": (_modular(lambda: [_gate(), _joint()]), WarmLimit(130, 32, 0)),
+    "gate": (_modular(lambda: [_gate()]), WarmLimit(95, 25, 0)),
+    "gate, joint": (_modular(lambda: [_gate(), _joint()]), WarmLimit(130, 30, 0)),
     "growth": (_modular(lambda: [ClipNormGrowth()]), WarmLimit(145, 25, 0)),
     "autoclip": (_modular(lambda: [AutoClip()]), WarmLimit(105, 28, 0)),
     "ema": (_modular(lambda: [ClipNormByEMA()]), WarmLimit(230, 40, 0)),
     "adagc": (_modular(lambda: [AdaGC(warmup_steps=3)]), WarmLimit(150, 39, 0)),
     "zclip": (_modular(lambda: [ZClip(warmup_steps=3)]), WarmLimit(120, 40, 0)),
-    "gate, two clips": (_modular(lambda: [_gate(), ClipNorm(0.7), _joint()]), WarmLimit(335, 58, 0)),
-    "gate, value": (_modular(lambda: [_gate(), ClipValue(0.01)]), WarmLimit(250, 38, 0)),
-    "before, gate, joint": (_before(lambda: [_gate(), _joint()], nonfinite="skip"), WarmLimit(260, 40, 0)),
+    "gate, two clips": (_modular(lambda: [_gate(), ClipNorm(0.7), _joint()]), WarmLimit(335, 56, 0)),
+    "gate, value": (_modular(lambda: [_gate(), ClipValue(0.01)]), WarmLimit(250, 36, 0)),
+    "before, gate, joint": (_before(lambda: [_gate(), _joint()], nonfinite="skip"), WarmLimit(170, 37, 0)),
 }
 """Chains before AdamW, or before that of torch."""
 WARM_IN_BFLOAT16 = ("each", "gate, joint", "ema")

@@ -136,7 +136,7 @@ class SkipStep(Gate):
             bad = bad | (norm > setting["max_norm"])
         if setting["max_ratio"] is not None:
             mean = step.global_state["mean"]  # 0 until it has started
-            bad = bad | ((norm > setting["max_ratio"] * mean) & (mean > 0))
+            bad = bad | (norm > setting["max_ratio"] * mean).logical_and(mean)
         if not self.needs_loss:
             return bad
         values = self._values(norm, step)
@@ -187,7 +187,7 @@ class SkipStep(Gate):
         mean, started = step.global_state["mean"], step.global_state["started"]
         moved = torch.where(started > 0, mean.lerp(norm, 1 - step.settings[0]["beta"]), norm)
         torch.where(taken, moved, mean, out=mean)  # a norm of 0 is the mean before the start
-        started.masked_fill_((norm > 0) & taken, 1.0)
+        started.masked_fill_(norm.logical_and(taken), 1.0)
         step.metrics["mean"] = mean
 
     @override

@@ -3,8 +3,7 @@
 import math
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeAlias, TypeVar
 
 import torch
@@ -119,16 +118,19 @@ class Measured:
     """How plain tensors were cut, if their slices were measured together."""
     moments: Tensor | None = None
     """The sums from which ``total`` was computed, as in `joint_moments`; None if ``metric`` is a power."""
+    _first: Tensor | None = field(default=None, init=False)  # not that of a copy with another vector
 
     @property
     def total(self) -> Tensor:
         """The metric of all tensors together, those left alone included: 0-d."""
         return torch.linalg.vector_norm(self.vector) if self._total is None else self._total
 
-    @cached_property
+    @property
     def first(self) -> Tensor:
-        """The norm of the first slice, which is that of all if ``joint``: a vector of one element."""
-        return self.vector.narrow(0, 0, 1)
+        """The norm of the first slice, which is that of all if ``joint``: one vector of one element."""
+        if self._first is None:
+            self._first = self.vector.narrow(0, 0, 1)
+        return self._first
 
     @property
     def parts(self) -> list[Part]:
