@@ -1,4 +1,4 @@
-"""What depends on the version of torch: most of the private names that are used, each with its reason.
+"""What may change with the version of torch: most of its private names that are used, each with its reason.
 
 `FakeTensor` is what the compiler and tests use instead of tensors with memory. The functions of functorch tell inside
 which transformation, such as vmap, the forward of a module runs; torch has no public way to ask.
@@ -165,7 +165,7 @@ unflatten: Callable[[Tensor, Sequence[Tensor]], list[Tensor]] = torch._C._nn.unf
 
 
 def may_call_base(optimizer: Optimizer) -> bool:
-    """True if a class of an optimizer and one of its bases have a `step` with hooks, and one may call the other."""
+    """True if the class of an optimizer and a base each have a `step` with hooks, so that one may call the other."""
     # torch wraps `step` of a class, also if it is inherited, when it makes the first object of this class
     steps: list[Any] = [vars(kind).get("step") for kind in type(optimizer).__mro__]
     return len({step.__wrapped__ for step in steps if getattr(step, "hooked", False)}) > 1

@@ -456,3 +456,13 @@ def test_there_is_no_trial_on_fake_tensors(monkeypatch):
     monkeypatch.setattr(trial, "_steps", None)
     with FakeTensorMode():
         trial.try_out(Halves(), {}, torch.float32)
+
+
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("limit", [-1.0, math.nan])
+def test_a_limit_in_a_tensor_is_not_tried(limit, fast):
+    param = nn.Parameter(torch.zeros(3))
+    optimizer = Modular([param], ClipValue(torch.tensor(limit)), SGD(1.0), fast=fast)
+    param.grad = torch.ones(3)
+    optimizer.step()
+    assert param.isnan().all()

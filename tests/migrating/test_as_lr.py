@@ -45,6 +45,15 @@ def test_torchs_schedulers_take_any_setting(name):
     assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.5]
 
 
+def test_keys_that_are_deleted_are_those_that_are_shown():
+    optimizer = Modular(parameters(), ClipNorm(2.0), Adam(0.5))
+    group = as_lr(optimizer, "max_norm").param_groups[0]
+    group["initial_lr"] = 5.0
+    assert (group.pop("initial_lr"), group.pop("lr")) == (5.0, 2.0)
+    assert "max_norm" not in optimizer.param_groups[0]
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
 @pytest.mark.parametrize("loads_first", [False, True])
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_a_load_compares_the_limits_of_constructors_not_those_of_schedulers(name, loads_first):

@@ -115,6 +115,23 @@ def parts_of_long_tensors_agree() -> None:
         entries_agree(torch.bfloat16)
 
 
+def metrics_are_those_of_the_cpu() -> None:
+    """Of each entry, after a few steps."""
+    for entry in DISTINCT:
+        shown: list[dict[str, Tensor]] = []
+        for place in (CUDA, CPU):
+            params = params_of([p.detach() for p in parameters(torch.float32)], place)
+            optimizer = Modular(params, entry.make())
+            for row in gradients(params, 4):
+                for param, grad in zip(params, row, strict=True):
+                    param.grad = PLACES[place](numbers(grad))
+                optimizer.step()
+            shown.append({name: numbers(value) for name, value in sorted(optimizer.metrics().items())})
+        assert shown[0].keys() == shown[1].keys(), entry.name
+        for name, expected in shown[1].items():
+            agree([shown[0][name]], [expected], (entry.name, name), torch.float32)
+
+
 def steps_do_not_wait(dtype: torch.dtype) -> None:
     """A warm step neither waits for the device nor copies, except once for a policy about which the host decides."""
     for entry in DISTINCT if dtype == torch.float32 else DISTINCT[::3]:
@@ -200,6 +217,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     **{f"entries, {dtype}": lambda dtype=dtype: entries_agree(dtype) for dtype in DTYPES},
     "entries, in parts": parts_of_long_tensors_agree,
     **{f"no waiting, {dtype}": lambda dtype=dtype: steps_do_not_wait(dtype) for dtype in DTYPES},
+    "metrics": metrics_are_those_of_the_cpu,
     "replay": recorded_steps_replay,
     "loading": checkpoints_load_without_waiting_for_each_parameter,
     "captures are refused": captures_are_refused_where_a_step_waits,

@@ -113,7 +113,7 @@ class AdaGC(NormStatistics):
             return tracked.where_usable(factors)
         joint, finite = tracked.joint_norm()
         warms_up, most = warm_steps < self.warmup_steps, tracked.shared[0][0]["max_norm"]
-        # another process may have a gradient that is not finite
+        # in the warm-up, a gradient that is not finite stops all averages, also one of another process
         tracked.restrict((norms > 0) & (finite >= warms_up))
         ratios = limits.masked_fill_(warms_up, most) / torch.where(warms_up, joint, norms)
         factors = tracked.where_usable(at_most_one(ratios))

@@ -27,8 +27,9 @@ class ClipNorm(Scaling):
     last place in half precision (4e-3 in bfloat16, 5e-4 in float16).
 
     Args:
-        max_norm: The limit, a setting of the param groups: a number >= 0 or a tensor of one element, which is not read
-            on the host. With ``dim="global"`` all groups share the norm, and each is scaled by its own limit.
+        max_norm: The limit, a setting of the param groups: a number >= 0, or a tensor of one element, which is not read
+            on the host: a negative one gives NaN. With ``dim="global"`` all groups share the norm, and each is scaled
+            by its own limit.
         ord: The metric: a number p for the p-norm (also 0, inf, -inf and negative numbers), or one of 'l0', 'l1', 'l2',
             'l3', 'l4', 'linf', 'mad' (mean absolute value), 'std', 'var', 'sum' (magnitude of the signed sum).
         dim: The dimensions that one slice spans: None for all, one int or several (negative ones count from the end of

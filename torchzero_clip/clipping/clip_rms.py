@@ -25,8 +25,8 @@ class ClipRMS(Scaling):
     with a limit that grows with the size of the tensor.
 
     Args:
-        max_rms: The limit, a setting of the param groups: a number >= 0 or a tensor of one element, which is not read
-            on the host. Adafactor uses 1.
+        max_rms: The limit, a setting of the param groups: a number >= 0, or a tensor of one element, which is not read
+            on the host: a negative one gives NaN. Adafactor uses 1.
         target: What it acts on, see `Transform`.
         name: The name in the chain and in checkpoints; the class name in snake case if None.
 

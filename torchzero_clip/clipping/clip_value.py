@@ -26,13 +26,13 @@ class ClipValue(Elementwise):
     the dtype of the update.
 
     Args:
-        value: The largest magnitude allowed, a setting of the param groups: a number >= 0 or a tensor of one element,
-            which is not read on the host.
+        value: The largest magnitude allowed, a setting of the param groups: a number >= 0, or a tensor of one element,
+            which is not read on the host: a negative one gives NaN.
         target: What it acts on, see `Transform`.
         name: The name in the chain and in checkpoints; the class name in snake case if None.
 
     Raises:
-        ValueError: If ``value`` is negative or NaN, or for an unknown ``target``.
+        ValueError: For a negative number, NaN or a tensor of several elements, or an unknown ``target``.
         TypeError: If ``value`` is neither a number nor a tensor.
 
     | element | result |

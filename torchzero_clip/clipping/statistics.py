@@ -51,7 +51,7 @@ class Tracked:
         self._all_marked = False
         self.is_usual = self._are_usual()  # all are known to have started, and norms to be usable and not 0
         self.are_gradients = step.gradient_norms is self.norms
-        """True if the norms are those by which gradients are judged."""
+        """True if ``norms`` is ``step.gradient_norms`` itself."""
         if self.is_usual:
             self.usable = self.started  # True where gradient and norm are usable
         else:
@@ -61,7 +61,7 @@ class Tracked:
 
     @property
     def started(self) -> Tensor:
-        """True where a statistic has started before this step. Not to be used after `keep`."""
+        """True where a statistic has started before this step. It is wrong after `keep`, which marks them."""
         return self._marks > 0
 
     def _are_usual(self) -> bool:
@@ -88,7 +88,7 @@ class Tracked:
     def limited(self, sizes: Tensor, limits: Tensor) -> tuple[Tensor, Tensor]:
         """Norms or metrics, cut to their limits, and the ratio to those before: 1 for one within its limit."""
         limited = torch.minimum(sizes, limits)
-        # 0 / 0 or inf / inf, also of squares of usual norms
+        # the quotient may be 0 / 0 or inf / inf, for squares even of usual norms
         return limited, limited / sizes if self.is_usual and self.degree == 1 else within(sizes, limits)
 
     def where_usable(self, factors: Tensor) -> Tensor:
@@ -205,9 +205,9 @@ class Tracked:
 
 
 def put_(ring: Tensor, count: Tensor, value: Tensor, where: Tensor) -> None:
-    """Write a value over the oldest one if ``where`` is true, and count it; all are tensors of one element.
+    """Write ``value`` over the oldest one in ``ring`` if ``where`` is true, and count it. The others have one element.
 
-    Float32 counts to 2**24 only. In it, the count goes back by the size of the ring, which keeps the place of the next.
+    Float32 counts only to 2**24, so in float32 the count goes back by the size of the ring: the next place stays.
     """
     torch.where((places(ring) == count % len(ring)) & where, value.to(ring), ring, out=ring)
     count.add_(where.view_as(count))

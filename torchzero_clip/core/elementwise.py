@@ -258,7 +258,7 @@ class Elementwise(TensorwiseTransform):
         return self.keeps_statistics and self.is_elementwise
 
     def may_wait(self, step: Step) -> bool:
-        """True if the dtype can hold all settings, so that a postponed call cannot raise. Tensors do not raise."""
+        """True if the dtype can hold all settings, so that a postponed call cannot raise. Tensors never raise."""
         largest = torch.finfo(step.params[0].dtype).max
         values = [v for setting, _ in step.by_setting() for v in setting.values() if not isinstance(v, Tensor | None)]
         return all(abs(x) <= largest for value in values for x in (value if isinstance(value, tuple) else (value,)))

@@ -153,7 +153,7 @@ class Step:
 
     @property
     def declared_norms(self) -> Tensor:
-        """The ``gradient_norms``, for a transform that declares that it needs them."""
+        """The ``gradient_norms``, or an error if the transform does not set ``keeps_statistics``."""
         if self.gradient_norms is None:
             raise RuntimeError(
                 "finite, nonzero and usable need the norms of gradients before the chain: write "
@@ -163,7 +163,7 @@ class Step:
 
 
 def usable_gradients(step: Step, started: Tensor, indices: Sequence[int] | None, *, joint: bool) -> Tensor:
-    """`Step.usable`, also for numbers that are 0 before the start."""
+    """`Step.usable` without its checks. ``started`` may be booleans, or numbers that are 0 before the start."""
     # the norms are on the device of the first parameter, which may be another one
     norms = moved(step.declared_norms, started.device)
     if indices is not None:

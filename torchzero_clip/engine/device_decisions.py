@@ -85,7 +85,7 @@ class DeviceDecisions:
         self._known_in_a_row = 0  # as the host knows it
         self._is_new = False  # something was decided since the host asked last
         self.is_captured = False
-        """True after a step was captured, of which replays may decide at any time."""
+        """True after a step was captured: from then on, replays may decide at any time."""
         self._on_their_way: deque[Arriving] = deque()
 
     def begin(self, in_a_row: int) -> None:
@@ -107,7 +107,7 @@ class DeviceDecisions:
         self._in_a_row.mul_(self.found_inf)
 
     def uncount(self) -> None:
-        """Take back the count of a step that has raised an error. A count in a row that it has set to 0 stays 0."""
+        """Take back the count of a step that has raised an error. If it ended skips in a row, their count stays 0."""
         self._taken.sub_(self.taken.to(self._taken.dtype))
         self._skips.sub_(self.found_inf)
 
@@ -121,9 +121,9 @@ class DeviceDecisions:
         return partial(kernel, found_inf=self.found_inf)
 
     def may_note_norms_of(self, params: list[Tensor]) -> bool:
-        """True if no norms of the gradients of other parameters are noted, which would be lost."""
+        """False if norms of other parameters are noted, which new ones would replace."""
         bad = self.bad_params
-        # as `same_objects`, without its call, because this runs in each step
+        # `same_objects`, written out because a call in each step takes time
         return not bad or (len(params) == len(bad) and all(map(is_, params, bad)))
 
     def note_norms(self, finite: Tensor, norms: Tensor, params: list[Tensor]) -> None:
@@ -150,7 +150,7 @@ class DeviceDecisions:
         return known + int(counts[0] + counts[1] - sum(self._read))
 
     def answers(self) -> Answers | None:
-        """What was decided since the last call; None if nothing was. It synchronizes, unless no step can have run."""
+        """What was decided since the last call; None if nothing was. It synchronizes, unless nothing can have been."""
         if not (self._is_new or self.is_captured):
             return None
         self._is_new = False

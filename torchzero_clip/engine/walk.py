@@ -31,7 +31,7 @@ from torchzero_clip.types import Setting, State
 class RefusedByDevice(BaseException):
     """The device has refused the step, as the host finds in the middle of it.
 
-    It is no `Exception`, so that a transform that handles errors of its children does not stop it.
+    It is no `Exception`, so a transform that catches errors of its children does not catch it.
     """
 
 

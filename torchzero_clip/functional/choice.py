@@ -8,7 +8,7 @@ from torch import Tensor
 from torchzero_clip.compat import FakeTensor, is_capturing
 
 _CONSTANTS: dict[tuple[object, ...], Tensor] = {}
-"""Tensors on devices that are never changed."""
+"""Tensors that are never changed, one for each number or size, on each device."""
 
 
 def where(condition: Tensor, value: Tensor | float, other: Tensor | float) -> Tensor:

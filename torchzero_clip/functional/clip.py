@@ -51,9 +51,9 @@ def centralize_(tensors: Sequence[Tensor], slicing: Slicing, group: ProcessGroup
 
 
 def unread_limit(limit: Tensor, like: Tensor) -> Tensor:
-    """A limit in a tensor of one element, as a 0-d tensor beside another one. A negative one becomes NaN.
+    """The limit as a 0-d tensor with the dtype and the device of ``like``.
 
-    It was not checked, because this would synchronize with the GPU.
+    A negative one becomes NaN, because a check would synchronize with the GPU.
     """
     return where(limit >= 0, limit, math.nan).to(like).reshape(())
 
@@ -84,7 +84,7 @@ def clip_factors(metric: Metric, norms: Tensor, limit: float | Tensor, floor: fl
 def within(norms: Tensor, limits: Tensor, usable: Tensor | None = None) -> Tensor:
     """The factors that bring norms to at most their limits, for statistics.
 
-    They are 1 where a norm or a limit is no number, and where ``usable`` is false.
+    They are 1 where a norm or a limit is NaN, and where ``usable`` is false.
     """
     ratios = limits / norms
     return at_most_one(ratios if usable is None else where(usable, ratios, 1.0))

@@ -103,7 +103,7 @@ class Measured:
     vector: Tensor
     """The norm of each slice (for 'var' the standard deviation), of all tensors one after the other: float64."""
     _total: Tensor | None
-    """The ``total``; None if it is the L2 norm of ``vector``, which is computed when it is read."""
+    """The ``total``; None if it is the L2 norm of ``tensor_norms``, which is computed when it is read."""
     targets: list[Tensor]
     """The memory of the tensors, to be scaled."""
     joint: bool = False
@@ -123,7 +123,9 @@ class Measured:
     @property
     def total(self) -> Tensor:
         """The metric of all tensors together, those left alone included: 0-d."""
-        return torch.linalg.vector_norm(self.vector) if self._total is None else self._total
+        # not of ``vector``, which a scaling may have replaced
+        norms = self.vector if self.tensor_norms is None else self.tensor_norms
+        return torch.linalg.vector_norm(norms) if self._total is None else self._total
 
     @property
     def first(self) -> Tensor:

@@ -98,6 +98,9 @@ class _Group(UserDict[str, object]):
     def __getitem__(self, key: str) -> object:
         return self.data[self._stored(key)]
 
+    def __delitem__(self, key: str) -> None:
+        del self.data[self._stored(key)]
+
     def __setitem__(self, key: str, value: object) -> None:
         if key == "lr":  # not initial_lr, because some schedulers do not store it, and some store another number
             self.data.setdefault(f"{self._key}:constructed", self.data[self._key])

@@ -46,7 +46,7 @@ class StepInBackward:
 
     @property
     def _optimizer(self) -> Modular:
-        return cast(Modular, self._reference())  # it exists, because its own hooks ask for it
+        return cast(Modular, self._reference())  # only hooks of the optimizer get here
 
     @property
     def _is_in_use(self) -> bool:

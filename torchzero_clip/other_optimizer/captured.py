@@ -173,7 +173,7 @@ class CapturedStep:
         if not self._is_on_device():  # on a CPU, steps call them; those of all optimizers may be of other models
             hooks = [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
         hook = next(filter(None, map(_foreign, hooks)), None)
-        way_out = "Remove the hook. That of a per-sample clipper ends with its detach()"
+        way_out = "Remove the hook. If it belongs to a per-sample clipper, call its detach()"
         return None if hook is None else f"replays do not call {hook!r}, a hook of its steps. {way_out}"
 
     def _groups(self) -> list[Group]:

@@ -89,7 +89,7 @@ class Depth:
 
     def enters_base(self, optimizer: Optimizer) -> bool:
         """Called by a hook before a step: True, and one deeper, if it is the step of a base class."""
-        # outside of the wrapper, a step that raises leaves ``count`` behind; the next one is no step of a base then
+        # after a step that raised outside of the wrapper, ``count`` is still 1, but the next is no step of a base class
         is_of_base = self.count > 0 and (self.is_wrapped or may_call_base(optimizer))
         self.count += is_of_base
         return is_of_base

@@ -6,5 +6,5 @@
 3. `gradients` has norms and sums. `norm_clippers` makes factors of the norms, and `weighting` the clipped sums.
 4. `private` adds noise, `processes` is what several processes agree on, and `opacus` has the names of Opacus.
 
-Each imports only what is above it in `LEVELS` of ``tests/test_layers.py``.
+Each file and folder imports only from earlier rows of `LEVELS` in ``tests/test_layers.py``.
 """

@@ -298,7 +298,7 @@ class Engine:
         return self.may_share and not self.processes.sharded
 
     def agreed(self, *numbers: int) -> list[int]:
-        """The largest of each number over the processes, if all have to run equally many backwards."""
+        """The largest of each number over the processes if all run equally many backwards; else the numbers."""
         if not self.processes.sharded:
             return [*numbers]
         with self.processes.agreement(self.attachment.params, len(numbers)) as agreement:
@@ -394,8 +394,8 @@ class Engine:
     def of_losses(self, losses: Tensor, further: int, *, watched: bool) -> Generator[Callable[[], None]]:
         """A block for the backward of losses, and ``further`` ones. It yields what runs them.
 
-        ``watched`` says whether silent calls may need more, on any of the processes that run equally many. An error in
-        the block restores the gradients of tensors outside of the model.
+        With ``watched``, silent calls may need more, here or, with `fully_shard`, on another process. An error in the
+        block restores the gradients of tensors outside of the model.
         """
         of_mean, self.of_mean = self.of_mean, False  # the losses are added up, also with "mean"
         inside = set(map(id, self.attachment.params.values()))

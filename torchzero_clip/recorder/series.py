@@ -21,7 +21,7 @@ FEWEST_INDEPENDENT = 30  # the estimate has an error of a third, and 20 are too 
 FACTOR = 2  # the share of later norms above the limit is within this factor of what was asked, if there are enough
 SURE = 0.95  # the probability of it
 MORE = 1.05
-ADAPTS = "A limit that adapts follows them: ZClip(max_norm=None)"
+ADAPTS = "A limit that adapts follows such norms: ZClip(max_norm=None)."
 BLOCKS = 20
 DEVIATION = 1.4826  # the standard deviation of a normal distribution, in median distances from the median
 SPREAD = 6 * DEVIATION
@@ -100,7 +100,7 @@ class Series:
     def answer(self, share: float) -> tuple[Answer, list[Doubt]]:
         """Whether about ``share`` of the later norms will be above the limit that this share exceeds, and why not."""
         if drift := self._drift(share):
-            return "drifting", [(f"{drift}. {ADAPTS}", True)]
+            return "drifting", [(drift, True)]
         chance = self.chance(share)
         if chance >= SURE and self.independent >= FEWEST_INDEPENDENT:
             return "enough", []
@@ -118,8 +118,8 @@ class Series:
             return ""
         limit = quantile(self.usual, 1 - share)
         following = as_percent(half.share_above(math.log(limit), 1.5 * half.slope))
-        then = f"{following} of the next {len(self.norms) // 4:,} norms exceed {limit:.4g}, not {as_percent(share)}"
-        return f"at the slope of the second half, {then}"
+        then = f"{following} of the next {len(self.norms) // 4:,} norms exceed {limit:.4g}"
+        return f"if the norms go on as in the second half, {then}, and {as_percent(share)} of the usual norms did"
 
     def chance(self, share: float) -> float:
         """The probability that the share of the next norms above the limit is within a factor of two of ``share``.
@@ -143,7 +143,10 @@ class Series:
             near = f"from {as_percent(share / FACTOR)} to {as_percent(min(share * FACTOR, 1))}"
             limit = f"{quantile(self.usual, 1 - share):.4g}"
             later = f"with a probability of {as_percent(chance)}, the share of later norms above {limit} is {near}"
-            return f"at the slope of the second half, {later}: record about {len(self.norms):,} more steps", False
+            return (
+                f"if the norms go on as in the second half, {later}: record about {len(self.norms):,} more steps",
+                False,
+            )
         as_much = f", which tell as much as about {independent:,.0f} independent ones," if independent < count else ""
         more = float(f"{len(self.norms) * (times - 1):.1g}")
         text = f"{count:,} norms{as_much} are too few to find the norm that {as_percent(share)} of them exceed"

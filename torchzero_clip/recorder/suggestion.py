@@ -13,7 +13,7 @@ from torchzero_clip.core.transform import Transform
 from torchzero_clip.recorder.arithmetic import median_of, quantile, share_range
 from torchzero_clip.recorder.figures import draw_series
 from torchzero_clip.recorder.files import FilePath
-from torchzero_clip.recorder.series import FEWEST, Answer, Doubt, Series
+from torchzero_clip.recorder.series import ADAPTS, FEWEST, Answer, Doubt, Series
 from torchzero_clip.recorder.words import as_percent, counted
 
 if TYPE_CHECKING:
@@ -122,14 +122,15 @@ class Suggestion:
             shown = ", ".join(str(choice) for choice in self.choices if choice.name == name)
             lines.append(
                 f"{where}Side by side: {shown} of the usual norms. If the norms keep their distribution, the share of "
-                "later norms is in the brackets with a probability of 95%."
+                "later norms is in the range in brackets with a probability of 95%."
             )
         if self.note:
             lines.append(f"{self.note}. Their norms count.")
         because = f", because {self.reason}" if self.reason else ""
+        advice = f" {ADAPTS}" if self.answer == "drifting" else ""
         lines.append(
-            f"Confidence: {self.confidence} ({ANSWERS[self.answer]}){because}. The confidence says how well the record "
-            "determines the limit, not whether training with it is better."
+            f"Confidence: {self.confidence} ({ANSWERS[self.answer]}){because}.{advice} The confidence says how well "
+            "the record determines the limit, not whether training with it is better."
         )
         return "\n".join(lines)
 

@@ -78,7 +78,9 @@ class Comparison:
 
     @override
     def __str__(self) -> str:
-        lines = list(self.findings) or [self._equal()]
+        lines = list(self.findings)
+        if self.step is None:  # findings are about reported norms, or about all steps
+            lines.append(self._equal())
         for which, names in (("first", self.only_first), ("second", self.only_second)):
             if names:
                 shown = ", ".join(names[:MOST_ROWS]) + (", ..." if len(names) > MOST_ROWS else "")

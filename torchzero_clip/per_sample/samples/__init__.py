@@ -13,5 +13,5 @@ multiplied by the power of its sample: this is a *proof*. Another ratio means th
    known. `refusals` has the errors.
 
 `call` is a call of a layer, and `comparison` a small helper. Values that all samples share, such as a bare parameter,
-are copied for each sample: see `broadcast_row`, which needs nothing of the others but `call`.
+are copied for each sample: see `broadcast_row`.
 """

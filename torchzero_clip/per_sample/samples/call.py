@@ -41,6 +41,11 @@ class WatchedLayer(Protocol):
     """The name in the model: empty for the model itself."""
 
     @property
+    def line(self) -> str:
+        """How to run a module around it sample by sample; empty if that cannot be said."""
+        ...
+
+    @property
     def way_out(self) -> str:
         """The end of an error after another way out."""
         ...

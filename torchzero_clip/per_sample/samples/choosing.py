@@ -1,8 +1,8 @@
 """Lets NaN through functions that choose by values, so that it shows where other values could let a gradient pass.
 
 ``where``, masks and ``relu`` give zeros to what they do not choose, also if NaN arrives, and so do functions that save
-an index. So where the gradient of an output is NaN, the gradient of the input is set to NaN at the same place. If the
-function moves rows, it is set to NaN along the dimensions of its index.
+an index. So where the gradient of an output is NaN, the gradient of the input is set to NaN at the same place. In a
+function that moves rows, it is set to NaN along the dimensions of the index.
 """
 
 from collections.abc import Callable, Sequence

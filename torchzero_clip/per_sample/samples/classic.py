@@ -40,7 +40,7 @@ class ClassicEngine(Protocol):
         ...
 
     def agreed(self, *numbers: int) -> list[int]:
-        """The largest of each number over the processes, if all have to run equally many backwards."""
+        """The largest of each number over the processes if all run equally many backwards; else the numbers."""
         ...
 
     def nested(self) -> AbstractContextManager[None]:

@@ -3,7 +3,7 @@
 A backward is linear, so the gradient of a row of one sample is multiplied by exactly the power of this sample. Another
 ratio belongs to a row of several samples, or to a backward that is not linear. There are 16 factors, eight of them
 negative: each sample gets another number, and each further backward shows one digit of it in base 16. In float16, there
-are four. The numbers are random, so that a model cannot mix just the samples whose factors hide it in each proof.
+are four. The numbers are random: mixing that is hidden by the factors of one proof shows in another one.
 """
 
 from collections.abc import Sequence
@@ -17,11 +17,11 @@ from torchzero_clip.per_sample.samples.pattern import MIXED, UNTOLD, ZERO
 
 PIECE = 1 << 22  # bytes of gradients that are compared at a time
 WIDE = tuple(range(1, 65, 9))
-"""The exponents of two. In float32, gradients of up to 2**63 do not overflow. A backward that divides by up to 256,
-squares or takes the sign gives a ratio that is none of these powers."""
+"""The exponents of two. In float32, gradients of up to 2**63 do not overflow. If a row gets
+the mean of up to 256 samples, or if the backward squares or takes the sign, the ratio is none of these powers."""
 NARROW = (-1, 1)
 """The exponents in float16, where larger ones overflow."""
-SMALL = 2.0**26  # in smallest normal numbers: larger gradients and their multiples are normal, so rounded alike
+SMALL = 2.0**26  # times the smallest normal number: larger gradients and their multiples are rounded alike
 SMALL_NARROW = 2.0**4
 UNDERFLOW = 4.0  # in smallest normal numbers: what underflow may change in an entry of a row
 

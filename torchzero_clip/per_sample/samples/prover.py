@@ -95,7 +95,7 @@ class Prover:
     def planned(self, graph: Graph, count: int, *, due: bool) -> Proof | None:
         """The proof that the graph of several samples needs. Calls get their places, as far as they are known.
 
-        Calls that got zeros alone in all proofs are silent, and need no proof before they get another gradient.
+        Calls that got zeros alone in all proofs are silent. They need no proof until they get another gradient.
         """
         if graph.has_checkpoint:
             raise reentrant()

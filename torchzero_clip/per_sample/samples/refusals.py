@@ -15,11 +15,12 @@ def mixed(layer: WatchedLayer, givers: Sequence[int]) -> RuntimeError:
             "mixes samples, or a function or hook has a backward that is not linear: the gradient of sample "
             f"{shown} is not proportional to its loss at {layer},"
         )
+    way_out = layer.line and f". If a module around it mixes no samples, {layer.line}"
     return RuntimeError(
         f"the model or the loss {what} in this layer or later. A loss over all tokens, such as that of a router of "
         "experts, has to be computed for each sample. If all samples share the rows, such as positions, give them a "
         "first dimension of size 1: x[None]. If the samples are in another dimension, "
-        f"declare batch_first. Nothing was changed{layer.way_out}"
+        f"declare batch_first. Nothing was changed{way_out}"
     )
 
 
