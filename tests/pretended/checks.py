@@ -1,6 +1,7 @@
 """What holds on the pretended CUDA device. `test_pretended` runs each check in a process of its own."""
 
 import gc
+import itertools
 import json
 import sys
 import traceback
@@ -116,11 +117,12 @@ def parts_of_long_tensors_agree() -> None:
 
 
 def metrics_are_those_of_the_cpu() -> None:
-    """Of each entry, after a few steps."""
-    for entry in DISTINCT:
+    """Of each entry, after a few steps of two matrices, which are measured together, and of all kinds of tensors."""
+    of_kinds = [p.detach() for p in parameters(torch.float32)]
+    for entry, weights in itertools.product(ENTRIES, ([torch.ones(3, 4), torch.ones(4, 3)], of_kinds)):
         shown: list[dict[str, Tensor]] = []
         for place in (CUDA, CPU):
-            params = params_of([p.detach() for p in parameters(torch.float32)], place)
+            params = params_of(weights, place)
             optimizer = Modular(params, entry.make())
             for row in gradients(params, 4):
                 for param, grad in zip(params, row, strict=True):
