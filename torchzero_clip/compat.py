@@ -67,6 +67,12 @@ current_graph_task_id: Callable[[], int] = _current_graph_task_id
 """The number of the backward that is running in this thread, -1 for none: tells two backwards apart."""
 
 
+backward_is_of_all: Callable[[], bool] = torch.autograd._is_checkpoint_valid
+"""False in a backward for some tensors only: `torch.autograd.grad`, or `backward` with ``inputs=``."""
+
+current_node: Callable[[], Any] = torch._C._current_autograd_node  # pyright: ignore
+"""The function whose backward runs in this thread."""
+
 at_end_of_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
 """Let the backward that is running in this thread call a function at its end. FSDP2 does so too."""
 
@@ -79,6 +85,7 @@ def is_backward_compiled() -> bool:
 
 def checkpoint_around() -> object:
     """The innermost `torch.utils.checkpoint` around the code that runs now; None without one, or in a reentrant one."""
+    # torch shows only the hooks of a checkpoint, which are known by their names
     top: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # pyright: ignore
     hooks = None if top is None else top(True)
     return hooks[0] if hooks is not None and "checkpoint" in hooks[0].__qualname__ else None

@@ -128,6 +128,7 @@ class Wrap(FinalRule):
     @override
     @never_compiled
     def take_step(self, updates: list[Tensor], step: Step) -> None:
+        # without the constructor, whose other arguments are not known
         optimizer = object.__new__(self.optimizer_class)
         optimizer.__dict__.update(self.template.__dict__)
         # detached tensors share the memory of the parameters; setting their .grad leaves that of the parameters alone

@@ -416,7 +416,7 @@ def captured(optimizer: Optimizer) -> CapturedStep:
 
 
 def _hooks(optimizer: Optimizer) -> list[Any]:
-    """The hooks of the steps of an optimizer, and those of the steps of all optimizers."""
+    """The hooks of the steps of an optimizer, and of all optimizers. torch has no public way to list them."""
     own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
     every = _global_optimizer_pre_hooks, _global_optimizer_post_hooks
     return [hook for hooks in (*own, *every) for hook in hooks.values()]

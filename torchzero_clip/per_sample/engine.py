@@ -16,7 +16,12 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 from torchzero_clip.checks import boolean, instance, one_of
-from torchzero_clip.compat import at_end_of_backward, current_graph_task_id, is_restored_by_checkpoint
+from torchzero_clip.compat import (
+    at_end_of_backward,
+    backward_is_of_all,
+    current_graph_task_id,
+    is_restored_by_checkpoint,
+)
 from torchzero_clip.per_sample.arguments import tensors_held
 from torchzero_clip.per_sample.attachment import Attachment
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule, trainable
@@ -173,7 +178,7 @@ class Engine:
             return
         if current_graph_task_id() != -1:  # a checkpoint of the model, in a backward
             return
-        around = DistributedDataParallel._active_ddp_module
+        around = DistributedDataParallel._active_ddp_module  # set while a DistributedDataParallel runs its module
         if self.enabled and around is not None and (around.module is not model or self.processes.group is None):
             raise RuntimeError(
                 "module is run by DistributedDataParallel, which would not average its gradients: give the clipper the "
@@ -263,7 +268,7 @@ class Engine:
 
     def wants(self, layer: CapturedLayer) -> bool:
         """True if the current backward gives gradients to parameters, unlike `torch.autograd.grad` of an input."""
-        of_all = torch.autograd._is_checkpoint_valid()  # False in torch.autograd.grad, and with inputs=
+        of_all = backward_is_of_all()
         if self.pauses and (torch.is_grad_enabled() or of_all):
             raise RuntimeError(
                 f"the forward of {layer} ran outside of this paused() block: run it again inside of the block, or run "

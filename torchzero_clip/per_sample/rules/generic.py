@@ -43,6 +43,7 @@ from torchzero_clip.per_sample.samples.broadcast_row import (
     without_padding,
 )
 from torchzero_clip.per_sample.samples.comparison import differ
+from torchzero_clip.per_sample.samples.graph import CHECKPOINT
 
 BY_VMAP = "by vmap"  # a key of `CapturedLayer.known`: False if vmap cannot run the module
 SHARED = "shared"  # a key of `CapturedLayer.known`: arguments that all samples share, and those that had samples
@@ -315,7 +316,7 @@ def _check_inside(layer: CapturedLayer, *, hooks: bool) -> None:
 
 def _refuse_reentrant(layer: CapturedLayer, outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> None:
     """Raise if the module has a reentrant checkpoint, which would run again with the parameters, not their copies."""
-    if any(node.name() == "CheckpointFunctionBackward" for node in {*nodes_of(outputs)}.difference(nodes_of(inputs))):
+    if any(node.name() == CHECKPOINT for node in {*nodes_of(outputs)}.difference(nodes_of(inputs))):
         raise ValueError(
             f"{layer} runs sample by sample, and its reentrant checkpoint would run again on the whole batch: call "
             "checkpoint with use_reentrant=False"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from torchzero_clip.compat import current_graph_task_id
+from torchzero_clip.compat import backward_is_of_all, current_graph_task_id, current_node
 from torchzero_clip.per_sample.gradients.captured_gradients import Forward
 from torchzero_clip.per_sample.gradients.contributions import Contribution
 from torchzero_clip.per_sample.samples.call import Call
@@ -92,13 +92,13 @@ class Classic:
 
     def _from_output(self, forward: Forward, number: int, grad: Tensor) -> Tensor | None:
         """The hook of an output. A nested backward from another output ends here, or this one would count twice."""
-        node = torch._C._current_autograd_node()
+        node = current_node()
         if self._root is not None:  # hooks of the user have changed the gradient already
             return self._sent if self._root == (node, number) else torch.zeros_like(grad)
         host = self._host
         if host.pauses or not host.attached:
             return None
-        if torch.is_grad_enabled() or not torch.autograd._is_checkpoint_valid():  # this backward is of no parameters
+        if torch.is_grad_enabled() or not backward_is_of_all():  # this backward is of no parameters
             return None
         host.backward_began()
         found = self._samples_of(forward, grad)

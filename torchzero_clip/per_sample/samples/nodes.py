@@ -166,6 +166,7 @@ def _of_python(node: Any) -> NodeKind:
 
 
 def _is_of_shards(made_by: Any) -> bool:
+    """True for the identity that `fully_shard` puts behind a module, which torch has under no public name."""
     return made_by.__name__ == "RegisterPostBackwardFunction" and made_by.__module__.startswith("torch.distributed")
 
 
