@@ -1,6 +1,7 @@
 """Calls that cannot work, or that do not do what they look like: each tells the way out."""
 
 import copy
+import inspect
 import pickle
 import re
 import warnings
@@ -348,3 +349,13 @@ def test_a_name_in_set_param_groups():
     model = nn.Linear(2, 1)
     with pytest.raises(ValueError, match="A name belongs to a param group that Modular gets"):
         ClipNorm(1).set_param_groups([{"params": model.parameters(), "max_norm": 0.1, "name": "head"}])
+
+
+def test_the_signature_of_a_class_is_that_of_its_constructor_and_of_an_object_that_of_its_call():
+    class Own(ConstantFlatClipper):
+        def __call__(self, norms):
+            return norms
+
+    assert list(inspect.signature(Own).parameters) == ["flat_value"]
+    assert list(inspect.signature(Own(1.0)).parameters) == ["norms"]
+    assert list(inspect.signature(tz.NormalizeByEMA).parameters)[:2] == ["beta", "ord"]

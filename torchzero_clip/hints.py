@@ -74,8 +74,20 @@ def explained(function: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
+class _OfConstructor:
+    """The signature of a class is that of its ``__init__``. Python before 3.11.4 takes an inherited ``__new__``."""
+
+    def __get__(self, obj: object, kind: type) -> inspect.Signature:
+        if obj is not None:
+            raise AttributeError("__signature__")  # an object that can be called has the signature of its __call__
+        signature = inspect.signature(kind.__init__)
+        return signature.replace(parameters=list(signature.parameters.values())[1:])
+
+
 class Explained:
     """A base of classes whose constructors explain a call that does not fit their arguments."""
+
+    __signature__ = _OfConstructor()
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         if args or kwargs:  # copies and pickles give none
