@@ -97,6 +97,7 @@ def test_gradients_that_become_zero_later(host, chain, count):
     assert 20 <= k <= 52  # planned steps do not look at the norms of each tensor in every step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("host", [modular, readable])
 @pytest.mark.parametrize("options", [{}, {"nonfinite": "skip"}], ids=str)
 def test_random_runs_of_a_joint_clip(host, options):

@@ -178,6 +178,7 @@ def test_norms_of_one_level_do_not_have_two(name):
     assert found == [[]] * 90
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["lognormal", "wide lognormal", "gamma", "t"])
 def test_noise_is_hardly_ever_a_drift(name):
     torch.manual_seed(0)
@@ -209,6 +210,7 @@ def test_two_levels_that_overlap_are_found_in_most_series():
     assert sum(len(of_series) == 2 for of_series in found) > 35
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(st.integers(0, 99), st.sampled_from(["plain", "spikes", "levels", "growing"]), st.floats(-30, 30))
 def test_the_scale_changes_only_numbers(seed, kind, exponent):
@@ -513,6 +515,7 @@ def right_and_chance(seed, count, slope, r):
     return 0.05 <= share <= 0.2, found.series["joint"].chance(0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("count", "r"), [(300, 0.0), (1000, 0.0), (1000, 0.5)])
 def test_the_probability_is_how_often_the_limit_is_right_if_all_slopes_are_as_likely(count, r):
     slopes = torch.linspace(-1, 1, 100).tolist()
@@ -521,6 +524,7 @@ def test_the_probability_is_how_often_the_limit_is_right_if_all_slopes_are_as_li
     assert abs(right - chances) < 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("r", [0.0, 0.3])
 def test_of_records_with_enough_norms_95_of_100_have_a_right_limit(r):
     slopes = torch.linspace(-0.25, 0.25, 80).tolist()
