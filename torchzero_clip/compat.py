@@ -1,4 +1,4 @@
-"""What may change with the version of torch: most of its private names that are used, each with its reason.
+"""What may change with the version of torch. It has most of the private names of torch that the package uses.
 
 `FakeTensor` is what the compiler and tests use instead of tensors with memory. The functions of functorch tell inside
 which transformation, such as vmap, the forward of a module runs; torch has no public way to ask.

@@ -117,7 +117,7 @@ class DeviceDecisions:
         return self._passed if len(self.names) > 1 else self._refused == 0
 
     def refusable(self, kernel: Callable[..., None]) -> Kernel:
-        """The kernel, with the argument ``found_inf``: it changes nothing if the step is refused."""
+        """The kernel with its ``found_inf`` set, so that it changes nothing in a refused step."""
         return partial(kernel, found_inf=self.found_inf)
 
     def may_note_norms_of(self, params: list[Tensor]) -> bool:
@@ -150,7 +150,7 @@ class DeviceDecisions:
         return known + int(counts[0] + counts[1] - sum(self._read))
 
     def answers(self) -> Answers | None:
-        """What was decided since the last call; None if nothing was. It synchronizes, unless nothing can have been."""
+        """The decisions since the last call; None without one. It reads the device only if there may be one."""
         if not (self._is_new or self.is_captured):
             return None
         self._is_new = False

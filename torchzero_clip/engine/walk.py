@@ -66,8 +66,8 @@ class Walk:
     def ask(self, reason: str) -> None:
         """Read whether the device takes the step, before the host does what must not be done in a refused step.
 
-        Raise `RefusedByDevice` if it is refused. If the host knows the decision, do nothing. Callers that run in each
-        step look at ``undecided`` first, which saves them the call.
+        Raise `RefusedByDevice` if it is refused. Do nothing if the host knows the decision. Callers for which this is
+        usual check ``undecided`` themselves, to save the time of the call.
         """
         undecided, self.undecided = self.undecided, None
         if undecided is None:

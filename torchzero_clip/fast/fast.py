@@ -280,11 +280,10 @@ class Fast(Averaging, Executor):
                 walk.ask(NO_KERNEL)
             undecided = walk.undecided
             if kernel is not None:
-                run = partial(
-                    self._run, fused, kernel if undecided is None else undecided.refusable(kernel), rows, step
-                )
                 if self._layout is not None and self._columns is not None and len(rows) == len(self._columns["params"]):
                     self.ended = Ended(node, list(rest), fused, kernel, self._layout, self._columns)
+                kernel = kernel if undecided is None else undecided.refusable(kernel)
+                run = partial(self._run, fused, kernel, rows, step)
             else:
                 run = self._by_tensor(fused, rows, step)
             if run is None:
