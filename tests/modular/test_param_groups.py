@@ -57,6 +57,21 @@ def test_empty_groups_stay_where_they_are():
         Modular([{"params": {weight}}], clip)
 
 
+@pytest.mark.parametrize("steps", [0, 3])
+def test_a_group_without_a_setting_is_refused_with_a_way_out(steps):
+    optimizer = Modular(weights := parameters(), ClipNorm(1.0), Adam(0.1))
+    train(optimizer, weights, [list(map(torch.ones_like, weights))] * steps)
+    before, state = [w.detach().clone() for w in weights], copy.deepcopy(optimizer.state_dict()["state"])
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    del optimizer.param_groups[0]["betas"]
+    with pytest.raises(KeyError, match="no 'betas': add groups by add_param_group"):
+        optimizer.step()
+    assert all(map(torch.equal, before, weights))
+    optimizer.param_groups[0]["betas"] = (0.9, 0.999)
+    torch.testing.assert_close(optimizer.state_dict()["state"], state, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("kind", ["float64", "float32", "float16"])
 def test_lists_and_numbers_of_numpy_become_what_checkpoints_can_hold(kind):
     numpy = pytest.importorskip("numpy")

@@ -357,7 +357,7 @@ ERRORS = {
     losses_of_another_shape: r"losses must have shape \(B,\)",
     losses_of_other_samples: "the batch has",
     another_batch_size: "the batch has",
-    samples_that_mix: "mixes or reorders samples",
+    samples_that_mix: "mixes samples",
     a_limit_that_raises: "no factors today",
     a_paused_clipper: "the clipper is paused",
 }

@@ -137,7 +137,7 @@ def test_data_that_no_layer_gets_as_an_argument_are_not_taken_for_shared():
 
 def test_new_graphs_are_proved_also_with_never():
     model = nn.Linear(4, 4)
-    with clip(model, verify="never") as clipper, pytest.raises(RuntimeError, match="mixes or reorders samples"):
+    with clip(model, verify="never") as clipper, pytest.raises(RuntimeError, match="mixes samples"):
         clipper.backward(contrastive(model(torch.randn(B, 4))))
 
 
@@ -226,7 +226,7 @@ def test_every_loss_that_reads_another_sample_is_seen_also_if_it_reads_very_litt
             return output + reads * output[receiver]
 
         with clip(model, verify="always") as clipper:
-            steps(clipper, losses, "mixes samples|mixes or reorders", 60)
+            steps(clipper, losses, "mixes samples", 60)
 
 
 @pytest.mark.parametrize("what", ["detach", "argmax"])

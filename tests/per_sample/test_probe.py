@@ -429,7 +429,7 @@ def test_samples_that_mix_behind_lost_rows_are_found_by_the_check():
         return m.last(h) + h.detach() * m.last(h.roll(1, 0))
 
     model, x = Net(forward, first=lin(), last=lin()), data()
-    with clip(model) as clipper, pytest.raises((RuntimeError, ValueError), match=r"mixes or reorders|several samples"):
+    with clip(model) as clipper, pytest.raises((RuntimeError, ValueError), match=r"mixes samples|several samples"):
         clipper.backward(losses_of(model(x)))
 
 
@@ -530,7 +530,7 @@ def in_processes(kind):
                 grad = param.grad.full_tensor() if hasattr(param.grad, "full_tensor") else param.grad
                 assert_close(grad, torch.tensordot(factors, each[name], 1) / 129)
         losses = losses_of(wrapped(own))
-        with pytest.raises((ValueError, RuntimeError), match="mixes or reorders samples"):
+        with pytest.raises((ValueError, RuntimeError), match="mixes samples"):
             clipper.backward(losses + (losses.roll(1) if dist.get_rank() else 0))
     return kind
 

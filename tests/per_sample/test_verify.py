@@ -23,6 +23,7 @@ from per_sample.mixers import (
 )
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from torchzero_clip import ConstantFlatClipper, PerSampleGradientClipper, check_per_sample, register_rule
 
@@ -217,6 +218,19 @@ def test_rules_that_are_none_are_refused():
         register_rule(int, print)
     with pytest.raises(TypeError, match="per_sample_gradients"):
         register_rule(Wrong, None)
+
+
+def test_a_reentrant_checkpoint_is_refused_with_its_way_out():
+    class Checkpointed(nn.Sequential):
+        def forward(self, x):
+            return checkpoint(super().forward, x, use_reentrant=reentrant)
+
+    model = nn.Sequential(nn.Linear(4, 4), Checkpointed(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)))
+    reentrant = True
+    with pytest.raises(RuntimeError, match=r"checkpoint with use_reentrant=True .* with use_reentrant=False"):
+        check_per_sample(model, batch(), losses)
+    reentrant = False
+    assert len(check_per_sample(model, batch(), losses)) == 6
 
 
 def test_random_numbers_are_named():

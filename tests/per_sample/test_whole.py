@@ -38,7 +38,7 @@ def test_modules_that_are_run_whole_are_right(given):
 def test_the_error_without_it_has_the_lines_to_write():
     model = blocks()
     model.blocks[0].call = lambda m, x: m.down(m.up(x.flatten(0, 1)).sort(0).values).view(x.shape)
-    lines = r"mixes or reorders samples.* of 'blocks.0.up' \(Linear\).*: whole=\(Block,\), or whole=\(Net,\)"
+    lines = r"mixes samples.* of 'blocks.0.up' \(Linear\).*: whole=\(Block,\), or whole=\(Net,\)"
     with clip(model), pytest.raises(RuntimeError, match=lines):
         model(torch.randn(5, 4, 3)).sum().backward()
 

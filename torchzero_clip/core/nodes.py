@@ -39,7 +39,10 @@ class Node:
 
     def settings(self, group: Group) -> dict[str, Any]:
         """Its settings in a param group, and the keys of other packages if it reads them."""
-        settings = {key: group[stored] for key, stored in self.storage_keys.items()}
+        try:
+            settings = {key: group[stored] for key, stored in self.storage_keys.items()}
+        except KeyError as error:
+            raise KeyError(f"a param group has no {error}: add groups by add_param_group, which fills it in") from None
         if self.stored is None:
             return settings
         others = group.keys() - self.stored - NO_SETTINGS - HOW

@@ -143,9 +143,8 @@ def _norms(gradients: Norms) -> dict[str, Tensor]:
 def _one_by_one(twin: nn.Module, batch: object, loss_fn: LossFunction, *, dim: int) -> dict[str, Tensor]:
     samples, params = _samples(batch, dim), trainable(twin)
     # the first one twice, which shows whether the model draws random numbers
-    losses = (loss_fn(_fresh(twin), _wide(one)).sum() for one in (samples[0], *samples))
     try:
-        rows = [torch.autograd.grad(loss, list(params.values()), materialize_grads=True) for loss in losses]
+        rows = [_gradients(loss_fn(_fresh(twin), _wide(one)).sum(), params) for one in (samples[0], *samples)]
     except (RuntimeError, IndexError, ValueError) as error:
         raise RuntimeError(
             "loss_fn raised for one sample alone, in float64. Put tensors that it holds itself into the batch, or cast "
@@ -154,6 +153,14 @@ def _one_by_one(twin: nn.Module, batch: object, loss_fn: LossFunction, *, dim: i
     if not all(map(torch.equal, *rows[:2])):
         raise ValueError("model gives different gradients for the same sample: call model.eval() before the check")
     return {name: torch.stack(column) for name, column in zip(params, zip(*rows[1:], strict=True), strict=True)}
+
+
+def _gradients(loss: Tensor, params: Mapping[str, nn.Parameter]) -> list[Tensor]:
+    """The gradients of one sample, by a backward, because reentrant checkpoints do not run in `torch.autograd.grad`."""
+    for param in params.values():
+        param.grad = None
+    loss.backward()
+    return [torch.zeros_like(param) if param.grad is None else param.grad for param in params.values()]
 
 
 def _twin(model: nn.Module) -> nn.Module:

@@ -9,7 +9,7 @@ def mixed(layer: WatchedLayer, givers: Sequence[int]) -> RuntimeError:
     """The error for a row that gets gradients from the losses of several samples, as far as these are known."""
     shown = ", ".join(map(str, givers[:5])) + (", ..." if len(givers) > 5 else "")
     who = f"the losses of samples {shown} change" if len(givers) > 1 else "several losses change"
-    what = f"mixes or reorders samples: {who} the gradient of one row of {layer}, so they are mixed"
+    what = f"mixes samples: {who} the gradient of one row of {layer}, so they are mixed"
     if len(givers) == 1:
         what = (
             "mixes samples, or a function or hook has a backward that is not linear: the gradient of sample "
