@@ -40,6 +40,7 @@ def damaged(saved, where, path, value):
     return found
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.filterwarnings("ignore:.* in the checkpoint and .* in the constructor")
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("where", ["param_groups", "state"])

@@ -91,6 +91,7 @@ def test_one_sample_changes_the_sums_by_the_limit_at_most_whatever_the_model_mix
     assert {*refused} >= {*range(OPENS, STEPS + 1)}
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", LATER)
 def test_what_begins_to_mix_where_no_gradient_arrived_is_held_by_always(name):
     largest, refused = changes(of_two_layers(LATER[name]), verify="always")

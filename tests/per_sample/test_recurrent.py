@@ -346,7 +346,6 @@ SIZES = [(1, 3), (2, 1), (2, 3), (3, 3), (3, 2), (5, 7)]
 """Numbers of samples and of positions."""
 
 
-@pytest.mark.quick_cases(8)
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", KINDS)

@@ -100,6 +100,7 @@ def bad_states(state):
             yield path, changed(state, path, integers)
 
 
+@pytest.mark.slow
 def test_every_change_at_every_place():
     _, source = made()
     good = source.state_dict()

@@ -1,6 +1,7 @@
 """Norms in the order of their steps: what is usual among them, what is a spike, and what makes a limit doubtful."""
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,9 +19,9 @@ Doubt: TypeAlias = tuple[str, bool]  # a reason why a limit may be wrong, and wh
 
 FEWEST = 20
 FEWEST_INDEPENDENT = 30  # the estimate has an error of a third, and 20 are too few
+COUNTS = [FEWEST_INDEPENDENT / 2 * 1.05**k for k in range(1, 1000)]  # of norms in half a run
 FACTOR = 2  # the share of later norms above the limit is within this factor of what was asked, if there are enough
 SURE = 0.95  # the probability of it
-MORE = 1.05
 ADAPTS = "A limit that adapts follows such norms: ZClip(max_norm=None)."
 BLOCKS = 20
 DEVIATION = 1.4826  # the standard deviation of a normal distribution, in median distances from the median
@@ -217,14 +218,14 @@ class Half:
 
 def _enough(share: float) -> float:
     """How many independent norms in the second half are enough, if their logarithms are normal, around a level line."""
-    count, chance = FEWEST_INDEPENDENT / 2, 0.0
     border = torch.tensor(1 - share, dtype=torch.float64, device="cpu").mul(2).sub(1).erfinv() * 2**0.5
-    while chance < SURE:
-        count *= MORE
+
+    def chance(count: float) -> float:
         # the standard error of a slope is that of a mean times the root of 3, because the half is two quarters long
         above = torch.special.ndtr(1.5 * (3 / count) ** 0.5 * NORMAL - border)
-        chance = chance_between(share / FACTOR, share * FACTOR, above * count, round(count), count / 3)
-    return count
+        return chance_between(share / FACTOR, share * FACTOR, above * count, round(count), count / 3)
+
+    return COUNTS[bisect_left(COUNTS, SURE, key=chance)]
 
 
 def spikes_among(norms: Tensor) -> Tensor:
