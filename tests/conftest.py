@@ -32,7 +32,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # each process has a core
 
 @pytest.fixture(autouse=True)
 def _seed() -> None:
-    torch.manual_seed(0)
+    if torch.cuda.is_available():
+        torch.manual_seed(0)
+    else:  # which would store a traceback for each kind of device that is not there: 15 s in a full run
+        torch.default_generator.manual_seed(0)
 
 
 @pytest.fixture(autouse=True, scope="module")

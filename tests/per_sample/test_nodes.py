@@ -25,9 +25,14 @@ def database():
         stub = types.ModuleType("expecttest")
         stub.TestCase = unittest.TestCase
         sys.modules["expecttest"] = stub
+    from torch.testing._internal import common_utils
     from torch.testing._internal.common_methods_invocations import op_db
 
-    return op_db
+    with pytest.MonkeyPatch.context() as patch:
+        # for each input, torch looks for the name of a test in the source of all frames: half of the time
+        patch.setattr(common_utils, "extract_test_fn", lambda: None)
+        patch.setattr(torch, "manual_seed", torch.default_generator.manual_seed)  # see conftest.py
+        yield op_db
 
 
 def graph_of(output):
