@@ -36,8 +36,12 @@ BELOW = {
 }
 LEVELS = [
     {"arguments", "hooks", "modes", "norm_clippers", "processes", "unclipped", "whole"},
+    {"layer"},
     {"gradients"},
     {"per_example", "samples"},
+    {"capture"},
+    {"classic", "shared_inputs"},
+    {"broadcast_row"},
     {"captured_layer"},
     {"rules"},
     {"attachment"},

@@ -53,7 +53,7 @@ def clipped_backward(
 ) -> ClippingResult:
     """Run the backward of the losses, and add the clipped gradients to ``.grad``, which an error leaves unchanged."""
     sums, used, result = clipped_sums(engine, losses, norm_clipper, mean=mean, nonfinite=nonfinite)
-    params = engine.attachment.params
+    params = engine.params
     if engine.processes.group is not None:
         sums = engine.processes.added_up(sums, params, used)
     accumulate([(params[name], value) for name, value in sums.items()])
@@ -77,7 +77,7 @@ def clipped_sums(
 def _clipped_sums(
     engine: Engine, losses: Tensor, norm_clipper: NormClipper, *, mean: bool, nonfinite: Nonfinite
 ) -> tuple[dict[str, Tensor], set[str], ClippingResult]:
-    processes, params = engine.processes, engine.attachment.params
+    processes, params = engine.processes, engine.params
     if processes.group is None:
         _check(engine, losses)
         further = engine.prover.plan(losses)
@@ -110,8 +110,8 @@ def _clipped_sums(
 
 def _check(engine: Engine, losses: Tensor) -> None:
     """Raise if losses cannot be sent backward now."""
-    instance("losses", losses, Tensor)
-    if losses.ndim != 1:
+    if not isinstance(losses, Tensor) or losses.ndim != 1:  # pyright: ignore[reportUnnecessaryIsInstance]
+        instance("losses", losses, Tensor)
         way_out = "one loss for each sample is needed, such as losses.flatten(1).mean(1)"
         if not losses.ndim:
             way_out = 'use reduction="none", or loss.backward() and clip_and_accumulate()'
@@ -130,7 +130,7 @@ def _check(engine: Engine, losses: Tensor) -> None:
 
 def _gathered(engine: Engine, losses: Tensor, backward: Callable[[], None]) -> dict[int, tuple[Contribution, Tensor]]:
     """Run the backwards, and return what they bring to each parameter."""
-    params = engine.attachment.params
+    params = engine.params
     if losses.requires_grad:
         backward()
     gathered = engine.gathered(len(losses))
@@ -192,7 +192,7 @@ def weighed(
     scale: float = 1.0,
 ) -> Weighed:
     """Compute the norms and factors of the samples. Contributions are removed from ``gathered``."""
-    params = engine.attachment.params
+    params = engine.params
     if gathered:
         _, first = next(iter(gathered.values()))
     else:

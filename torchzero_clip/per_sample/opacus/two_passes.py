@@ -16,7 +16,7 @@ from torchzero_clip.per_sample.gradients.captured_gradients import Forward
 from torchzero_clip.per_sample.gradients.contributions import Contribution
 from torchzero_clip.per_sample.gradients.row_norms import joint_norms, norms_of_rows, stacked
 from torchzero_clip.per_sample.hooks import accumulate
-from torchzero_clip.per_sample.samples.call import WatchedLayer
+from torchzero_clip.per_sample.layer import Layer
 
 
 class TwoPassEngine(Engine):
@@ -61,7 +61,7 @@ class TwoPassEngine(Engine):
             )
 
     @override
-    def receive(self, layer: WatchedLayer, part: Contribution) -> None:
+    def receive(self, layer: Layer, part: Contribution) -> None:
         if self.enabled:
             super().receive(layer, part)
             return
@@ -72,7 +72,7 @@ class TwoPassEngine(Engine):
     @override
     def backward_ended(self, task: int) -> None:
         super().backward_ended(task)
-        if self._tasks:
+        if self.tasks:
             return
         sums, self._sums = self._sums, {}
         accumulate(list(sums.values()))

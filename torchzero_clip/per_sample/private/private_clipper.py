@@ -14,10 +14,10 @@ from typing_extensions import override
 from torchzero_clip.checks import count, finite, instance, number, one_of, positive
 from torchzero_clip.compat import current_graph_task_id, is_distributed
 from torchzero_clip.functional.shards import distributed_like, local
-from torchzero_clip.per_sample.captured_layer import trainable
 from torchzero_clip.per_sample.clipper import PerSampleGradientClipper
 from torchzero_clip.per_sample.gradients.contributions import Memory
 from torchzero_clip.per_sample.hooks import replace_gradients
+from torchzero_clip.per_sample.layer import trainable
 from torchzero_clip.per_sample.norm_clippers import NormClipper
 from torchzero_clip.per_sample.private.noise import gaussian, of_rank
 from torchzero_clip.per_sample.private.promises import (
@@ -125,7 +125,7 @@ class PrivateGradientClipper(PerSampleGradientClipper):
         self._releases: dict[float, int] = {}
         self._sensitivity: float | None = None  # of the sums that wait
         attachment, sharded = self._engine.attachment, self._engine.processes.sharded
-        self._buffers = Buffers(attachment.model)
+        self._buffers = Buffers(self._engine.model)
         declare(self)
         # before the hook of fully_shard, which shows other parameters, and waits for the forwards of all processes
         attachment.before_forward(self._buffers.forward_began, prepend=sharded)
@@ -199,7 +199,7 @@ class PrivateGradientClipper(PerSampleGradientClipper):
                 get a gradient, if it cannot be checked whether samples mix, if a buffer, a frozen parameter or a limit
                 has changed since the step began, or if a gradient is above the limit after clipping. Nothing changes.
         """
-        engine, params = self._engine, self._engine.attachment.params
+        engine, params = self._engine, self._engine.params
         with self._start("backward") as start:
             instance("losses", losses, Tensor)
             sensitivity = self._checked_step()
@@ -253,7 +253,7 @@ class PrivateGradientClipper(PerSampleGradientClipper):
             sensitivity = self._checked_step()
             start.numbers = self._count, sensitivity, _digest(self.norm_clipper)
         _check_same_clipper(start)
-        params, processes = self._engine.attachment.params, self._engine.processes
+        params, processes = self._engine.params, self._engine.processes
         # 1 / σ² of two Gaussian releases add up
         alone = self._noise_multiplier / math.sqrt(1 - (self._noise_multiplier / self._second_noise_multiplier) ** 2)
         std = alone * sensitivity
@@ -303,7 +303,7 @@ class PrivateGradientClipper(PerSampleGradientClipper):
     def released_params(self) -> Collection[Tensor]:
         """Return the parameters whose gradients this clipper releases."""
         engine = self._engine
-        return engine.attachment.params.values() if engine.attached or self.waits else ()
+        return engine.params.values() if engine.attached or self.waits else ()
 
     @override
     def __reduce__(self) -> NoReturn:
@@ -320,7 +320,7 @@ class PrivateGradientClipper(PerSampleGradientClipper):
 
     def _checked_step(self) -> float:
         """The joint limit of this step, which is the same in all of its calls."""
-        sensitivity = joint_limit(self.norm_clipper, len(self._engine.attachment.params))
+        sensitivity = joint_limit(self.norm_clipper, len(self._engine.params))
         if self._sensitivity not in (None, sensitivity):
             raise RuntimeError(
                 f"the joint limit was {self._sensitivity} in an earlier backward of this step, and is {sensitivity} "
@@ -337,9 +337,7 @@ class PrivateGradientClipper(PerSampleGradientClipper):
     def _start(self, call: str) -> Agreement:
         """What the processes must agree on, which an agreement checks: what they call, and the mechanism."""
         mechanism = self._noise_multiplier, self._second_noise_multiplier, self._expected_batch_size, self.waits
-        return self._engine.processes.start(
-            call, self._engine.attachment.params, mechanism, sorted(self._releases.items())
-        )
+        return self._engine.processes.start(call, self._engine.params, mechanism, sorted(self._releases.items()))
 
     def _refresh(self) -> None:
         """Follow changes of the model between steps, which no forward has seen if there were no samples."""

@@ -9,9 +9,10 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
-from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule, trainable
+from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
 from torchzero_clip.per_sample.gradients.contributions import Dense
 from torchzero_clip.per_sample.gradients.row_norms import wide
+from torchzero_clip.per_sample.layer import trainable
 from torchzero_clip.per_sample.samples.call import Samples, rows_first
 
 
@@ -73,7 +74,7 @@ class EmptyRule(Rule):
     @override
     def run(self, layer: CapturedLayer, /, *args: Any, **kwargs: Any) -> object:
         params = dict(zip(layer.params, layer.values, strict=True))
-        if not layer.engine.processes.sharded:  # the module may use parameters of its submodules too
+        if not layer.capture.processes.sharded:  # the module may use parameters of its submodules too
             params = {name: (param, param) for name, param in trainable(layer.module).items()}
         zeros = {name: copy_of(layer, param, x, 0).sum(0) for name, (param, x) in params.items()}
         nothing = torch.stack([x.sum() for x in zeros.values()]).sum()

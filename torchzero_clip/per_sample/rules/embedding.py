@@ -12,7 +12,6 @@ from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
 from torchzero_clip.per_sample.gradients.contributions import Contribution
 from torchzero_clip.per_sample.gradients.row_norms import wide
 from torchzero_clip.per_sample.gradients.rows import SparseRows
-from torchzero_clip.per_sample.processes.sharding import memory_of
 from torchzero_clip.per_sample.samples.call import Samples, rows_first
 
 OF_SAMPLES = "of samples"  # a key of `CapturedLayer.known`: True after a call whose argument was not 0, 1, 2, ...
@@ -98,11 +97,11 @@ class EmbeddingBagRule(EmbeddingRule):
 
 def _positions(layer: CapturedLayer, input: Tensor) -> Samples | None:
     """Indices that all samples share, such as positions and their distances; None if they are those of samples."""
-    forward, dim = layer.engine.forward, layer.engine.batch_dim
+    forward, dim = layer.capture.forward, layer.capture.batch_dim
     count = forward.batch_size
     if count in (None, 0, 1) or forward.direct or not input.ndim or input.shape[min(dim, input.ndim - 1)] == 1:
         return None
-    given = bool(memory_of((input,)) & forward.memory)
+    given = forward.holds(input)
     if given:  # an argument that was 0, 1, 2, ... in all calls
         layer.known[OF_SAMPLES] = layer.known.get(OF_SAMPLES, False) or (input.ndim == 1 and not counts_up(input))
     shared = counts_up(input) and not (given and (layer.known[OF_SAMPLES] or forward.has_batch_of_numbers))

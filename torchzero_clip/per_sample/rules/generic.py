@@ -25,15 +25,7 @@ from torchzero_clip.compat import (
 )
 from torchzero_clip.functional.dtypes import widened
 from torchzero_clip.per_sample.arguments import counts_up
-from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
-from torchzero_clip.per_sample.gradients.autograd_graph import nodes_of
-from torchzero_clip.per_sample.hooks import Hook
-from torchzero_clip.per_sample.modes import Mode
-from torchzero_clip.per_sample.processes.sharding import memory_of
-from torchzero_clip.per_sample.rules.copies import EMPTY, Bare, copy_of
-from torchzero_clip.per_sample.rules.reruns import find_functions, watch_modules
-from torchzero_clip.per_sample.rules.state import State
-from torchzero_clip.per_sample.samples.broadcast_row import (
+from torchzero_clip.per_sample.broadcast_row import (
     HOOKS,
     by_vmap,
     has_layers,
@@ -42,6 +34,14 @@ from torchzero_clip.per_sample.samples.broadcast_row import (
     row_of,
     without_padding,
 )
+from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
+from torchzero_clip.per_sample.gradients.autograd_graph import nodes_of
+from torchzero_clip.per_sample.hooks import Hook
+from torchzero_clip.per_sample.modes import Mode
+from torchzero_clip.per_sample.processes.sharding import memory_of
+from torchzero_clip.per_sample.rules.copies import EMPTY, Bare, copy_of
+from torchzero_clip.per_sample.rules.reruns import find_functions, watch_modules
+from torchzero_clip.per_sample.rules.state import State
 from torchzero_clip.per_sample.samples.comparison import differ
 from torchzero_clip.per_sample.samples.graph import CHECKPOINT
 
@@ -75,7 +75,7 @@ class GenericRule(Rule):
         count = _batch_size(layer, leaves, {len(x) for x in inputs.values()})
         if not count:
             return EMPTY.run(layer, *args, **kwargs)
-        copies = copies_of(layer, count, ordered=count == layer.engine.forward.batch_size)
+        copies = copies_of(layer, count, ordered=count == layer.capture.forward.batch_size)
         has_samples = any(dim is not None for dim in dims)
 
         def output_dim(i: int) -> int | None:
@@ -107,9 +107,8 @@ class GenericRule(Rule):
         self, layer: CapturedLayer, args: tuple[object, ...], kwargs: dict[str, object], leaves: Sequence[object]
     ) -> tuple[list[int | None], set[object]]:
         """The batch dimension of each argument, None if it has none; and which arguments are shared for good."""
-        dim, size = layer.engine.batch_dim, layer.count_in(leaves)
-        model = layer.engine.attachment.model
-        own = memory_of((*model.parameters(), *model.buffers()))
+        dim, size = layer.capture.batch_dim, layer.count_in(leaves)
+        own = layer.capture.own_memory()
         shared: set[object] = set(layer.known.get(SHARED, ()))
         result: list[int | None] = []
         for path, leaf in pytree.tree_flatten_with_path((args, kwargs))[0]:
@@ -121,7 +120,7 @@ class GenericRule(Rule):
                 if leaf.shape[dim] not in (1, size) or (size != 1 and not leaf.stride(dim) and not leaf.requires_grad):
                     shared.add(argument)
                 split = (*argument, dim)  # one that was split before stays so, even if it is 0, 1, 2, ... once
-                positions = counts_up(leaf) and split not in shared and not layer.engine.forward.is_batch(leaf)
+                positions = counts_up(leaf) and split not in shared and not layer.capture.forward.is_batch(leaf)
                 if leaf.shape[dim] == size and argument not in shared and not positions:
                     shared.add(split)
                     result[-1] = dim
@@ -129,14 +128,14 @@ class GenericRule(Rule):
 
     def output_dim(self, layer: CapturedLayer, index: int) -> int:
         """The batch dimension of an output."""
-        return layer.engine.batch_dim
+        return layer.capture.batch_dim
 
 
 def _dims_of_rows(layer: CapturedLayer, leaves: Sequence[object]) -> list[int | None]:
     """The dimensions of the arguments if these are rows of several samples, such as nodes: each runs as a sample."""
     tensors = [x for x in leaves if isinstance(x, Tensor) and x.ndim and not is_row(x)]
     counts = {len(x) for x in tensors if has_layers(x)}
-    if layer.engine.batch_dim or len(counts) != 1:
+    if layer.capture.batch_dim or len(counts) != 1:
         return [None] * len(leaves)
     return [0 if isinstance(x, Tensor) and x.ndim and len(x) in counts and not is_row(x) else None for x in leaves]
 
@@ -236,7 +235,7 @@ class _One:
 @contextmanager
 def _alone(layer: CapturedLayer, one: _One) -> Generator[State]:
     """A block in which the module runs for one sample at a time. An error leaves its state as before."""
-    layer.engine.inside, caches = True, parametrize._cache_enabled
+    layer.capture.inside, caches = True, parametrize._cache_enabled
     parametrize._cache_enabled = 0  # under parametrize.cached(), a run would get the weights of another run
     state = State(layer)
     try:
@@ -251,7 +250,7 @@ def _alone(layer: CapturedLayer, one: _One) -> Generator[State]:
             ) from error
         raise
     finally:
-        layer.engine.inside, parametrize._cache_enabled = False, caches
+        layer.capture.inside, parametrize._cache_enabled = False, caches
 
 
 class _Inside(Mode):
@@ -353,7 +352,7 @@ def _compare(
         return
     finally:
         torch.set_rng_state(before)
-    dim = layer.engine.batch_dim
+    dim = layer.capture.batch_dim
     for one, other in zip(pytree.tree_leaves(together), pytree.tree_leaves(output), strict=False):
         if isinstance(one, Tensor) and isinstance(other, Tensor) and not _agree(other.detach(), one, dim, drew):
             raise ValueError(
@@ -374,7 +373,7 @@ def _agree(alone: Tensor, together: Tensor, dim: int, drew: bool) -> bool:
 
 
 def _batch_size(layer: CapturedLayer, leaves: Sequence[object], counts: set[int]) -> int:
-    expected = layer.engine.forward.batch_size
+    expected = layer.capture.forward.batch_size
     if not counts and expected is not None:
         return expected  # no argument has samples: the output is the same for all
     if len(counts) != 1:

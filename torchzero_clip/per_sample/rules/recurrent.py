@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from typing_extensions import override
 
+from torchzero_clip.per_sample.broadcast_row import BroadcastRow
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
 from torchzero_clip.per_sample.gradients.contributions import Contribution, Dense
 from torchzero_clip.per_sample.gradients.products import Products
 from torchzero_clip.per_sample.gradients.row_norms import wide
 from torchzero_clip.per_sample.gradients.rows import regrouped
-from torchzero_clip.per_sample.samples.broadcast_row import BroadcastRow
 from torchzero_clip.per_sample.samples.graph import shorten
 from torchzero_clip.per_sample.samples.pattern import Place, samples_of_items
 

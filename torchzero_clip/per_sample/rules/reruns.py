@@ -16,6 +16,7 @@ from torch.autograd.graph import Node
 from torchzero_clip.compat import current_graph_task_id, is_restored_by_checkpoint
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, is_watched
 from torchzero_clip.per_sample.gradients.autograd_graph import nodes_of
+from torchzero_clip.per_sample.hooks import Hook
 
 RERUN = (
     "instead of an adjoint method, a reversible layer or a checkpoint written by hand, let autograd differentiate the "
@@ -30,7 +31,9 @@ def watch_modules(layer: CapturedLayer) -> None:
     """Raise if a module in a layer that is run whole runs in a backward."""
     if WATCHED not in layer.known:
         layer.known[WATCHED] = True
-        layer.engine.attachment.watch_inside(layer, partial(_refuse, layer))
+        hook = Hook(partial(_refuse, layer))
+        inside = [module for module in layer.module.modules() if module is not layer.module]
+        layer.capture.handles += [module.register_forward_pre_hook(hook) for module in inside]
 
 
 def find_functions(layer: CapturedLayer, outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> None:
@@ -49,10 +52,10 @@ def rerun_error(layer: CapturedLayer, what: str) -> RuntimeError:
 
 def _refuse(layer: CapturedLayer, module: nn.Module, *_: object) -> None:
     """Raise if a module runs in a backward, other than to restore what a checkpoint has freed."""
-    engine = layer.engine
-    if engine.inside or current_graph_task_id() == -1 or not torch.is_grad_enabled() or is_restored_by_checkpoint():
+    capture = layer.capture
+    if capture.inside or current_graph_task_id() == -1 or not torch.is_grad_enabled() or is_restored_by_checkpoint():
         return
-    if engine.enabled and engine.attached and not engine.pauses and engine.forward.captured:
-        engine.clear()
-        name = next(name for name, inner in engine.attachment.model.named_modules() if inner is module)
+    if capture.enabled and capture.attached and not capture.pauses and capture.forward.captured:
+        capture.clear()
+        name = next(name for name, inner in capture.model.named_modules() if inner is module)
         raise rerun_error(layer, f"a function runs {name!r} again in its backward")

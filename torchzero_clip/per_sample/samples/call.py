@@ -1,7 +1,7 @@
 """A call of a layer: where its rows are, and what makes its contributions."""
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torchzero_clip.compat import checkpoint_around, current_graph_task_id
 from torchzero_clip.per_sample.gradients.captured_gradients import Forward
 from torchzero_clip.per_sample.gradients.contributions import Contribution
 from torchzero_clip.per_sample.gradients.rows import regrouped
+from torchzero_clip.per_sample.layer import Layer
 from torchzero_clip.per_sample.samples.pattern import Pattern, Place, kinds_of_sizes
 from torchzero_clip.per_sample.samples.powers import Trace
 
@@ -34,27 +35,6 @@ class Samples(NamedTuple):
     is_argument: bool = False
 
 
-class WatchedLayer(Protocol):
-    """What a call asks of the layer that it is of. A layer is printed in errors."""
-
-    name: str
-    """The name in the model: empty for the model itself."""
-
-    @property
-    def line(self) -> str:
-        """How to run a module around it sample by sample; empty if that cannot be said."""
-        ...
-
-    @property
-    def way_out(self) -> str:
-        """The end of an error after another way out."""
-        ...
-
-    def unknown_rows(self, why: str, *, how: str = "") -> ValueError:
-        """The error for rows whose samples are not known."""
-        ...
-
-
 class Call:
     """One call of a layer.
 
@@ -70,7 +50,7 @@ class Call:
 
     def __init__(
         self,
-        layer: WatchedLayer,
+        layer: Layer,
         forward: Forward,
         contribute: Contribute,
         shape: Sequence[int],

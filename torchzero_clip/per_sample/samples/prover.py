@@ -2,7 +2,7 @@
 
 from collections.abc import Hashable, Iterator, Sequence
 from random import Random
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -41,27 +41,21 @@ class Schedule:
         self._steps += 1
 
 
-class ProvingEngine(Protocol):
-    """What a prover asks of the engine."""
-
-    modes: Hashable
-    """The modes of all modules in this forward."""
-
-
 class Prover:
     """Finds the samples of all calls of layers in a backward. All of its proofs are ``strict``, or none."""
 
-    def __init__(self, host: ProvingEngine, schedule: Schedule, *, strict: bool = False) -> None:
+    def __init__(self, schedule: Schedule, *, strict: bool = False) -> None:
         self.schedule, self._strict = schedule, strict
         self.count: int | None = None
         """The number of losses in `backward(losses)`; None in other backwards."""
         self.proof: Proof | None = None
         """The proof that runs."""
+        self.modes: Hashable = ()
+        """The modes of all modules in this forward."""
         self.calls: Sequence[Call] = ()
         """The calls that the losses depend on."""
         self._watched: Graph | None = None  # a graph that is kept, because some calls were silent in its proof
         self._late: list[Call] = []  # those of them that got a gradient after all
-        self._host = host
         self._memory = Memory()
         self._random = Random(0)
 
@@ -99,7 +93,7 @@ class Prover:
         """
         if graph.has_checkpoint:
             raise reentrant()
-        known = self._memory.of((graph.outline, self._host.modes))
+        known = self._memory.of((graph.outline, self.modes))
         known.moves = known.moves or graph.moves or (self._strict and bool(graph.sites))
         is_unknown = False
         for call in graph.calls:
@@ -115,7 +109,7 @@ class Prover:
 
     def proof_of(self, graph: Graph, late: Sequence[Call] = ()) -> Proof:
         """A proof of the graph, or of ``late`` calls alone."""
-        known = self._memory.of((graph.outline, self._host.modes))
+        known = self._memory.of((graph.outline, self.modes))
         half = torch.zeros(graph.count, dtype=torch.bool, device="cpu")
         half[self._random.sample(range(graph.count), (graph.count + 1) // 2)] = True
         return Proof(graph, known, half, self._random, strict=self._strict, late=late)

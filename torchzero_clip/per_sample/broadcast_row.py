@@ -8,9 +8,10 @@ whose shape it expects. A function that joins it with a tensor of the batch, as 
 import functools
 import inspect
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -22,14 +23,16 @@ from typing_extensions import override
 from torchzero_clip.compat import DisableTorchFunctionSubclass, never_a_frame, never_traced
 from torchzero_clip.functional.dtypes import widened
 from torchzero_clip.per_sample.arguments import Rebuild, counts_up, flattened, tensors_in
+from torchzero_clip.per_sample.capture import Capture
 from torchzero_clip.per_sample.gradients.autograd_graph import nodes_of
-from torchzero_clip.per_sample.gradients.captured_gradients import Forward
 from torchzero_clip.per_sample.gradients.contributions import Dense
 from torchzero_clip.per_sample.gradients.row_norms import wide
+from torchzero_clip.per_sample.layer import Layer
 from torchzero_clip.per_sample.processes.sharding import memory_of
 from torchzero_clip.per_sample.samples.call import Contribute, Samples, call_of, rows_first
 from torchzero_clip.per_sample.samples.comparison import differ
 from torchzero_clip.per_sample.samples.pattern import Place
+from torchzero_clip.per_sample.shared_inputs import SharedInputs
 
 ARITHMETIC = {"add", "sub", "mul", "div", "truediv"}
 IN_PLACE = {"iadd", "isub", "imul", "idiv", "itruediv"}
@@ -42,68 +45,25 @@ CANNOT = IndexError, RuntimeError, TypeError, ValueError
 HOOKS = {"register_hook", "retain_grad", "register_post_accumulate_grad_hook"}
 
 
-class RowsModel(Protocol):
-    """What rows ask of the model."""
+class RowsLayer(Layer, ABC):
+    """A layer, with what rows need of it."""
 
-    @property
-    def model(self) -> nn.Module:
-        """The model."""
-        ...
+    def __init__(self, capture: Capture, name: str, module: nn.Module) -> None:
+        super().__init__(name, module, capture.model, capture.reruns)
+        self.capture = capture
+        self.shared = SharedInputs(capture)
+        self.known: dict[Hashable, Any] = {}
+        """What rules have learnt about the layer in earlier calls."""
+        self.written: dict[int, tuple[Tensor, Tensor]] | None = None
+        """Tensors into which the module has written rows, with rows in their place, by id; None outside of it."""
+        self.misuse: tuple[str, bool] | None = None
+        """The last function that got a row and cannot run for each sample, and whether the layer called it."""
 
-
-class RowsEngine(Protocol):
-    """What rows ask of the engine."""
-
-    @property
-    def attachment(self) -> RowsModel:
-        """The model, and what is attached to it."""
-        ...
-
-    @property
-    def batch_dim(self) -> int:
-        """The dimension of the samples."""
-        ...
-
-    @property
-    def forward(self) -> Forward:
-        """The forward that runs."""
-        ...
-
-    @property
-    def proofs_may_share(self) -> bool:
-        """True if a proof may find that all samples share a row."""
-        ...
-
-    @property
-    def running(self) -> object:
-        """The layer that runs."""
-        ...
-
-
-class RowsLayer(Protocol):
-    """What rows ask of the layer that they come from."""
-
-    module: nn.Module
-    known: dict[Hashable, Any]
-    misuse: tuple[str, bool] | None
-    written: dict[int, tuple[Tensor, Tensor]] | None
-
-    @property
-    def engine(self) -> RowsEngine:
-        """The engine that captures the layer."""
-        ...
-
-    def is_table(self, input: Tensor, *, learned: bool = False) -> bool:
-        """True for a tensor that all samples were found to share, or whose number of rows is another than theirs."""
-        ...
-
-    def share_table(self, input: Tensor, forward: Forward) -> bool:
-        """Note that all samples share a tensor that the layer uses itself."""
-        ...
-
+    @abstractmethod
     def refuse_row(self) -> None:
         """Raise for a gradient that is summed over samples."""
 
+    @abstractmethod
     def watch(
         self,
         output: Tensor,
@@ -114,7 +74,6 @@ class RowsLayer(Protocol):
         on_shared: Callable[[], bool] | None = None,
     ) -> Tensor:
         """Return the output, whose gradient and inputs will be passed to ``contribute``."""
-        ...
 
 
 Make: TypeAlias = Callable[[int, Callable[[], bool] | None], Tensor]
@@ -169,7 +128,7 @@ class BroadcastRow(Tensor):
                     if output is not NotImplemented:
                         return output
                 for layer in (row._layer for row in rows):
-                    layer.misuse = repr(name), layer.engine.running is layer
+                    layer.misuse = repr(name), layer.capture.running is layer
             if name in HOOKS:
                 rows[0]._layer.refuse_row()
             return func(*args, **kwargs)
@@ -253,7 +212,7 @@ def _with_copies(func: Any, args: Any, kwargs: Any, leaves: list[Any], rebuilt: 
     if tokens and not is_flat and (output := _by_row(func, name, leaves, rebuilt, tokens)) is not NotImplemented:
         return output
     of_batch = [others[i] for i in places]
-    if any(x.requires_grad for x in of_batch) or memory_of(of_batch) & layer.engine.forward.memory:
+    if any(x.requires_grad for x in of_batch) or layer.capture.forward.holds(*of_batch):
         return NotImplemented
     if changes and places:
         return NotImplemented
@@ -265,7 +224,7 @@ def _with_copies(func: Any, args: Any, kwargs: Any, leaves: list[Any], rebuilt: 
     output = func(*args, **kwargs)
     if not any(x.requires_grad for x in tensors_in(output)) or output is first:
         return output
-    if kind in EXPANSIONS and first.fits(output.ndim, dim := layer.engine.batch_dim):
+    if kind in EXPANSIONS and first.fits(output.ndim, dim := layer.capture.batch_dim):
         expansion = kind, tuple(first.shape), output.ndim
         if _is_to_batch(layer, expansion, output.shape[dim], count):
             copies = first.aligned(first._each, output.ndim, dim)
@@ -289,9 +248,9 @@ def _by_position(func: Any, kind: str, leaves: list[Any], rebuilt: Rebuild, othe
     if (param := row._param) is None or x.is_nested or x.is_sparse:
         return NotImplemented
     layer = row._layer
-    if not x.requires_grad and layer.is_table(x, learned=True):
+    if not x.requires_grad and layer.shared.is_table(x):
         return NotImplemented
-    if not (x.requires_grad or layer.engine.proofs_may_share) and x.ndim > 1 and layer.is_table(x):
+    if not (x.requires_grad or layer.capture.proofs_may_share) and x.ndim > 1 and layer.shared.may_be(x):
         return NotImplemented
     with DisableTorchFunctionSubclass():
         own = tuple(row.shape)
@@ -314,7 +273,7 @@ def _by_position(func: Any, kind: str, leaves: list[Any], rebuilt: Rebuild, othe
 
         value = row.as_subclass(Tensor).detach().expand(*x.shape)
         leaves = list(leaves)
-        on_shared = None if x.requires_grad else functools.partial(layer.share_table, x, layer.engine.forward)
+        on_shared = None if x.requires_grad else functools.partial(layer.shared.note_table, x, layer.capture.forward)
         samples = Samples(value, leading)
         leaves[rows[0]] = layer.watch(value, [], contribute, samples, on_shared=on_shared)
     args, kwargs = rebuilt(leaves)
@@ -334,7 +293,7 @@ def _by_row(func: Any, name: str, leaves: list[Any], rebuilt: Rebuild, tokens: S
         args, kwargs = rebuilt([x.as_subclass(Tensor).detach() if isinstance(x, BroadcastRow) else x for x in leaves])
         return func(*args, **kwargs)
     data = None if any(x.requires_grad for x in tokens) else tokens[0]
-    on_shared = None if data is None else functools.partial(layer.share_table, data, layer.engine.forward)
+    on_shared = None if data is None else functools.partial(layer.shared.note_table, data, layer.capture.forward)
     copies = [make(count, on_shared) for x in rows if (make := x._make) is not None]
     if len(copies) < len(rows):
         return NotImplemented
@@ -345,20 +304,19 @@ def _by_row(func: Any, name: str, leaves: list[Any], rebuilt: Rebuild, tokens: S
 
 def _tokens(layer: RowsLayer, others: dict[int, Tensor], count: int) -> list[Tensor]:
     """The tensors whose rows may be of samples in no order: those that layers have made, or else data."""
-    engine = layer.engine
+    capture = layer.capture
     found = [x for x in others.values() if x.ndim]
-    if engine.forward.direct or all(len(x) == count for x in found):
+    if capture.forward.direct or all(len(x) == count for x in found):
         return []
     if made := [x for x in found if x.requires_grad]:
         # of trainable tensors outside of the model, all samples share the rows
         return made if all(map(has_layers, made)) else []
-    model = engine.attachment.model
-    own = memory_of((*model.parameters(), *model.buffers()))
+    own = capture.own_memory()
     data = [x for x in found if x.is_floating_point() and x.ndim > 1 and len(x) > 1 and not memory_of((x,)) & own]
     data = [x for x in data if not _is_diagonal(x)]  # with which products of reflections begin
     # where a proof cannot find that samples share data, a module alone, such as PReLU, is taken to get no table
-    may_be = engine.proofs_may_share or not [*layer.module.children()]
-    return data if may_be and not any(layer.is_table(x, learned=True) for x in data) else []
+    may_be = capture.proofs_may_share or not [*layer.module.children()]
+    return data if may_be and not any(layer.shared.is_table(x) for x in data) else []
 
 
 def _is_diagonal(x: Tensor) -> bool:
@@ -394,13 +352,13 @@ def _places(
     layer: RowsLayer, tensors: dict[int, Tensor], count: int, *, squares: bool, changes: bool
 ) -> dict[int, Place]:
     """The places of samples in tensors, by their sizes. All samples share other tensors, such as square tables."""
-    model, dim, places = layer.engine.attachment.model, layer.engine.batch_dim, dict[int, Place]()
-    own = memory_of((*model.parameters(), *model.buffers()))
+    forward, dim, places = layer.capture.forward, layer.capture.batch_dim, dict[int, Place]()
+    own = layer.capture.own_memory()
     for i, x in tensors.items():
         is_own = not x.requires_grad and memory_of((x,)) & own  # copies of a parameter lie in its memory too
-        is_own = is_own or (not x.requires_grad and layer.is_table(x, learned=True))
-        is_own = is_own or (counts_up(x) and not _is_given(layer, x))  # positions
-        if not x.ndim or is_own or (layer.engine.forward.direct and count == 1):
+        is_own = is_own or (not x.requires_grad and layer.shared.is_table(x))
+        is_own = is_own or (counts_up(x) and not forward.holds(x))  # positions
+        if not x.ndim or is_own or (forward.direct and count == 1):
             continue
         sizes = [d for d, size in enumerate(x.shape) if size == count]
         square = x.ndim == 2 and x.shape[0] == x.shape[1] and not x.requires_grad and not squares
@@ -409,16 +367,11 @@ def _places(
         of_rows = x.ndim > 2 and not changes  # such as windows of images
         if x.shape[dim] == count:
             places[i] = Place(dim)
-        elif x.shape[0] and x.shape[0] % count == 0 and (of_rows or x.requires_grad or _is_given(layer, x)):
+        elif x.shape[0] and x.shape[0] % count == 0 and (of_rows or x.requires_grad or forward.holds(x)):
             places[i] = Place(0, len(x) // count)
         elif sizes:
             places[i] = Place(sizes[0])
     return places
-
-
-def _is_given(layer: RowsLayer, x: Tensor) -> bool:
-    """True for a view of an argument of the model."""
-    return bool(memory_of((x,)) & layer.engine.forward.memory)
 
 
 class _Call:
