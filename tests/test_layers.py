@@ -35,7 +35,7 @@ BELOW = {
     "types": set(),
 }
 LEVELS = [
-    {"arguments", "hooks", "modes", "norm_clippers", "processes", "unclipped", "whole"},
+    {"arguments", "hooks", "modes", "norm_clippers", "processes", "whole"},
     {"layer"},
     {"gradients"},
     {"per_example", "samples"},

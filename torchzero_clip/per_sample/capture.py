@@ -113,7 +113,8 @@ class Capture(ABC):
 
     def scale(self, count: int) -> float:
         """The factor between the gradients that arrive and those of the losses of ``count`` single samples."""
-        return float(count) if self.of_mean else 1.0
+        # `backward(losses)` adds up the losses
+        return float(count) if self.of_mean and self.prover.count is None else 1.0
 
     def own_memory(self) -> set[int]:
         """The memory of parameters and buffers."""
@@ -191,7 +192,7 @@ class Capture(ABC):
         """Store a contribution."""
         if self._keep_grad_samples:
             part = Dense(part.param, part.dense(0, part.batch_size))
-            grads = part.grads * self.scale(part.batch_size) if self.of_mean else part.grads
+            grads = part.grads if (scale := self.scale(part.batch_size)) == 1 else part.grads * scale
             earlier = getattr(part.param, "grad_sample", None)
             if earlier is not None and len(earlier) == len(grads):  # different numbers of samples raise at the end
                 grads = earlier + grads

@@ -93,57 +93,55 @@ class Classic:
 
     def _prove(self, forward: Forward, root: tuple[Node, int], grad: Tensor, samples: Tensor, count: int) -> None:
         """Find the samples of the calls before a node, whose gradient has samples in known rows."""
-        prover, anchor = self._prover, self._capture.anchor
-        task = current_graph_task_id()
-        is_first = task != self._task
+        capture, prover = self._capture, self._prover
         self._count = count
+        is_first = (task := current_graph_task_id()) != self._task
         if is_first:
             self._is_due = prover.schedule.is_due
             prover.schedule.passed()
-        due = self._is_due or (self._proves and not is_first)
         graph = Graph([root[0]], max(count, 1), to_outputs=True)
-        for earlier in graph.ends:
-            self._capture.captured.joins.append((forward, earlier))
-        proof = prover.planned(graph, count, due=due) if count > 1 else None
+        capture.captured.joins += [(forward, earlier) for earlier in graph.ends]
 
         def backward(weights: Tensor) -> None:
-            edge = GradientEdge(*root)
             self._sent = grad * weights[samples].view(samples.shape)
-            torch.autograd.backward([edge], [self._sent], inputs=[anchor], retain_graph=True)
+            edge = GradientEdge(*root)
+            torch.autograd.backward([edge], [self._sent], inputs=[capture.anchor], retain_graph=True)
 
-        def extra(backwards: int) -> None:
-            with self._capture.nested():
-                for _ in range(backwards):
-                    backward(grad.new_ones(max(count, 1)))
-
+        # the graph may need a proof now, or if one more backward brings a gradient to calls that were silent before
+        due = self._is_due or (self._proves and not is_first)
+        proof = prover.planned(graph, count, due=due) if count > 1 else None
         silent = [call for call in graph.calls if call.is_silent] if proof is None and count > 1 else []
-        further, has_silent = self._capture.agreed(0 if proof is None else 1 + proof.backwards, len(silent))
-        if silent:
-            with self._nested(root, prover.proof_of(graph)) as first:
-                first.first(backward, grad)
-                if any(call.trace is not None and bool((call.trace.grad != 0).any()) for call in silent):
-                    proof = prover.proof_of(graph)
-        elif has_silent:
-            extra(1)
+        further, has_silent = capture.agreed(_backwards(proof), len(silent))
         if has_silent:
-            (further,) = self._capture.agreed(0 if proof is None else 1 + proof.backwards)
+            with self._nested(root, prover.proof_of(graph) if silent else None) as looked:
+                if looked is None:
+                    backward(grad.new_ones(max(count, 1)))
+                else:
+                    looked.first(backward, grad)
+                    traces = [looked.traces[call] for call in silent if call in looked.traces]
+                    if any(bool((trace.grad != 0).any()) for trace in traces):
+                        proof = prover.proof_of(graph)
+            (further,) = capture.agreed(_backwards(proof))
         if is_first:
             self._task, self._proves = task, proof is not None
-        if proof is not None:
+        if further:
             with self._nested(root, proof):
-                self._run(proof, backward, grad, further)
-        elif further:
-            extra(further)
+                if proof is None:
+                    for _ in range(further):
+                        backward(grad.new_ones(max(count, 1)))
+                else:
+                    self._run(proof, backward, grad, further)
 
     @contextmanager
-    def _nested(self, root: tuple[Node, int], proof: Proof) -> Generator[Proof]:
-        """A block for the backwards of a proof, from the node of an output on."""
+    def _nested(self, root: tuple[Node, int], proof: Proof | None) -> Generator[Proof | None]:
+        """A block for the backwards of a proof, or for those that only another process needs, from an output on."""
         self._root, self._prover.proof = root, proof
         try:
             with self._capture.nested():
                 yield proof
         finally:
-            proof.close()
+            if proof is not None:
+                proof.close()
             self._root = self._sent = self._prover.proof = None
 
     def _run(self, proof: Proof, backward: Backward, grad: Tensor, further: int) -> None:
@@ -157,12 +155,12 @@ class Classic:
         try:
             # what is shared must be so for all outputs
             proof.conclude(None if self._capture.processes.sharded else backward, grad, may_share=self._proves)
-            for call in proof.order:
-                if self._proves and call.trace is not None:  # else, other outputs were not proved
-                    call.through = call.trace.grad if call.through is None else call.through + call.trace.grad
         except BaseException:
             self._capture.clear()
             raise
+        if self._proves:  # else, other outputs were not proved
+            for call, trace in proof.traces.items():
+                call.through = trace.grad if call.through is None else call.through + trace.grad
 
     def _where(self, call: Call, grad: Tensor, before: tuple[Node | None, int]) -> tuple[Place | Tensor, int]:
         """Where the samples of a call are, and their number."""
@@ -198,3 +196,8 @@ def _differ(one: Tensor, other: Tensor) -> bool:
     if not one.numel():
         return False
     return bool(((one - other).abs() > torch.finfo(one.dtype).eps ** 0.5 * one.abs().amax()).any())
+
+
+def _backwards(proof: Proof | None) -> int:
+    """The number of backwards of a proof, with the one that stands for the ordinary backward."""
+    return 0 if proof is None else 1 + proof.backwards

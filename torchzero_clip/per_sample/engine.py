@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.rnn import PackedSequence
+from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
@@ -23,6 +24,7 @@ from torchzero_clip.per_sample.classic import Classic
 from torchzero_clip.per_sample.gradients.autograd_graph import outside_gradients
 from torchzero_clip.per_sample.gradients.captured_gradients import CapturedGradients, Forward
 from torchzero_clip.per_sample.gradients.contributions import Contribution, Memory
+from torchzero_clip.per_sample.hooks import watch_steps
 from torchzero_clip.per_sample.layer import Layer, trainable
 from torchzero_clip.per_sample.outside import outside_error
 from torchzero_clip.per_sample.processes.agreement import Processes
@@ -31,7 +33,6 @@ from torchzero_clip.per_sample.samples.call import Call
 from torchzero_clip.per_sample.samples.graph import OUTPUT
 from torchzero_clip.per_sample.samples.prover import Prover, Schedule, Verify
 from torchzero_clip.per_sample.samples.refusals import not_repeatable, runs_in_backward
-from torchzero_clip.per_sample.unclipped import refuse_unclipped, watch_steps
 from torchzero_clip.per_sample.whole import Whole
 
 PRIVATE = 16  # in private training, every 16th step is proved again
@@ -77,12 +78,7 @@ class Engine(Capture):
         self.attachment = Attachment(self, whole, self._refuse_outside, force_generic=force_generic)
         self.attachment.before_forward(self.forward_began, with_kwargs=True)
         self.attachment.after_forward(self.forward_ended)
-        self._allow_steps = watch_steps(self, refuse_unclipped)
-
-    @property
-    def waiting(self) -> dict[int, list[Contribution]]:
-        """What waits to be clipped after a backward, by the id of the parameter."""
-        return self.captured.of if self.phase is Phase.IDLE else {}
+        self._allow_steps = watch_steps(self, Engine._refuse_step)
 
     def release_with(self, owner: object) -> None:
         """Restore the model when the owner is deleted before the model."""
@@ -222,7 +218,7 @@ class Engine(Capture):
         return []
 
     def gathered(self, count: int | None) -> dict[int, tuple[Contribution, Tensor]]:
-        """The contribution of each parameter, by id, and its squared norms."""
+        """The contribution of each parameter, by id, and the norms of the samples."""
         if self.attachment.is_outdated():
             raise RuntimeError(
                 "parameters of the module were frozen, unfrozen or replaced since its forward started: run the "
@@ -245,7 +241,6 @@ class Engine(Capture):
         With ``watched``, silent calls may need more, here or, with `fully_shard`, on another process. An error in the
         block restores the gradients of tensors outside of the model.
         """
-        of_mean, self.of_mean = self.of_mean, False  # the losses are added up, also with "mean"
         inside = set(map(id, self.params.values()))
         keeps = further > 0 or watched
         restore = outside_gradients(losses, inside, self.retained()) if keeps else None
@@ -258,7 +253,6 @@ class Engine(Capture):
                 restore()
             raise
         finally:
-            self.of_mean = of_mean
             self.clear()
 
     def _backward(self, losses: Tensor, further: int, watched: bool) -> None:
@@ -293,6 +287,25 @@ class Engine(Capture):
     def _repeat(self, losses: Tensor, weights: Tensor) -> None:
         """Run one more backward, of losses times weights. It adds to no ``.grad`` of leaves."""
         torch.autograd.backward(losses, weights, retain_graph=True, inputs=[self.anchor])
+
+    def _refuse_step(self, optimizer: Optimizer, _: bool) -> None:
+        """Raise before a step of an optimizer if gradients of its parameters wait, which ``.grad`` does not contain."""
+        waiting = self.captured.of if self.phase is Phase.IDLE else {}
+        if not (waiting or self.accumulated):
+            return
+        own = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        if not own.isdisjoint(waiting):
+            raise RuntimeError(
+                "gradients of an earlier loss.backward() wait to be clipped, and .grad does not contain them. Before "
+                "the step, call either clipper.backward(losses) with one loss for each sample, or loss.backward(); "
+                "clipper.clip_and_accumulate(); clipper.pre_step(). For ordinary gradients, run forward and backward "
+                "in 'with clipper.paused():'. clipper.discard() drops the gradients that wait"
+            )
+        if not own.isdisjoint(self.accumulated):
+            raise RuntimeError(
+                "clipped gradients wait for clipper.pre_step(), and .grad does not contain them: call it before the "
+                "step. To drop them, call pre_step() and then optimizer.zero_grad()"
+            )
 
     def _refuse_outside(self, name: str, grad: Tensor) -> None:
         """The hook of a parameter, which gets a gradient only from outside of the captured layers."""

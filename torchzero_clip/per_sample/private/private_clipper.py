@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from torchzero_clip.checks import count, finite, instance, number, one_of, positive
@@ -16,7 +17,7 @@ from torchzero_clip.compat import current_graph_task_id, is_distributed
 from torchzero_clip.functional.shards import distributed_like, local
 from torchzero_clip.per_sample.clipper import PerSampleGradientClipper
 from torchzero_clip.per_sample.gradients.contributions import Memory
-from torchzero_clip.per_sample.hooks import replace_gradients
+from torchzero_clip.per_sample.hooks import replace_gradients, watch_steps
 from torchzero_clip.per_sample.layer import trainable
 from torchzero_clip.per_sample.norm_clippers import NormClipper
 from torchzero_clip.per_sample.private.noise import gaussian, of_rank
@@ -30,10 +31,9 @@ from torchzero_clip.per_sample.private.promises import (
 from torchzero_clip.per_sample.processes.agreement import Agreement
 from torchzero_clip.per_sample.processes.sharding import group_of_shards, reshard
 from torchzero_clip.per_sample.samples.prover import Verify
-from torchzero_clip.per_sample.unclipped import refuse_unreleased, watch_steps
 from torchzero_clip.per_sample.weighting import ClippingResult, clipped_sums, weighed
 from torchzero_clip.per_sample.whole import Whole
-from torchzero_clip.private_losses import declare
+from torchzero_clip.private_losses import declare, private_ids, refuse_loss
 
 
 class PrivateGradientClipper(PerSampleGradientClipper):
@@ -131,7 +131,7 @@ class PrivateGradientClipper(PerSampleGradientClipper):
         attachment.before_forward(self._buffers.forward_began, prepend=sharded)
         if sharded:
             attachment.before_forward(self._forward_began, prepend=True)
-        watch_steps(self, refuse_unreleased)
+        watch_steps(self, PrivateGradientClipper._refuse_step)
 
     @property
     def noise_multiplier(self) -> float:
@@ -308,6 +308,27 @@ class PrivateGradientClipper(PerSampleGradientClipper):
     @override
     def __reduce__(self) -> NoReturn:
         raise TypeError("a PrivateGradientClipper cannot be pickled or copied: save its state_dict()")
+
+    def _refuse_step(self, optimizer: Optimizer, has_closure: bool) -> None:
+        """Raise if a step over private parameters has a closure, comes before `pre_step`, or uses other gradients."""
+        if has_closure:
+            refuse_loss(optimizer.param_groups, "a closure")
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        if set(map(id, self.released_params())).isdisjoint(map(id, params)):
+            return
+        if self.waits:
+            raise RuntimeError(
+                "private gradients wait to be released, and .grad does not contain them: call clipper.pre_step() "
+                "before the step of the optimizer. clipper.discard() drops them"
+            )
+        private = private_ids()
+        for param in params:
+            if param.requires_grad and param.grad is not None and id(param) not in private:
+                raise RuntimeError(
+                    f"a parameter of shape {tuple(param.shape)} in the optimizer has a gradient that no "
+                    "PrivateGradientClipper has released: train it in the module of the clipper, or freeze it. If the "
+                    "gradient comes from public data only, use another optimizer for it"
+                )
 
     @property
     def waits(self) -> bool:

@@ -12,7 +12,6 @@ from torchzero_clip.per_sample.gradients.contributions import Contribution
 from torchzero_clip.per_sample.gradients.rows import regrouped
 from torchzero_clip.per_sample.layer import Layer
 from torchzero_clip.per_sample.samples.pattern import Pattern, Place, kinds_of_sizes
-from torchzero_clip.per_sample.samples.powers import Trace
 
 Contribute = Callable[..., Iterable[Contribution]]
 """Makes contributions from the place of the samples, the gradient, the inputs that are kept, and the number of samples.
@@ -79,22 +78,11 @@ class Call:
         """The gradient that came through outputs of the model, in the classic form."""
         self.samples: Tensor | None = None
         """The sample of each row in the proofs of this backward."""
-        self.trace: Trace | None = None
-        """What the backwards of a proof have brought."""
-        self.inputs: tuple[Tensor, ...] = ()
         self._contribute, self.kind = contribute, kind
 
     def key(self, count: int) -> Hashable:
         """What calls of one kind have in common."""
         return self.kind, kinds_of_sizes(self.shape, count)
-
-    def keep(self, grad: Tensor, inputs: tuple[Tensor, ...] = ()) -> None:
-        """Keep what the ordinary backward has brought, until the further ones have run."""
-        self.trace, self.inputs = Trace(grad, self.leading), inputs
-
-    def clear(self) -> None:
-        """Drop what backwards have brought."""
-        self.trace, self.inputs = None, ()
 
     def usual_place(self, batch_dim: int, count: int) -> Place | None:
         """The place of samples in the declared dimension; None if the rows do not have it."""

@@ -1,6 +1,6 @@
 """Decides which backwards are proved, and knows what was proved before."""
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from random import Random
 from typing import Literal, TypeAlias
 
@@ -13,6 +13,7 @@ from torchzero_clip.per_sample.gradients.contributions import Contribution
 from torchzero_clip.per_sample.samples.call import Call
 from torchzero_clip.per_sample.samples.graph import Graph
 from torchzero_clip.per_sample.samples.pattern import ZERO, Memory, Place, some_place
+from torchzero_clip.per_sample.samples.powers import Trace
 from torchzero_clip.per_sample.samples.proof import Backward, Proof
 from torchzero_clip.per_sample.samples.refusals import not_repeatable, reentrant
 
@@ -55,7 +56,7 @@ class Prover:
         self.calls: Sequence[Call] = ()
         """The calls that the losses depend on."""
         self._watched: Graph | None = None  # a graph that is kept, because some calls were silent in its proof
-        self._late: list[Call] = []  # those of them that got a gradient after all
+        self._late: dict[Call, Trace] = {}  # those of them that got a gradient after all
         self._memory = Memory()
         self._random = Random(0)
 
@@ -107,7 +108,7 @@ class Prover:
             return None
         return self.proof_of(graph)
 
-    def proof_of(self, graph: Graph, late: Sequence[Call] = ()) -> Proof:
+    def proof_of(self, graph: Graph, late: Mapping[Call, Trace] | None = None) -> Proof:
         """A proof of the graph, or of ``late`` calls alone."""
         known = self._memory.of((graph.outline, self.modes))
         half = torch.zeros(graph.count, dtype=torch.bool, device="cpu")
@@ -132,11 +133,12 @@ class Prover:
 
     def proved(self) -> Iterator[tuple[Call, list[Contribution]]]:
         """The contributions of the calls of a proof."""
-        for call in [] if self.proof is None else self.proof.order:
-            if call.trace is not None and call.where is not None:
-                with without_autocast(grad := call.trace.grad):
-                    yield call, call.contributions(call.where, grad, call.inputs, self.count or 0)
-                call.clear()
+        traces = {} if self.proof is None else self.proof.traces
+        for call in [*traces]:
+            trace = traces.pop(call)  # to free its memory
+            if call.where is not None:
+                with without_autocast(trace.grad):
+                    yield call, call.contributions(call.where, trace.grad, trace.inputs, self.count or 0)
 
     def contributions(self, call: Call, grad: Tensor, inputs: Sequence[Tensor]) -> list[Contribution]:
         """The contributions of a call whose samples were known before the backward; none yet of a late call."""
@@ -144,8 +146,7 @@ class Prover:
         where = call.where
         if call.is_silent:
             if bool((grad != 0).any()):
-                self._late.append(call)
-                call.keep(grad.clone(), tuple(inputs))
+                self._late[call] = Trace(grad.clone(), call.leading, tuple(inputs))
                 return []
             where = some_place(torch.full(call.shape, ZERO, device=grad.device), count)
         elif where is None:  # of an empty batch, or of one sample, which has all rows
@@ -157,4 +158,4 @@ class Prover:
         if self.proof is not None:
             self.proof.close()
         self.proof, self.count, self.calls = None, None, ()
-        self._watched, self._late = None, []
+        self._watched, self._late = None, {}
