@@ -41,7 +41,7 @@ class Attachment:
         self._capture, self._given_whole, self._force_generic = capture, whole, force_generic
         self._refuse_outside = refuse_outside
         self._captured: list[tuple[nn.Module, CapturedLayer]] = []  # copies have functions in their place
-        self._unwatched: list[tuple[str, dict[str, Any], str]] = []
+        self._unhooked: list[tuple[str, dict[str, Any], str]] = []
         self._of_model: list[RemovableHandle] = []
         self._attach()
         if capture.processes.sharded:  # before the hook of fully_shard
@@ -107,21 +107,21 @@ class Attachment:
         for module, forward in self._captured:
             module.__dict__["forward"] = forward
         # what `fully_shard` shows in place of the parameters exists from the first forward on
-        self._unwatched = list(slots(model, capture.params))
+        self._unhooked = list(slots(model, capture.params))
         for module in fully_sharded(model):
-            capture.handles.append(module.register_forward_pre_hook(Hook(self._watch)))
+            capture.handles.append(module.register_forward_pre_hook(Hook(self._hook_shown)))
 
     def _shards_change(self, *args: object) -> None:
         if current_graph_task_id() == -1 and self.is_outdated():
             self._attach()
 
-    def _watch(self, *args: object) -> None:
+    def _hook_shown(self, *args: object) -> None:
         """Hook the parameters that are shown in full now."""
-        for name, params, key in self._unwatched:
+        for name, params, key in self._unhooked:
             value = params.get(key)
             if value is not None and not is_distributed(value):
                 self._capture.handles.append(value.register_hook(Hook(partial(self._refuse_outside, name))))
-        self._unwatched = [item for item in self._unwatched if is_distributed(item[1].get(item[2]))]
+        self._unhooked = [item for item in self._unhooked if is_distributed(item[1].get(item[2]))]
 
     def _remove(self) -> None:
         for handle in self._capture.handles:

@@ -9,7 +9,7 @@ import functools
 import inspect
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, TypeAlias
 
@@ -28,8 +28,8 @@ from torchzero_clip.per_sample.gradients.autograd_graph import nodes_of
 from torchzero_clip.per_sample.gradients.contributions import Dense
 from torchzero_clip.per_sample.gradients.row_norms import wide
 from torchzero_clip.per_sample.layer import Layer
-from torchzero_clip.per_sample.processes.sharding import memory_of
-from torchzero_clip.per_sample.samples.call import Contribute, Samples, call_of, rows_first
+from torchzero_clip.per_sample.processes.sharding import storages_of
+from torchzero_clip.per_sample.samples.call import Contribute, LayerInput, call_of, rows_first
 from torchzero_clip.per_sample.samples.comparison import differ
 from torchzero_clip.per_sample.samples.pattern import Place
 from torchzero_clip.per_sample.shared_inputs import SharedInputs
@@ -69,7 +69,7 @@ class RowsLayer(Layer, ABC):
         output: Tensor,
         inputs: Sequence[Tensor],
         contribute: Contribute,
-        samples: Samples | None = None,
+        samples: LayerInput | None = None,
         *,
         on_shared: Callable[[], bool] | None = None,
     ) -> Tensor:
@@ -94,7 +94,7 @@ class BroadcastRow(Tensor):
     _make: Make | None = None  # makes copies for rows of several samples; None if there can be none
     _version_then: int  # another version means a change in place that the copies have missed
 
-    def samples(self, dim: int) -> tuple[Tensor, bool]:
+    def as_input(self, dim: int) -> tuple[Tensor, bool]:
         """The copies as the input of a layer with this batch dimension, and whether the value has that dimension."""
         with DisableTorchFunctionSubclass():
             if self.ndim > dim and self.shape[dim] == 1:
@@ -124,7 +124,7 @@ class BroadcastRow(Tensor):
             rows = [x for x in leaves if isinstance(x, BroadcastRow)]
             if torch.is_grad_enabled():
                 if name not in HOOKS and all(map(is_row, rows)):
-                    output = _with_copies(func, args, kwargs, leaves, rebuilt)
+                    output = _Use(func, args, kwargs, leaves, rebuilt).output()
                     if output is not NotImplemented:
                         return output
                 for layer in (row._layer for row in rows):
@@ -185,138 +185,201 @@ def _as_row(row: Any, each: Tensor, layer: RowsLayer, make: Make | None = None) 
         return result
 
 
-def _with_copies(func: Any, args: Any, kwargs: Any, leaves: list[Any], rebuilt: Rebuild) -> Any:
-    """The output of a function with the copies in place of the rows; NotImplemented if it cannot run so."""
-    name, first = getattr(func, "__name__", ""), next(x for x in leaves if isinstance(x, BroadcastRow))
-    layer, count, kind = first._layer, len(first._each), name.strip("_")
-    changes = is_in_place(name)
-    if func is F.embedding:
-        args, kwargs = without_padding(args, kwargs)
-        leaves, rebuilt = flattened(args, kwargs)
-    tensors = {i: x for i, x in enumerate(leaves) if isinstance(x, Tensor)}
-    others = {i: x for i, x in tensors.items() if not isinstance(x, BroadcastRow) and name not in OF_DTYPE}
-    if (output := _by_position(func, kind, leaves, rebuilt, others)) is not NotImplemented:
-        return output
-    tokens = [] if changes else _tokens(layer, others, count)
-    is_flat = all(x.ndim == 2 or count not in x.shape for x in tokens)
-    if tokens and is_flat and (output := _by_row(func, name, leaves, rebuilt, tokens)) is not NotImplemented:
-        return output
-    for squares in (False, True):  # a square table may be of positions or of samples
-        places = _places(layer, others, count, squares=squares, changes=changes)
-        if changes and 0 not in (places or tensors):
-            continue
-        if places:
-            output = _Call(func, leaves, rebuilt, places, changes).of_batch_or_not(name)
-            if output is not NotImplemented:
-                return output
-    if tokens and not is_flat and (output := _by_row(func, name, leaves, rebuilt, tokens)) is not NotImplemented:
-        return output
-    of_batch = [others[i] for i in places]
-    if any(x.requires_grad for x in of_batch) or layer.capture.forward.holds(*of_batch):
-        return NotImplemented
-    if changes and places:
-        return NotImplemented
-    call = _Call(func, leaves, rebuilt, {}, changes)
-    if changes and not isinstance(args[0], BroadcastRow):
-        return _written(call, args[0], first, lambda: func(*args, **kwargs))
-    if changes:
-        return _changed(call, args[0], first, lambda: func(*args, **kwargs))
-    output = func(*args, **kwargs)
-    if not any(x.requires_grad for x in tensors_in(output)) or output is first:
-        return output
-    if kind in EXPANSIONS and first.fits(output.ndim, dim := layer.capture.batch_dim):
-        expansion = kind, tuple(first.shape), output.ndim
-        if _is_to_batch(layer, expansion, output.shape[dim], count):
-            copies = first.aligned(first._each, output.ndim, dim)
-            if kind == "repeat":
-                output = copies.repeat(*(b // max(a, 1) for a, b in zip(copies.shape, output.shape, strict=True)))
-            else:
-                output = copies.expand_as(output)
-            return output
-    return call.of_each(output)
+class _Use:
+    """A function with rows among its arguments. Each method that returns an output is a way to run it with copies.
 
-
-def _by_position(func: Any, kind: str, leaves: list[Any], rebuilt: Rebuild, others: dict[int, Tensor]) -> Any:
-    """Arithmetic of a parameter and a tensor, with a copy of the parameter for each of its positions.
-
-    The backward finds the sample of each position. NotImplemented if it is something else.
+    ``leaves`` are those of the arguments, and ``rebuilt`` makes arguments of other leaves.
     """
-    rows = [i for i, x in enumerate(leaves) if isinstance(x, BroadcastRow)]
-    if kind.removeprefix("r") not in ARITHMETIC or len(rows) != 1 or len(others) != 1:
+
+    def __init__(self, func: Any, args: Any, kwargs: Any, leaves: list[Any], rebuilt: Rebuild) -> None:
+        if func is F.embedding:
+            args, kwargs = without_padding(args, kwargs)
+            leaves, rebuilt = flattened(args, kwargs)
+        self.func, self.name, self._args, self._kwargs = func, getattr(func, "__name__", ""), args, kwargs
+        self.leaves, self.rebuilt = leaves, rebuilt
+        self.changes = is_in_place(self.name)
+        self.rows = [i for i, x in enumerate(leaves) if isinstance(x, BroadcastRow)]
+        self._first: BroadcastRow = leaves[self.rows[0]]
+        self.layer, self._count = self._first._layer, len(self._first._each)
+        tensors = {i: x for i, x in enumerate(leaves) if isinstance(x, Tensor)}
+        self._others = {i: x for i, x in tensors.items() if i not in self.rows and self.name not in OF_DTYPE}
+
+    @property
+    def is_arithmetic(self) -> bool:
+        """True for functions such as addition, in which a row may be expanded."""
+        return self.name.strip("_").removeprefix("r") in ARITHMETIC
+
+    def output(self) -> Any:
+        """The output in the first way that can run the function; NotImplemented if there is none."""
+        for way in self._ways():
+            if (output := way()) is not NotImplemented:
+                return output
         return NotImplemented
-    row, (x,) = leaves[rows[0]], others.values()
-    if (param := row._param) is None or x.is_nested or x.is_sparse:
-        return NotImplemented
-    layer = row._layer
-    if not x.requires_grad and layer.shared.is_table(x):
-        return NotImplemented
-    if not (x.requires_grad or layer.capture.proofs_may_share) and x.ndim > 1 and layer.shared.may_be(x):
-        return NotImplemented
-    with DisableTorchFunctionSubclass():
-        own = tuple(row.shape)
-        while own and own[0] == 1:
-            own = own[1:]
-        leading = x.ndim - len(own)
-        if (
-            leading < 1
-            or row.ndim > x.ndim
-            or any(a not in (1, b) for a, b in zip(own, x.shape[leading:], strict=True))
-        ):
+
+    def _ways(self) -> Iterator[Callable[[], Any]]:
+        yield self._by_position
+        tokens = [] if self.changes else self._tokens()
+        by_token = [functools.partial(self._by_token, tokens)] if tokens else []
+        is_flat = all(x.ndim == 2 or self._count not in x.shape for x in tokens)
+        yield from by_token if is_flat else ()
+        for squares in (False, True):  # a square table may be of positions or of samples
+            yield functools.partial(self._by_sample, squares)
+        yield from () if is_flat else by_token
+        yield self._alone
+
+    def _by_position(self) -> Any:
+        """Arithmetic of a parameter and a tensor, with a copy of the parameter for each of its positions.
+
+        The backward finds the sample of each position.
+        """
+        if not self.is_arithmetic or len(self.rows) != 1 or len(self._others) != 1:
             return NotImplemented
-        dims = [leading + i for i, (a, b) in enumerate(zip(own, x.shape[leading:], strict=True)) if a == 1 != b]
+        row, (x,), layer = self._first, self._others.values(), self.layer
+        if (param := row._param) is None or x.is_nested or x.is_sparse:
+            return NotImplemented
+        if not x.requires_grad and layer.shared.is_table(x):
+            return NotImplemented
+        if not (x.requires_grad or layer.capture.proofs_may_share) and x.ndim > 1 and layer.shared.may_be(x):
+            return NotImplemented
+        shape = tuple(row.shape)
+        while shape and shape[0] == 1:
+            shape = shape[1:]
+        leading = x.ndim - len(shape)
+        if leading < 1 or row.ndim > x.ndim:
+            return NotImplemented
+        sizes = [*zip(shape, x.shape[leading:], strict=True)]
+        if any(a not in (1, b) for a, b in sizes):
+            return NotImplemented
+        dims = [leading + i for i, (a, b) in enumerate(sizes) if a == 1 != b]
 
         def contribute(where: Any, grad: Tensor) -> list[Any]:
             grad = grad.sum(dims, keepdim=True) if dims else grad
             (grads,) = rows_first(where, *wide(grad))
-            grads = grads.flatten(1, grads.ndim - len(own) - 1).sum(1) if grads.ndim - len(own) > 1 else grads
+            grads = grads.flatten(1, grads.ndim - len(shape) - 1).sum(1) if grads.ndim - len(shape) > 1 else grads
             return [Dense(param, grads.reshape(len(grads), *param.shape))]
 
-        value = row.as_subclass(Tensor).detach().expand(*x.shape)
-        leaves = list(leaves)
-        on_shared = None if x.requires_grad else functools.partial(layer.shared.note_table, x, layer.capture.forward)
-        samples = Samples(value, leading)
-        leaves[rows[0]] = layer.watch(value, [], contribute, samples, on_shared=on_shared)
-    args, kwargs = rebuilt(leaves)
-    return func(*args, **kwargs)
+        value, leaves = row.as_subclass(Tensor).detach().expand(*x.shape), list(self.leaves)
+        leaves[self.rows[0]] = layer.watch(
+            value, [], contribute, LayerInput(value, leading), on_shared=self._on_shared(x)
+        )
+        args, kwargs = self.rebuilt(leaves)
+        return self.func(*args, **kwargs)
 
+    def _by_token(self, tokens: Sequence[Tensor]) -> Any:
+        """A function of rows in no order, such as tokens of an expert, with a copy for each of them.
 
-def _by_row(func: Any, name: str, leaves: list[Any], rebuilt: Rebuild, tokens: Sequence[Tensor]) -> Any:
-    """The output of a function of rows in no order, such as tokens of an expert, with a copy for each of them.
+        The backward finds the sample of each.
+        """
+        rows, counts = [self.leaves[i] for i in self.rows], {len(x) for x in tokens}
+        if len(counts) > 1 or (count := counts.pop()) == self._count:
+            return NotImplemented
+        if not count:  # such as an expert without tokens
+            plain = [x.as_subclass(Tensor).detach() if isinstance(x, BroadcastRow) else x for x in self.leaves]
+            args, kwargs = self.rebuilt(plain)
+            return self.func(*args, **kwargs)
+        on_shared = None if any(x.requires_grad for x in tokens) else self._on_shared(tokens[0])
+        copies = [make(count, on_shared) for x in rows if (make := x._make) is not None]
+        if len(copies) < len(rows):
+            return NotImplemented
+        tensors = {i: x for i, x in enumerate(self.leaves) if isinstance(x, Tensor) and i not in self.rows}
+        places = {i: Place(0) for i, x in tensors.items() if x.ndim and len(x) == count}
+        return _Call(self, places, copies).of_batch_or_not()
 
-    The backward finds the sample of each row. NotImplemented if the function cannot run so.
-    """
-    rows = [x for x in leaves if isinstance(x, BroadcastRow)]
-    layer, counts = rows[0]._layer, {len(x) for x in tokens}
-    if len(counts) > 1 or (count := counts.pop()) == len(rows[0]._each):
-        return NotImplemented
-    if not count:  # such as an expert without tokens
-        args, kwargs = rebuilt([x.as_subclass(Tensor).detach() if isinstance(x, BroadcastRow) else x for x in leaves])
-        return func(*args, **kwargs)
-    data = None if any(x.requires_grad for x in tokens) else tokens[0]
-    on_shared = None if data is None else functools.partial(layer.shared.note_table, data, layer.capture.forward)
-    copies = [make(count, on_shared) for x in rows if (make := x._make) is not None]
-    if len(copies) < len(rows):
-        return NotImplemented
-    tensors = {i: x for i, x in enumerate(leaves) if isinstance(x, Tensor) and not isinstance(x, BroadcastRow)}
-    places = {i: Place(0) for i, x in tensors.items() if x.ndim and len(x) == count}
-    return _Call(func, leaves, rebuilt, places, False, copies).of_batch_or_not(name)
+    def _by_sample(self, squares: bool) -> Any:
+        """A function of tensors of the batch, with a copy for each sample."""
+        places = self._places(squares)
+        if not places or (self.changes and 0 not in places):
+            return NotImplemented
+        return _Call(self, places).of_batch_or_not()
 
+    def _alone(self) -> Any:
+        """A function of rows, and of nothing else that is of samples: the output is a row too."""
+        first, layer, places = self._first, self.layer, self._places(True)
+        of_batch = [self._others[i] for i in places]
+        if any(x.requires_grad for x in of_batch) or layer.capture.forward.holds(*of_batch):
+            return NotImplemented
+        if self.changes and places:
+            return NotImplemented
+        if self.changes:
+            target = self._args[0]
+            return _Call(self).changed(target) if isinstance(target, BroadcastRow) else self._written(target)
+        output = self.plain()
+        if not any(x.requires_grad for x in tensors_in(output)) or output is first:
+            return output
+        kind = self.name.strip("_")
+        if kind in EXPANSIONS and first.fits(output.ndim, dim := layer.capture.batch_dim):
+            # to the batch, and not, in this call or an earlier one, to another size
+            expansion, size = (kind, tuple(first.shape), output.ndim), output.shape[dim]
+            others = layer.known.setdefault(EXPANDED, set())
+            if size not in (1, self._count):
+                others.add(expansion)
+            if size == self._count and expansion not in others:
+                copies = first.aligned(first._each, output.ndim, dim)
+                if kind == "repeat":
+                    return copies.repeat(*(b // max(a, 1) for a, b in zip(copies.shape, output.shape, strict=True)))
+                return copies.expand_as(output)
+        return _Call(self).of_each(output)
 
-def _tokens(layer: RowsLayer, others: dict[int, Tensor], count: int) -> list[Tensor]:
-    """The tensors whose rows may be of samples in no order: those that layers have made, or else data."""
-    capture = layer.capture
-    found = [x for x in others.values() if x.ndim]
-    if capture.forward.direct or all(len(x) == count for x in found):
-        return []
-    if made := [x for x in found if x.requires_grad]:
-        # of trainable tensors outside of the model, all samples share the rows
-        return made if all(map(has_layers, made)) else []
-    own = capture.own_memory()
-    data = [x for x in found if x.is_floating_point() and x.ndim > 1 and len(x) > 1 and not memory_of((x,)) & own]
-    data = [x for x in data if not _is_diagonal(x)]  # with which products of reflections begin
-    # where a proof cannot find that samples share data, a module alone, such as PReLU, is taken to get no table
-    may_be = capture.proofs_may_share or not [*layer.module.children()]
-    return data if may_be and not any(layer.shared.is_table(x) for x in data) else []
+    def _written(self, target: Tensor) -> Any:
+        """Write rows into a tensor that is of no sample. The module of the parameters then uses a row in its place."""
+        written: dict[int, Any] | None = self.layer.written
+        if written is None:
+            return NotImplemented
+        each = _alike(_Call(self, {0: Place(0)}), target.expand(self._count, *target.shape))
+        output = self.plain()
+        written[id(target)] = target, _as_row(target.as_subclass(Tensor), each, self.layer)
+        return output
+
+    def plain(self) -> Any:
+        """The output for the rows themselves."""
+        return self.func(*self._args, **self._kwargs)
+
+    def _on_shared(self, data: Tensor) -> Callable[[], bool] | None:
+        """What notes that all samples share a tensor that no layer has made."""
+        note = functools.partial(self.layer.shared.note_table, data, self.layer.capture.forward)
+        return None if data.requires_grad else note
+
+    def _tokens(self) -> list[Tensor]:
+        """The tensors whose rows may be of samples in no order: those that layers have made, or else data."""
+        capture = self.layer.capture
+        found = [x for x in self._others.values() if x.ndim]
+        if capture.forward.direct or all(len(x) == self._count for x in found):
+            return []
+        if made := [x for x in found if x.requires_grad]:
+            # of trainable tensors outside of the model, all samples share the rows
+            return made if all(map(has_layers, made)) else []
+        own = capture.own_storages()
+        data = [x for x in found if x.is_floating_point() and x.ndim > 1 and len(x) > 1 and not storages_of((x,)) & own]
+        data = [x for x in data if not _is_diagonal(x)]  # with which products of reflections begin
+        # where a proof cannot find that samples share data, a module alone, such as PReLU, is taken to get no table
+        may_be = capture.proofs_may_share or not [*self.layer.module.children()]
+        return data if may_be and not any(self.layer.shared.is_table(x) for x in data) else []
+
+    def _places(self, squares: bool) -> dict[int, Place]:
+        """The places of samples in tensors, by their sizes. All samples share others; with ``squares``, no squares."""
+        layer, places = self.layer, dict[int, Place]()
+        if not self._others:
+            return places
+        count, forward, dim = self._count, layer.capture.forward, layer.capture.batch_dim
+        own = layer.capture.own_storages()
+        for i, x in self._others.items():
+            is_own = not x.requires_grad and storages_of((x,)) & own  # copies of a parameter lie in its memory too
+            is_own = is_own or (not x.requires_grad and layer.shared.is_table(x))
+            is_own = is_own or (counts_up(x) and not forward.holds(x))  # positions
+            if not x.ndim or is_own or (forward.direct and count == 1):
+                continue
+            sizes = [d for d, size in enumerate(x.shape) if size == count]
+            square = x.ndim == 2 and x.shape[0] == x.shape[1] and not x.requires_grad and not squares
+            if x.ndim <= dim or x.shape[dim] == 1 or square:
+                continue  # such as a table of pairs of positions
+            of_rows = x.ndim > 2 and not self.changes  # such as windows of images
+            if x.shape[dim] == count:
+                places[i] = Place(dim)
+            elif x.shape[0] and x.shape[0] % count == 0 and (of_rows or x.requires_grad or forward.holds(x)):
+                places[i] = Place(0, len(x) // count)
+            elif sizes:
+                places[i] = Place(sizes[0])
+        return places
 
 
 def _is_diagonal(x: Tensor) -> bool:
@@ -328,85 +391,32 @@ def has_layers(x: Tensor) -> bool:
     return x.requires_grad and any(call_of(node) is not None for node in nodes_of([x]))
 
 
-def _written(call: "_Call", target: Tensor, first: BroadcastRow, write: Callable[[], Any]) -> Any:
-    """Write rows into a tensor that is of no sample. The module of the parameters then uses a row in its place."""
-    written: dict[int, Any] | None = first._layer.written
-    if written is None:
-        return NotImplemented
-    call.places = {0: Place(0)}
-    each = _alike(call, target.expand(len(first._each), *target.shape))
-    output = write()
-    written[id(target)] = target, _as_row(target.as_subclass(Tensor), each, first._layer)
-    return output
-
-
-def _changed(call: "_Call", target: Any, first: BroadcastRow, change: Callable[[], Any]) -> Any:
-    """Change a row in place, with its copies. Return the output."""
-    (make,) = call.makers(1)
-    each, output = _alike(call), change()
-    target._each, target._layer, target._version_then, target._make = each, first._layer, target._version, make
-    return output
-
-
-def _places(
-    layer: RowsLayer, tensors: dict[int, Tensor], count: int, *, squares: bool, changes: bool
-) -> dict[int, Place]:
-    """The places of samples in tensors, by their sizes. All samples share other tensors, such as square tables."""
-    forward, dim, places = layer.capture.forward, layer.capture.batch_dim, dict[int, Place]()
-    own = layer.capture.own_memory()
-    for i, x in tensors.items():
-        is_own = not x.requires_grad and memory_of((x,)) & own  # copies of a parameter lie in its memory too
-        is_own = is_own or (not x.requires_grad and layer.shared.is_table(x))
-        is_own = is_own or (counts_up(x) and not forward.holds(x))  # positions
-        if not x.ndim or is_own or (forward.direct and count == 1):
-            continue
-        sizes = [d for d, size in enumerate(x.shape) if size == count]
-        square = x.ndim == 2 and x.shape[0] == x.shape[1] and not x.requires_grad and not squares
-        if x.ndim <= dim or x.shape[dim] == 1 or square:
-            continue  # such as a table of pairs of positions
-        of_rows = x.ndim > 2 and not changes  # such as windows of images
-        if x.shape[dim] == count:
-            places[i] = Place(dim)
-        elif x.shape[0] and x.shape[0] % count == 0 and (of_rows or x.requires_grad or forward.holds(x)):
-            places[i] = Place(0, len(x) // count)
-        elif sizes:
-            places[i] = Place(sizes[0])
-    return places
-
-
 class _Call:
-    """A function of rows, and of tensors of the batch in some places among the leaves of its arguments."""
+    """The use of a function with copies, and tensors of the batch in some places among the leaves of its arguments."""
 
     def __init__(
-        self,
-        func: Any,
-        leaves: list[Any],
-        rebuilt: Rebuild,
-        places: dict[int, Place],
-        changes: bool,
-        copies: list[Tensor] | None = None,
+        self, use: _Use, places: Mapping[int, Place] | None = None, copies: list[Tensor] | None = None
     ) -> None:
-        self._func, self._leaves, self._rebuilt, self.places, self._changes = func, leaves, rebuilt, places, changes
-        self._rows = [i for i, x in enumerate(leaves) if isinstance(x, BroadcastRow)]
-        self._layer: RowsLayer = leaves[self._rows[0]]._layer
-        self.copies = [leaves[i]._each for i in self._rows] if copies is None else copies
+        self._use, self._places = use, places or {}
+        self.copies = [use.leaves[i]._each for i in use.rows] if copies is None else copies
 
     def __call__(self, *tensors: Tensor) -> Any:
         """The output for other tensors in the places of rows and of tensors of the batch."""
-        leaves = list(self._leaves)
-        for i, x in zip((*self._rows, *self.places), tensors, strict=True):
-            leaves[i] = x.clone() if self._changes and i == 0 else x
-        args, kwargs = self._rebuilt(leaves)
-        output = self._func(*args, **kwargs)
-        return leaves[0] if self._changes else output
+        use, leaves = self._use, list(self._use.leaves)
+        for i, x in zip((*use.rows, *self._places), tensors, strict=True):
+            leaves[i] = x.clone() if use.changes and i == 0 else x
+        args, kwargs = use.rebuilt(leaves)
+        output = use.func(*args, **kwargs)
+        return leaves[0] if use.changes else output
 
-    def of_batch_or_not(self, name: str) -> Any:
+    def of_batch_or_not(self) -> Any:
         """The output of the batch; NotImplemented if the function cannot run for each sample."""
+        use = self._use
         try:
             if len(self.copies[0]) > 1:
-                return self.of_batch(name)
-            output = self(*(x[0] for x in self.copies), *(self._leaves[i] for i in self.places))
-            return self._leaves[0].copy_(output) if self._changes else output
+                return self._of_batch()
+            output = self(*(x[0] for x in self.copies), *(use.leaves[i] for i in self._places))
+            return use.leaves[0].copy_(output) if use.changes else output
         except CANNOT:  # if the function itself is called wrongly, it raises again
             return NotImplemented
 
@@ -417,61 +427,67 @@ class _Call:
         except (RuntimeError, ValueError):
             return NotImplemented
         given, structure = pytree.tree_flatten(output)
-        rows = zip(given, pytree.tree_leaves(each), self.makers(len(given)), strict=True)
-        return pytree.tree_unflatten([_as_row(row, x, self._layer, make) for row, x, make in rows], structure)
+        rows = zip(given, pytree.tree_leaves(each), self._makers(len(given)), strict=True)
+        return pytree.tree_unflatten([_as_row(row, x, self._use.layer, make) for row, x, make in rows], structure)
 
-    def makers(self, outputs: int) -> list[Make | None]:
+    def changed(self, target: Any) -> Any:
+        """Change a row in place, with its copies. Return the output."""
+        (make,) = self._makers(1)
+        each, output = _alike(self), self._use.plain()
+        target._each, target._layer, target._version_then, target._make = each, self._use.layer, target._version, make
+        return output
+
+    def _makers(self, outputs: int) -> list[Make | None]:
         """What makes more copies of each output, from more copies of the rows as they are now."""
-        makes = [make for i in self._rows if (make := self._leaves[i]._make) is not None]
-        if len(makes) < len(self._rows):
+        use = self._use
+        makes = [make for i in use.rows if (make := use.leaves[i]._make) is not None]
+        if len(makes) < len(use.rows):
             return [None] * outputs
-        tensors = [x for x in self._leaves if isinstance(x, Tensor) and not isinstance(x, BroadcastRow)]
+        tensors = [x for i, x in enumerate(use.leaves) if isinstance(x, Tensor) and i not in use.rows]
         versions = [x._version for x in tensors]
 
         def made(output: int, count: int, on_shared: Callable[[], bool] | None) -> Tensor:
             if versions != [x._version for x in tensors]:
-                self._layer.refuse_row()
-            call = _Call(
-                self._func, self._leaves, self._rebuilt, {}, self._changes, [make(count, on_shared) for make in makes]
-            )
+                use.layer.refuse_row()
+            call = _Call(use, copies=[make(count, on_shared) for make in makes])
             return pytree.tree_leaves(_alike(call))[output]
 
         return [functools.partial(made, i) for i in range(outputs)]
 
-    def of_batch(self, name: str) -> Any:
+    def _of_batch(self) -> Any:
         """The output of the batch, from those of its samples; NotImplemented if its samples are in no dimension."""
-        layer, of_batch, places = self._layer, [self._leaves[i] for i in self.places], [*self.places.values()]
-        if len(runs := {place.run for place in places}) > 1:
+        use, of_batch = self._use, [self._use.leaves[i] for i in self._places]
+        if len(runs := {place.run for place in self._places.values()}) > 1:
             return NotImplemented
-        (run,), places, count = runs, [place.dim for place in places], len(self.copies[0])
+        (run,), places, count = runs, [place.dim for place in self._places.values()], len(self.copies[0])
         kind = {(place, x.ndim) for place, x in zip(places, of_batch, strict=True)}
-        if name.strip("_").removeprefix("r") in ARITHMETIC and run == len(kind) == 1 and not self._changes:
+        if use.is_arithmetic and run == len(kind) == 1 and not use.changes:
             ((dim, ndim),) = kind
-            rows = [self._leaves[i] for i in self._rows]
+            rows = [use.leaves[i] for i in use.rows]
             if all(row.fits(ndim, dim) for row in rows):
                 aligned = [row.aligned(x, ndim, dim) for row, x in zip(rows, self.copies, strict=True)]
                 return self(*aligned, *of_batch)  # much faster than vmap
-        kinds = [x if isinstance(x, int | str | None) else x.ndim if isinstance(x, Tensor) else 0 for x in self._leaves]
+        kinds = [x if isinstance(x, int | str | None) else x.ndim if isinstance(x, Tensor) else 0 for x in use.leaves]
         pairs = zip(of_batch, places, strict=True)
         inputs = [x.movedim(d, 0).unflatten(0, (count, run)).movedim(1, d + 1) for x, d in pairs]
         # B entries may be positions, or one for each sample
-        own, dims = self._own_parts(places[0]) if run == 1 else None, None
+        parts, dims = self._own_parts(places[0]) if run == 1 else None, None
         found, structure = list[Any](), pytree.tree_structure(None)
-        for copies in filter(None, (self.copies, own)):
-            self.copies, key = copies, (name, *kinds, *places, run > 1, own is not None, copies is own)
+        for copies in filter(None, (self.copies, parts)):
+            self.copies, key = copies, (use.name, *kinds, *places, run > 1, parts is not None, copies is parts)
             try:
                 found, structure = pytree.tree_flatten(self._by_sample(inputs))
             except CANNOT:
                 continue
-            if key not in layer.known:
-                layer.known[key] = self._dims(found, of_batch, run)
-            if (dims := layer.known[key]) is not None:
+            if key not in use.layer.known:
+                use.layer.known[key] = self._dims(found, of_batch, run)
+            if (dims := use.layer.known[key]) is not None:
                 break
         if dims is None or any(x.shape[d + 1] != run for x, d in zip(found, dims, strict=True)):
             return NotImplemented
         found = [_joined(x, d) for x, d in zip(found, dims, strict=True)]
         output = pytree.tree_unflatten(found, structure)
-        return self._leaves[0].copy_(output) if self._changes else output
+        return use.leaves[0].copy_(output) if use.changes else output
 
     def _own_parts(self, dim: int) -> list[Tensor] | None:
         """The copies. Of a row with one entry for each sample, a copy keeps its own. None if there is no such row."""
@@ -483,7 +499,7 @@ class _Call:
 
     def _by_sample(self, of_batch: Sequence[Tensor]) -> Any:
         try:
-            attends = self._func is F.scaled_dot_product_attention
+            attends = self._use.func is F.scaled_dot_product_attention
             return by_vmap(self, *self.copies, *of_batch, attends=attends)
         except (RuntimeError, ValueError):
             each = [self(*one) for one in zip(*self.copies, *of_batch, strict=True)]
@@ -491,8 +507,10 @@ class _Call:
 
     def _dims(self, found: Sequence[Any], of_batch: Sequence[Tensor], run: int) -> list[int] | None:
         """The dimension of the samples in each output, found from the outputs for the batch; None if these differ."""
-        dims: list[int] = []
-        for one, whole in zip(found, pytree.tree_leaves(self._together(of_batch)), strict=True):
+        use, dims = self._use, list[int]()
+        with torch.no_grad():
+            together = self(*(use.leaves[i].as_subclass(Tensor) for i in use.rows), *of_batch)
+        for one, whole in zip(found, pytree.tree_leaves(together), strict=True):
             sizes = [*zip(one.shape[1:], whole.shape, strict=False)]
             apart = [i for i, (a, b) in enumerate(sizes) if a != b]
             if one.ndim != whole.ndim + 1 or [sizes[i] for i in apart] != [(run, len(one) * run)]:
@@ -501,11 +519,6 @@ class _Call:
             if not _are_equal(whole, _joined(one, apart[0])):
                 return None
         return dims
-
-    def _together(self, of_batch: Sequence[Tensor]) -> Any:
-        """The output of the function on the batch, without a graph."""
-        with torch.no_grad():
-            return self(*(self._leaves[i].as_subclass(Tensor) for i in self._rows), *of_batch)
 
 
 def by_vmap(function: Callable[..., Any], *tensors: Any, attends: bool = True, randomness: str = "different") -> Any:
@@ -547,11 +560,3 @@ def without_padding(args: Any, kwargs: Any) -> tuple[Any, Any]:
     elif index is not None:
         call.arguments["weight"] = detached(table)
     return call.args, call.kwargs
-
-
-def _is_to_batch(layer: RowsLayer, expansion: Any, size: int, count: int) -> bool:
-    """True if a row was expanded to the batch, and not, in this call or an earlier one, to another size."""
-    others = layer.known.setdefault(EXPANDED, set())
-    if size not in (1, count):
-        others.add(expansion)
-    return size == count and expansion not in others

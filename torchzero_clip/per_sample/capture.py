@@ -18,7 +18,7 @@ from torchzero_clip.per_sample.gradients.captured_gradients import CapturedGradi
 from torchzero_clip.per_sample.gradients.contributions import Contribution, Dense, Memory
 from torchzero_clip.per_sample.layer import Layer, trainable
 from torchzero_clip.per_sample.processes.agreement import Processes
-from torchzero_clip.per_sample.processes.sharding import memory_of, shown_as_before, slots
+from torchzero_clip.per_sample.processes.sharding import shown_as_before, slots, storages_of
 from torchzero_clip.per_sample.samples.call import Call
 from torchzero_clip.per_sample.samples.prover import Prover
 
@@ -111,14 +111,14 @@ class Capture(ABC):
         dtypes = {param.dtype for param in self.params.values()}
         return torch.float64 if torch.float64 in dtypes else torch.float32
 
-    def scale(self, count: int) -> float:
+    def loss_scale(self, count: int) -> float:
         """The factor between the gradients that arrive and those of the losses of ``count`` single samples."""
         # `backward(losses)` adds up the losses
         return float(count) if self.of_mean and self.prover.count is None else 1.0
 
-    def own_memory(self) -> set[int]:
+    def own_storages(self) -> set[int]:
         """The memory of parameters and buffers."""
-        return memory_of((*self.model.parameters(), *self.model.buffers()))
+        return storages_of((*self.model.parameters(), *self.model.buffers()))
 
     def params_of(self, module: nn.Module) -> dict[str, nn.Parameter]:
         """The trainable parameters of a module in the model, by their names in the module."""
@@ -192,7 +192,7 @@ class Capture(ABC):
         """Store a contribution."""
         if self._keep_grad_samples:
             part = Dense(part.param, part.dense(0, part.batch_size))
-            grads = part.grads if (scale := self.scale(part.batch_size)) == 1 else part.grads * scale
+            grads = part.grads if (scale := self.loss_scale(part.batch_size)) == 1 else part.grads * scale
             earlier = getattr(part.param, "grad_sample", None)
             if earlier is not None and len(earlier) == len(grads):  # different numbers of samples raise at the end
                 grads = earlier + grads

@@ -17,8 +17,8 @@ from torchzero_clip.per_sample.broadcast_row import BroadcastRow, RowsLayer, is_
 from torchzero_clip.per_sample.capture import Capture
 from torchzero_clip.per_sample.gradients.contributions import Contribution, Dense
 from torchzero_clip.per_sample.gradients.row_norms import wide
-from torchzero_clip.per_sample.processes.sharding import memory_of, slots, stands_for
-from torchzero_clip.per_sample.samples.call import Call, Contribute, Reduce, Samples, rows_first
+from torchzero_clip.per_sample.processes.sharding import slots, stands_for, storages_of
+from torchzero_clip.per_sample.samples.call import Call, Contribute, LayerInput, Reduce, rows_first
 from torchzero_clip.per_sample.samples.nodes import IDENTITIES
 from torchzero_clip.per_sample.samples.pattern import Place
 from torchzero_clip.per_sample.whole import class_in_code
@@ -129,7 +129,7 @@ class CapturedLayer(RowsLayer):
             return known
         return next((x.shape[dim] for x in values if isinstance(x, Tensor) and x.ndim > dim), None)
 
-    def samples(self, input: Tensor, leading: int) -> Samples:
+    def find_samples(self, input: Tensor, leading: int) -> LayerInput:
         """Find the samples in an input that has ``leading`` dimensions before those of a single position, or raise."""
         if leading == 0:
             raise ValueError(f"the input of {self} has no batch dimension: per-sample gradients need one{self.way_out}")
@@ -137,24 +137,24 @@ class CapturedLayer(RowsLayer):
         forward, shared = self.capture.forward, self.shared
         count = forward.batch_size
         if isinstance(input, BroadcastRow) and is_row(input):
-            each, had_dim = input.samples(dim)
-            return Samples(each, leading + (not had_dim), had_dim, dim)
+            each, had_dim = input.as_input(dim)
+            return LayerInput(each, leading + (not had_dim), had_dim, dim)
         if count == 1 and input.requires_grad and not input.is_contiguous():
             input.register_hook(partial(with_strides, input.stride()))
         if input.shape[dim] == count and forward.given is None and forward.is_argument(input):
-            return Samples(input, leading, dim=dim, is_argument=True)
+            return LayerInput(input, leading, dim=dim, is_argument=True)
         if count is not None and count > 1:
             if input.shape[dim] == 1 and shared.is_row(input):
                 each = input.expand(*input.shape[:dim], count, *input.shape[dim + 1 :])
-                return Samples(each, leading, True, dim)
+                return LayerInput(each, leading, True, dim)
             if shared.is_known(input, leading):
-                return Samples(input.expand(count, *input.shape).movedim(0, dim), leading + 1, False, dim)
-        return Samples(input, leading, dim=dim)
+                return LayerInput(input.expand(count, *input.shape).movedim(0, dim), leading + 1, False, dim)
+        return LayerInput(input, leading, dim=dim)
 
     def watch_params(
         self,
         output: Tensor,
-        samples: Samples,
+        samples: LayerInput,
         params: Mapping[str, nn.Parameter],
         *,
         weight: Callable[[Tensor, Tensor], Contribution],
@@ -178,7 +178,7 @@ class CapturedLayer(RowsLayer):
         output: Tensor,
         inputs: Sequence[Tensor],
         contribute: Contribute,
-        samples: Samples | None = None,
+        samples: LayerInput | None = None,
         *,
         kind: Hashable = (),
         shape: Sequence[int] = (),
@@ -221,8 +221,8 @@ class CapturedLayer(RowsLayer):
 
     def lasting(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """Inputs to keep until the end of the step: copies of those in a parameter that `fully_shard` frees before."""
-        shown = memory_of(self.capture.model.parameters())
-        return [x.clone() if memory_of((x,)) & shown else x for x in inputs]
+        shown = storages_of(self.capture.model.parameters())
+        return [x.clone() if storages_of((x,)) & shown else x for x in inputs]
 
     @override
     def refuse_row(self) -> None:

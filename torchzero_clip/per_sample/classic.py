@@ -145,7 +145,7 @@ class Classic:
             self._root = self._sent = self._prover.proof = None
 
     def _run(self, proof: Proof, backward: Backward, grad: Tensor, further: int) -> None:
-        proof.watch()
+        proof.hook_sites()
         proof.first(backward, grad)
         try:
             proof.run(backward, grad, at_least=further - 1)

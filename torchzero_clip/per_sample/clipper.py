@@ -184,7 +184,7 @@ class PerSampleGradientClipper(Explained):
         engine, mean = self._engine, self.loss_reduction == "mean"
         with engine.processes.start("clip_and_accumulate", engine.params, mean):
             gathered, count = self._waiting(batch_size)
-            found = weighed(engine, gathered, self.norm_clipper, self.nonfinite, scale=engine.scale(count))
+            found = weighed(engine, gathered, self.norm_clipper, self.nonfinite)
         processes, params = engine.processes, engine.params
         used = processes.used({name for name, *_ in found.parts}, params) if processes.sharded else ()
         for name, value in processes.collected(found.sums(), params, used).items():

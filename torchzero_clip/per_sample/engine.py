@@ -24,7 +24,7 @@ from torchzero_clip.per_sample.classic import Classic
 from torchzero_clip.per_sample.gradients.autograd_graph import outside_gradients
 from torchzero_clip.per_sample.gradients.captured_gradients import CapturedGradients, Forward
 from torchzero_clip.per_sample.gradients.contributions import Contribution, Memory
-from torchzero_clip.per_sample.hooks import watch_steps
+from torchzero_clip.per_sample.hooks import before_steps
 from torchzero_clip.per_sample.layer import Layer, trainable
 from torchzero_clip.per_sample.outside import outside_error
 from torchzero_clip.per_sample.processes.agreement import Processes
@@ -78,7 +78,7 @@ class Engine(Capture):
         self.attachment = Attachment(self, whole, self._refuse_outside, force_generic=force_generic)
         self.attachment.before_forward(self.forward_began, with_kwargs=True)
         self.attachment.after_forward(self.forward_ended)
-        self._allow_steps = watch_steps(self, Engine._refuse_step)
+        self._allow_steps = before_steps(self, Engine._refuse_step)
 
     def release_with(self, owner: object) -> None:
         """Restore the model when the owner is deleted before the model."""
@@ -114,7 +114,9 @@ class Engine(Capture):
         given = self.given
         kind = len(args), *kwargs
         several = kind in self._several
-        self.begin(Forward(inputs, self.batch_dim, held=held, captured=self.enabled, given=given, several=several))
+        self.begin_forward(
+            Forward(inputs, self.batch_dim, held=held, captured=self.enabled, given=given, several=several)
+        )
         if self.forward.several:
             self._several.add(kind)
         if self.attachment.captures_model and not before:  # torch reads the forward before it calls this hook
@@ -132,10 +134,10 @@ class Engine(Capture):
             outputs = [x for x in pytree.tree_leaves(output) if type(x) is Tensor]
             self.outputs += [weakref.ref(x) for x in outputs]
             if self.forward.captured:
-                self._watch(outputs)
+                self._hook_outputs(outputs)
 
-    def _watch(self, outputs: Iterable[Tensor]) -> None:
-        """Watch the outputs of the model, for backwards of the user."""
+    def _hook_outputs(self, outputs: Iterable[Tensor]) -> None:
+        """Hook the outputs of the model, for backwards of the user."""
         for x in {id(x): x for x in outputs if x.grad_fn is not None}.values():
             node: Any = x.grad_fn
             if (metadata := getattr(node, "metadata", None)) is not None:
@@ -157,13 +159,13 @@ class Engine(Capture):
         if self.phase is not Phase.FORWARD and not in_backward:
             # layers that the user calls outside of the model's forward share one forward, as parts of one batch
             goes_on = self.forward.direct and self.forward.given is self.given
-            self.begin(self.forward if goes_on else Forward(given=self.given))
+            self.begin_forward(self.forward if goes_on else Forward(given=self.given))
         if in_backward and not is_restored_by_checkpoint():
             self.reruns.add(layer.name)
         self.calls[id(layer)] += 1
         return True
 
-    def begin(self, forward: Forward) -> None:
+    def begin_forward(self, forward: Forward) -> None:
         """A forward starts."""
         if self.phase is Phase.BACKWARD:  # an earlier backward has raised
             self.clear()
@@ -235,17 +237,17 @@ class Engine(Capture):
         return self.captured.gathered()
 
     @contextmanager
-    def of_losses(self, losses: Tensor, further: int, *, watched: bool) -> Generator[Callable[[], None]]:
+    def of_losses(self, losses: Tensor, further: int, *, keeps_graph: bool) -> Generator[Callable[[], None]]:
         """A block for the backward of losses, and ``further`` ones. It yields what runs them.
 
-        With ``watched``, silent calls may need more, here or, with `fully_shard`, on another process. An error in the
-        block restores the gradients of tensors outside of the model.
+        With ``keeps_graph``, silent calls may need more, here or, with `fully_shard`, on another process. An error in
+        the block restores the gradients of tensors outside of the model.
         """
         inside = set(map(id, self.params.values()))
-        keeps = further > 0 or watched
-        restore = outside_gradients(losses, inside, self.retained()) if keeps else None
+        runs_again = further > 0 or keeps_graph
+        restore = outside_gradients(losses, inside, self.retained()) if runs_again else None
         try:
-            yield partial(self._backward, losses, further, watched)
+            yield partial(self._backward, losses, further, keeps_graph)
             if len(losses) > 1:
                 self.prover.schedule.passed()
         except BaseException:
@@ -255,18 +257,18 @@ class Engine(Capture):
         finally:
             self.clear()
 
-    def _backward(self, losses: Tensor, further: int, watched: bool) -> None:
+    def _backward(self, losses: Tensor, further: int, keeps_graph: bool) -> None:
         """Run the backward of losses, and the further ones that find the samples of rows."""
-        sharded = watched and self.processes.sharded
+        sharded = keeps_graph and self.processes.sharded
         agreement = self.processes.agreement(self.params, 1) if sharded else None
         with agreement or nullcontext():
             try:
-                losses.sum().backward(retain_graph=further > 0 or watched)
+                losses.sum().backward(retain_graph=further > 0 or keeps_graph)
             except RuntimeError as error:
                 if "donated buffers" in str(error):
                     raise not_repeatable(str(error)) from error
                 raise
-            further = max(further, self.prover.plan_late()) if watched else further
+            further = max(further, self.prover.plan_late()) if keeps_graph else further
             if agreement is not None:
                 agreement.numbers = [further]
         further = further if agreement is None else int(agreement.largest(0))

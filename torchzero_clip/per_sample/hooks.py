@@ -81,7 +81,7 @@ def replace_gradients(values: Sequence[tuple[Tensor, Tensor]]) -> None:
         raise
 
 
-def watch_steps(owner: _Owner, check: Callable[[_Owner, Optimizer, bool], None]) -> Callable[[], object]:
+def before_steps(owner: _Owner, check: Callable[[_Owner, Optimizer, bool], None]) -> Callable[[], object]:
     """Call a check before each step of any optimizer, until the owner is deleted, or what this returns is called.
 
     It gets the owner, the optimizer, and whether the step has a closure.

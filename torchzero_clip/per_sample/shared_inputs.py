@@ -6,8 +6,8 @@ from torch import Tensor
 from torchzero_clip.per_sample.arguments import counts_up
 from torchzero_clip.per_sample.capture import Capture
 from torchzero_clip.per_sample.gradients.captured_gradients import Forward
-from torchzero_clip.per_sample.processes.sharding import memory_of
-from torchzero_clip.per_sample.samples.call import Samples
+from torchzero_clip.per_sample.processes.sharding import storages_of
+from torchzero_clip.per_sample.samples.call import LayerInput
 
 
 class SharedInputs:
@@ -72,7 +72,7 @@ class SharedInputs:
         is_like_data = not size % forward.batch_size and (input.is_floating_point() or input.ndim > 1)
         return not is_like_data or self._is_buffer(input)
 
-    def note(self, samples: Samples, forward: Forward) -> bool:
+    def note(self, samples: LayerInput, forward: Forward) -> bool:
         """Note that all samples share the input of a call. False if it may be one of samples."""
         x = samples.tensor
         if x.shape[samples.dim] == 1 and forward.batch_size is not None:
@@ -96,11 +96,11 @@ class SharedInputs:
         return not (input.requires_grad or forward.direct or not self._capture.may_share or forward.holds(input))
 
     def _is_buffer(self, input: Tensor) -> bool:
-        return bool(memory_of((input,)) & memory_of(self._capture.model.buffers()))
+        return bool(storages_of((input,)) & storages_of(self._capture.model.buffers()))
 
 
 def _may_be_row(input: Tensor, forward: Forward) -> bool:
     """True for an input with one row that is not known to depend on samples."""
     if input.requires_grad or forward.direct or input.is_sparse:
         return False
-    return not memory_of((input,)) & forward.memory_of_values
+    return not storages_of((input,)) & forward.storages_of_values

@@ -81,22 +81,22 @@ def _clipped_sums(
     if processes.group is None:
         _check(engine, losses)
         further = engine.prover.plan(losses)
-        with engine.of_losses(losses, further, watched=engine.prover.watches) as backward:
+        with engine.of_losses(losses, further, keeps_graph=engine.prover.keeps_graph) as backward:
             found = weighed(engine, _gathered(engine, losses, backward), norm_clipper, nonfinite)
         return dict(found.sums(float(max(len(losses), 1)) if mean else 1.0)), {*params}, found.result
     with processes.start("backward", params, mean) as start:
         _check(engine, losses)
         further = engine.prover.plan(losses)
-        watched = engine.prover.watches
-        start.numbers = len(losses), further, losses.requires_grad, watched
+        keeps_graph = engine.prover.keeps_graph
+        start.numbers = len(losses), further, losses.requires_grad, keeps_graph
     if processes.sharded:  # each backward collects shards, so all processes run equally many
-        further, watched = int(start.largest(1)), start.anywhere(3)
+        further, keeps_graph = int(start.largest(1)), start.anywhere(3)
         if not all(row[2] for row in start.rows):
             raise RuntimeError(
                 "the losses of a process do not require grad: with fully_shard, all processes have to run forward and "
                 "backward, also those without samples, on an empty batch"
             )
-    with engine.of_losses(losses, further, watched=watched) as backward:
+    with engine.of_losses(losses, further, keeps_graph=keeps_graph) as backward:
         with processes.agreement(params, len(params)) as agreement:
             gathered = _gathered(engine, losses, backward)
             agreement.numbers = [id(param) in gathered for param in params.values()]  # `weighed` empties it
@@ -168,12 +168,12 @@ class Weighed:
     result: ClippingResult
     parts: list[tuple[str, Contribution, int]]  # name, contribution, index of the factors; the last parameter first
     factors: list[Tensor]  # those that differ
-    scale: float  # between the given gradients and those of the losses of single samples
+    loss_scale: float  # between the given gradients and those of the losses of single samples
     some_bad: bool  # whether samples are left out
 
     def sums(self, divisor: float = 1.0) -> Iterator[tuple[str, Tensor]]:
         """Make the clipped sums, divided by a number. This works only once: it removes parts to free activations."""
-        weights = [value * (self.scale / divisor) for value in self.factors]
+        weights = [value * (self.loss_scale / divisor) for value in self.factors]
         while self.parts:
             name, contribution, index = self.parts.pop()
             if self.some_bad:
@@ -188,8 +188,6 @@ def weighed(
     gathered: dict[int, tuple[Contribution, Tensor]],
     norm_clipper: NormClipper,
     nonfinite: Nonfinite,
-    *,
-    scale: float = 1.0,
 ) -> Weighed:
     """Compute the norms and factors of the samples. Contributions are removed from ``gathered``."""
     params = engine.params
@@ -203,6 +201,7 @@ def weighed(
     ]
     table = stacked(of_params)
     dtype = engine.norm_dtype() if table.dtype == torch.float64 else table.dtype
+    scale = engine.loss_scale(table.shape[1])
     norms = joint_norms(table).mul_(scale).to(dtype)
     param_norms = dict(zip(params, table.mul_(scale).to(dtype).unbind(), strict=True))
     bad = ~norms.isfinite()

@@ -15,7 +15,7 @@ from torchzero_clip.per_sample.gradients.contributions import Contribution, Dens
 from torchzero_clip.per_sample.gradients.products import Products
 from torchzero_clip.per_sample.gradients.rows import RowProducts, SparseRows
 from torchzero_clip.per_sample.layer import Layer
-from torchzero_clip.per_sample.processes.sharding import memory_of
+from torchzero_clip.per_sample.processes.sharding import storages_of
 
 PACKED = "Several documents packed in one row? Put one document in each row."
 
@@ -87,16 +87,16 @@ class Forward:
 
     def holds(self, *tensors: Tensor) -> bool:
         """True if an argument or a view of one is among these tensors: it is of samples."""
-        return bool(memory_of(tensors) & self._memory)
+        return bool(storages_of(tensors) & self._storages)
 
     @functools.cached_property
-    def _memory(self) -> set[int]:
-        return memory_of(self._alive)
+    def _storages(self) -> set[int]:
+        return storages_of(self._alive)
 
     @functools.cached_property
-    def memory_of_values(self) -> set[int]:
+    def storages_of_values(self) -> set[int]:
         """The memory of the arguments that are not indices."""
-        return memory_of([x for x in self._alive if x.dtype != torch.int64])
+        return storages_of([x for x in self._alive if x.dtype != torch.int64])
 
     @property
     def _alive(self) -> list[Tensor]:

@@ -46,8 +46,8 @@ class TwoPassEngine(Engine):
         self.norms = None
 
     @override
-    def begin(self, forward: Forward) -> None:
-        super().begin(forward)
+    def begin_forward(self, forward: Forward) -> None:
+        super().begin_forward(forward)
         self.norms, self._were_read = None, False
 
     @override
@@ -79,7 +79,7 @@ class TwoPassEngine(Engine):
         if self.prover.count is None:
             self.check_joined()
         for part, norms in self.gathered(None).values() if self.captured.of else ():
-            norms = (norms * self.scale(len(norms))).to(wide_dtype(part.param.dtype))
+            norms = (norms * self.loss_scale(len(norms))).to(wide_dtype(part.param.dtype))
             # Opacus has the second name
             self.show(part.param, norm_sample=norms, _norm_sample=norms)
 
@@ -88,7 +88,7 @@ class TwoPassEngine(Engine):
         if self.captured.of:
             norms = joint_norms(stacked([norms for _, norms in self.gathered(None).values()]))
             self.clear()
-            self.norms, self._were_read = norms.mul_(self.scale(len(norms))).to(self.norm_dtype()), True
+            self.norms, self._were_read = norms.mul_(self.loss_scale(len(norms))).to(self.norm_dtype()), True
         return self.norms
 
 

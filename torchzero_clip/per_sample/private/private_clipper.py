@@ -17,16 +17,16 @@ from torchzero_clip.compat import current_graph_task_id, is_distributed
 from torchzero_clip.functional.shards import distributed_like, local
 from torchzero_clip.per_sample.clipper import PerSampleGradientClipper
 from torchzero_clip.per_sample.gradients.contributions import Memory
-from torchzero_clip.per_sample.hooks import replace_gradients, watch_steps
+from torchzero_clip.per_sample.hooks import before_steps, replace_gradients
 from torchzero_clip.per_sample.layer import trainable
 from torchzero_clip.per_sample.norm_clippers import NormClipper
 from torchzero_clip.per_sample.private.noise import gaussian, of_rank
 from torchzero_clip.per_sample.private.promises import (
     Buffers,
     check_within,
+    fixed_buffers,
     joint_limit,
     refuse_other_leaves,
-    watched,
 )
 from torchzero_clip.per_sample.processes.agreement import Agreement
 from torchzero_clip.per_sample.processes.sharding import group_of_shards, reshard
@@ -131,7 +131,7 @@ class PrivateGradientClipper(PerSampleGradientClipper):
         attachment.before_forward(self._buffers.forward_began, prepend=sharded)
         if sharded:
             attachment.before_forward(self._forward_began, prepend=True)
-        watch_steps(self, PrivateGradientClipper._refuse_step)
+        before_steps(self, PrivateGradientClipper._refuse_step)
 
     @property
     def noise_multiplier(self) -> float:
@@ -270,14 +270,14 @@ class PrivateGradientClipper(PerSampleGradientClipper):
         means = [(param, noisy[name].div_(self._expected_batch_size)) for name, param in params.items()]
         self._releases = self._releases | {self._noise_multiplier: self._releases.get(self._noise_multiplier, 0) + 1}
         replace_gradients(means)
-        self._begin()
+        self._next_step()
         return torch.full((len(params),), sensitivity, dtype=torch.float64, device="cpu"), start.total(0)
 
     @override
     def discard(self) -> None:
         """Drop all gradients that were not released: those of the last backward, and the sums of this step."""
         super().discard()
-        self._begin()
+        self._next_step()
 
     def state_dict(self) -> dict[str, Any]:
         """The number of releases with each noise multiplier. Save it after `pre_step`: it holds no sums."""
@@ -335,7 +335,7 @@ class PrivateGradientClipper(PerSampleGradientClipper):
         """True if there was a `backward` since the last `pre_step`."""
         return self._sensitivity is not None
 
-    def _begin(self) -> None:
+    def _next_step(self) -> None:
         self._sums, self._count, self._sensitivity = {}, 0, None
         self._buffers.note()
 
@@ -394,7 +394,7 @@ def _check_share(noise_multiplier: float, second: float) -> None:
 def _check_processes(module: nn.Module) -> None:
     """Raise if several processes do not release one sum together."""
     together = isinstance(module, DistributedDataParallel)
-    if together and module.broadcast_buffers and watched(module):
+    if together and module.broadcast_buffers and fixed_buffers(module):
         raise ValueError("DistributedDataParallel must have broadcast_buffers=False: buffers must not change in a step")
     if together or not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return

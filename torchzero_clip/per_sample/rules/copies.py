@@ -13,7 +13,7 @@ from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
 from torchzero_clip.per_sample.gradients.contributions import Dense
 from torchzero_clip.per_sample.gradients.row_norms import wide
 from torchzero_clip.per_sample.layer import trainable
-from torchzero_clip.per_sample.samples.call import Samples, rows_first
+from torchzero_clip.per_sample.samples.call import LayerInput, rows_first
 
 
 def copy_of(layer: CapturedLayer, param: nn.Parameter, value: Tensor, count: int, *, ordered: bool = True) -> Tensor:
@@ -42,7 +42,7 @@ def _copies(
         return [Dense(param, grads.sum(1) if grads.ndim > param.ndim + 1 else grads)]  # of rows that all share
 
     copies = value.detach().expand(count, *value.shape)
-    return layer.watch(copies, [], contribute, Samples(copies, 1), copies=ordered, on_shared=on_shared)
+    return layer.watch(copies, [], contribute, LayerInput(copies, 1), copies=ordered, on_shared=on_shared)
 
 
 def _never() -> bool:

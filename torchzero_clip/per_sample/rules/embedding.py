@@ -12,7 +12,7 @@ from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
 from torchzero_clip.per_sample.gradients.contributions import Contribution
 from torchzero_clip.per_sample.gradients.row_norms import wide
 from torchzero_clip.per_sample.gradients.rows import SparseRows
-from torchzero_clip.per_sample.samples.call import Samples, rows_first
+from torchzero_clip.per_sample.samples.call import LayerInput, rows_first
 
 OF_SAMPLES = "of samples"  # a key of `CapturedLayer.known`: True after a call whose argument was not 0, 1, 2, ...
 
@@ -34,7 +34,7 @@ class EmbeddingRule(Rule):
     @override
     def run(self, layer: CapturedLayer, input: Tensor) -> Tensor:
         module: Any = layer.module
-        found = _positions(layer, input) or layer.samples(input, input.ndim)
+        found = _positions(layer, input) or layer.find_samples(input, input.ndim)
         padding = module.padding_idx
 
         def contribute(where: Any, grad: Tensor, source: Tensor) -> list[Contribution]:
@@ -68,9 +68,9 @@ class EmbeddingBagRule(EmbeddingRule):
         mode, padding = module.mode, module.padding_idx
         samples = _bags(input, offsets, include_last=module.include_last_offset)
         found = (
-            layer.samples(input, 1)
+            layer.find_samples(input, 1)
             if offsets is None
-            else Samples(offsets[:-1] if module.include_last_offset else offsets, 1)
+            else LayerInput(offsets[:-1] if module.include_last_offset else offsets, 1)
         )
         scale = torch.ones_like(samples) if padding is None else (input.reshape(-1) != padding).int()
         if per_sample_weights is not None:
@@ -95,7 +95,7 @@ class EmbeddingBagRule(EmbeddingRule):
         return layer.watch(output, [input, samples, scale], contribute, found)
 
 
-def _positions(layer: CapturedLayer, input: Tensor) -> Samples | None:
+def _positions(layer: CapturedLayer, input: Tensor) -> LayerInput | None:
     """Indices that all samples share, such as positions and their distances; None if they are those of samples."""
     forward, dim = layer.capture.forward, layer.capture.batch_dim
     count = forward.batch_size
@@ -107,7 +107,7 @@ def _positions(layer: CapturedLayer, input: Tensor) -> Samples | None:
     shared = counts_up(input) and not (given and (layer.known[OF_SAMPLES] or forward.has_batch_of_numbers))
     if not (shared or (not given and _relative(input))):
         return None
-    return Samples(input.expand(count, *input.shape).movedim(0, dim), input.ndim + 1, False, dim)
+    return LayerInput(input.expand(count, *input.shape).movedim(0, dim), input.ndim + 1, False, dim)
 
 
 def _relative(index: Tensor) -> bool:

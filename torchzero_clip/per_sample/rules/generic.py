@@ -38,9 +38,9 @@ from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
 from torchzero_clip.per_sample.gradients.autograd_graph import nodes_of
 from torchzero_clip.per_sample.hooks import Hook
 from torchzero_clip.per_sample.modes import Mode
-from torchzero_clip.per_sample.processes.sharding import memory_of
+from torchzero_clip.per_sample.processes.sharding import storages_of
 from torchzero_clip.per_sample.rules.copies import EMPTY, Bare, copy_of
-from torchzero_clip.per_sample.rules.reruns import find_functions, watch_modules
+from torchzero_clip.per_sample.rules.reruns import find_functions, hook_modules
 from torchzero_clip.per_sample.rules.state import State
 from torchzero_clip.per_sample.samples.comparison import differ
 from torchzero_clip.per_sample.samples.graph import CHECKPOINT
@@ -91,7 +91,7 @@ class GenericRule(Rule):
             tensors = _mapped(layer, state, one, copies, list(inputs.values()))
             changed = versions != [leaf._version for leaf in given]  # so that it cannot run again
             if not is_known:
-                watch_modules(layer)
+                hook_modules(layer)
             if not is_known and decision not in known:
                 find_functions(layer, tensors, inputs.values())
             if not is_known and not changed and decision not in known:
@@ -108,14 +108,14 @@ class GenericRule(Rule):
     ) -> tuple[list[int | None], set[object]]:
         """The batch dimension of each argument, None if it has none; and which arguments are shared for good."""
         dim, size = layer.capture.batch_dim, layer.count_in(leaves)
-        own = layer.capture.own_memory()
+        own = layer.capture.own_storages()
         shared: set[object] = set(layer.known.get(SHARED, ()))
         result: list[int | None] = []
         for path, leaf in pytree.tree_flatten_with_path((args, kwargs))[0]:
             result.append(None)
             if not isinstance(leaf, Tensor) or leaf.ndim <= dim or is_row(leaf):
                 continue
-            if leaf.requires_grad or not memory_of((leaf,)) & own:  # copies share memory with a parameter
+            if leaf.requires_grad or not storages_of((leaf,)) & own:  # copies share memory with a parameter
                 argument = str(path), leaf.ndim
                 if leaf.shape[dim] not in (1, size) or (size != 1 and not leaf.stride(dim) and not leaf.requires_grad):
                     shared.add(argument)
@@ -259,7 +259,7 @@ class _Inside(Mode):
     def __init__(self, layer: CapturedLayer) -> None:
         super().__init__()
         self._layer = layer
-        self._memory = memory_of(layer.params.values())
+        self._storages = storages_of(layer.params.values())
         self._around = checkpoint_around()
 
     @override
@@ -274,7 +274,7 @@ class _Inside(Mode):
         if name in HOOKS:
             raise ValueError("a module that runs sample by sample sets a hook on a tensor, which would get samples")
         changed = [get_unwrapped(x) if is_batchedtensor(x) else x for x in args[:1]] if is_in_place(name) else []
-        if memory_of(changed) & self._memory:
+        if storages_of(changed) & self._storages:
             raise ValueError(f"{self._layer} changes a parameter in place in its forward: change it after the step")
         if func is F.embedding:
             args, kwargs = without_padding(args, kwargs)

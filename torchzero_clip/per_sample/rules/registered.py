@@ -12,7 +12,7 @@ from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
 from torchzero_clip.per_sample.gradients.contributions import Contribution, Dense
 from torchzero_clip.per_sample.gradients.row_norms import wide
 from torchzero_clip.per_sample.rules.copies import Bare
-from torchzero_clip.per_sample.samples.call import Samples
+from torchzero_clip.per_sample.samples.call import LayerInput
 from torchzero_clip.per_sample.samples.pattern import Place
 
 PerSampleGradients: TypeAlias = Callable[..., Mapping[str, Tensor]]
@@ -50,7 +50,7 @@ class RegisteredRule(Rule):
             layer.capture.inside = False
         if not isinstance(output, Tensor):
             raise TypeError(f"{layer} has a registered rule and must return one tensor, got {type(output).__name__}")
-        samples = Samples(output, max(min(layer.capture.batch_dim + 1, output.ndim), 1))
+        samples = LayerInput(output, max(min(layer.capture.batch_dim + 1, output.ndim), 1))
         return layer.watch(output, [leaves[i] for i in where], contribute, samples)
 
 

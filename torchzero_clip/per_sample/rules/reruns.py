@@ -23,14 +23,14 @@ RERUN = (
     "modules, or use torch.utils.checkpoint with use_reentrant=False"
 )
 """The way out of a function that runs modules again."""
-WATCHED = "watched"  # a key of `CapturedLayer.known`: its modules are watched
+HOOKED = "hooked"  # a key of `CapturedLayer.known`: its modules have hooks
 RERUNS = "reruns"  # a key of `CapturedLayer.known`: its graph has a function that may run modules again
 
 
-def watch_modules(layer: CapturedLayer) -> None:
+def hook_modules(layer: CapturedLayer) -> None:
     """Raise if a module in a layer that is run whole runs in a backward."""
-    if WATCHED not in layer.known:
-        layer.known[WATCHED] = True
+    if HOOKED not in layer.known:
+        layer.known[HOOKED] = True
         hook = Hook(partial(_refuse, layer))
         inside = [module for module in layer.module.modules() if module is not layer.module]
         layer.capture.handles += [module.register_forward_pre_hook(hook) for module in inside]

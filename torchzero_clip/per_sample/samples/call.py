@@ -21,7 +21,7 @@ With a `Call.reduce`, these are of the samples; else of rows, as if each row wer
 Reduce = Callable[[Tensor], Tensor]
 
 
-class Samples(NamedTuple):
+class LayerInput(NamedTuple):
     """The input of a layer, with ``leading`` dimensions before those of a single position.
 
     If the layer got one row for all samples, ``had_dim`` says whether the row had the batch dimension, ``dim``.

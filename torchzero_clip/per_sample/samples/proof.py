@@ -57,7 +57,7 @@ class Stage(Enum):
 
 
 class Proof:
-    """The proof of one graph. ``like`` has the dtype of factors. Samples of ``half`` get NaN first, then the others.
+    """The proof of one graph. ``like`` has the dtype of factors. LayerInput of ``half`` get NaN first, then the others.
 
     A ``strict`` proof raises if values could let a gradient pass from one sample to another, or if a row is not proved.
     ``late`` has what the ordinary backward has brought to some calls, if only these are proved.
@@ -76,7 +76,7 @@ class Proof:
         self.graph, self.known, self.count, self._strict = graph, known, len(half), strict
         self._powers = Powers(self.count, random, narrow=graph.is_narrow)
         self._half, self._exact = half, graph.is_exact
-        self._has_nan = strict or not known.moves
+        self._has_nan = strict or not known.varies
         self.traces = dict(late or {})
         """What the backwards have brought to each call, in the order in which the ordinary one has reached them."""
         self._is_late = bool(late)
@@ -94,11 +94,11 @@ class Proof:
         """The number of further backwards."""
         return self._powers.passes + 2 * self._has_nan
 
-    def watch(self) -> None:
-        """Watch the sites from the next backward on, unless rows are known to move."""
-        if not self.known.moves:
+    def hook_sites(self) -> None:
+        """Hook the sites from the next backward on, unless rows are known to move."""
+        if not self.known.varies:
             self._handles = [
-                node.register_prehook(self._watcher(i, _leading(node, axes)))
+                node.register_prehook(self._site_hook(i, _leading(node, axes)))
                 for i, (node, axes) in enumerate(self.graph.sites)
             ]
 
@@ -148,8 +148,8 @@ class Proof:
         ``backward`` finds the samples that an error names. With ``may_share``, it also finds what each sample gives to
         rows that all of them share.
         """
-        if not (self.known.moves or self._is_late) and self._sites_move():
-            self.known.moves = True
+        if not (self.known.varies or self._is_late) and self._sites_move():
+            self.known.varies = True
         may_share = may_share and backward is not None
         shared: list[Call] = []
         of_several: list[tuple[Call, Tensor]] = []
@@ -166,7 +166,7 @@ class Proof:
             else:
                 if is_gated and self._strict:
                     raise gated(call.layer)
-                self.known.moves = self.known.moves or is_gated
+                self.known.varies = self.known.varies or is_gated
                 if self._strict:
                     self._check_told(call, trace, rows)
                 self._learn(call, samples)
@@ -188,8 +188,8 @@ class Proof:
         finally:
             self._stage = None
 
-    def _watcher(self, site: int, leading: int) -> Callable[[Sequence[Tensor | None]], None]:
-        def watch(grads: Sequence[Tensor | None]) -> None:
+    def _site_hook(self, site: int, leading: int) -> Callable[[Sequence[Tensor | None]], None]:
+        def note(grads: Sequence[Tensor | None]) -> None:
             if (grad := grads[0]) is None:
                 return
             if self._stage in (None, Stage.FIRST):
@@ -197,7 +197,7 @@ class Proof:
             elif self._stage is Stage.POWERS and site in self._sites:
                 self._sites[site].compare(grad, self._powers, exact=self._exact and grad.is_cpu)
 
-        return watch
+        return note
 
     def _sites_move(self) -> bool:
         """True unless, at each site, the samples are in a dimension along which rows do not move."""
@@ -266,7 +266,7 @@ class Proof:
         Such a sample is left out. But where values move rows, it may hide those of others.
         """
         untold = rows == UNTOLD
-        if bool(untold.any()) and (self.known.moves or bool((untold & trace.is_finite()).any())):
+        if bool(untold.any()) and (self.known.varies or bool((untold & trace.is_finite()).any())):
             raise too_small(call.layer, "In private training, each row has to be proved")
 
     def _learn(self, call: Call, samples: Tensor) -> None:
@@ -281,7 +281,7 @@ class Proof:
             if any(pattern.place(call.shape, self.count) == call.where for pattern in found):
                 return
             self.known.learn(key, None)
-            has_moved, self.known.moves = self.known.moves, True
+            has_moved, self.known.varies = self.known.varies, True
             if self.known.is_trusted and not has_moved:  # an earlier step may have been wrong
                 raise rows_moved(call.layer)
         elif not found or (len(found) == 1 and _tells(samples) and key not in patterns):

@@ -12,7 +12,7 @@ from torchzero_clip.compat import without_autocast
 from torchzero_clip.per_sample.gradients.contributions import Contribution
 from torchzero_clip.per_sample.samples.call import Call
 from torchzero_clip.per_sample.samples.graph import Graph
-from torchzero_clip.per_sample.samples.pattern import ZERO, Memory, Place, some_place
+from torchzero_clip.per_sample.samples.pattern import ZERO, KnownGraphs, Place, some_place
 from torchzero_clip.per_sample.samples.powers import Trace
 from torchzero_clip.per_sample.samples.proof import Backward, Proof
 from torchzero_clip.per_sample.samples.refusals import not_repeatable, reentrant
@@ -55,9 +55,9 @@ class Prover:
         """The modes of all modules in this forward."""
         self.calls: Sequence[Call] = ()
         """The calls that the losses depend on."""
-        self._watched: Graph | None = None  # a graph that is kept, because some calls were silent in its proof
+        self._kept: Graph | None = None  # a graph that is kept, because some calls were silent in its proof
         self._late: dict[Call, Trace] = {}  # those of them that got a gradient after all
-        self._memory = Memory()
+        self._known = KnownGraphs()
         self._random = Random(0)
 
     def plan(self, losses: Tensor) -> int:
@@ -70,21 +70,21 @@ class Prover:
         self.calls = graph.calls
         self.proof = self.planned(graph, self.count, due=self.schedule.is_due)
         if self.proof is None:
-            self._watched = graph if any(call.is_silent for call in graph.calls) else None
+            self._kept = graph if any(call.is_silent for call in graph.calls) else None
             return 0
-        self.proof.watch()
+        self.proof.hook_sites()
         return self.proof.backwards
 
     @property
-    def watches(self) -> bool:
+    def keeps_graph(self) -> bool:
         """True if silent calls may need a proof after the backward."""
-        return self._watched is not None
+        return self._kept is not None
 
     def plan_late(self) -> int:
         """Begin the proof of silent calls that got a gradient. Return the number of further backwards that it needs."""
-        if self._watched is None or not self._late:
+        if self._kept is None or not self._late:
             return 0
-        self.proof = self.proof_of(self._watched, self._late)
+        self.proof = self.proof_of(self._kept, self._late)
         return self.proof.backwards
 
     def planned(self, graph: Graph, count: int, *, due: bool) -> Proof | None:
@@ -94,8 +94,8 @@ class Prover:
         """
         if graph.has_checkpoint:
             raise reentrant()
-        known = self._memory.of((graph.outline, self.modes))
-        known.moves = known.moves or graph.moves or (self._strict and bool(graph.sites))
+        known = self._known.of((graph.outline, self.modes))
+        known.varies = known.varies or graph.moves_anywhere or (self._strict and bool(graph.sites))
         is_unknown = False
         for call in graph.calls:
             key = graph.key, call.key(count)
@@ -103,14 +103,14 @@ class Prover:
             call.where = None if pattern is None else pattern.place(call.shape, count)
             call.is_silent = call.where is None and key in known.silent
             is_unknown = is_unknown or (call.where is None and not call.is_silent)
-        if not graph.calls or not (is_unknown or due or known.moves):
+        if not graph.calls or not (is_unknown or due or known.varies):
             known.is_trusted = True
             return None
         return self.proof_of(graph)
 
     def proof_of(self, graph: Graph, late: Mapping[Call, Trace] | None = None) -> Proof:
         """A proof of the graph, or of ``late`` calls alone."""
-        known = self._memory.of((graph.outline, self.modes))
+        known = self._known.of((graph.outline, self.modes))
         half = torch.zeros(graph.count, dtype=torch.bool, device="cpu")
         half[self._random.sample(range(graph.count), (graph.count + 1) // 2)] = True
         return Proof(graph, known, half, self._random, strict=self._strict, late=late)
@@ -158,4 +158,4 @@ class Prover:
         if self.proof is not None:
             self.proof.close()
         self.proof, self.count, self.calls = None, None, ()
-        self._watched, self._late = None, {}
+        self._kept, self._late = None, {}
