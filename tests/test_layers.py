@@ -45,7 +45,6 @@ LEVELS = [
     {"captured_layer"},
     {"rules"},
     {"attachment"},
-    {"outside"},
     {"engine"},
     {"weighting"},
     {"clipper"},

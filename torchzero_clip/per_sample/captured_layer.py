@@ -192,24 +192,21 @@ class CapturedLayer(RowsLayer):
         arguments are those of `Call`.
         """
         before, capture = output if output.requires_grad else None, self.capture
-        declared, leading = None, 1
         if samples is not None:
             if on_shared is None and not (copies or samples.tensor.requires_grad) and samples.had_dim is None:
                 on_shared = partial(self.shared.note, samples, capture.forward)
-            kind, leading = (kind, samples.leading, samples.had_dim), samples.leading
-            shape, declared = samples.tensor.shape[:leading], samples.dim if samples.is_argument else None
+            kind = kind, samples.leading, samples.had_dim
         kind = self.name, kind
         capture.numbers[kind] += 1
         call = Call(
             self,
             capture.forward,
             contribute,
-            shape,
+            samples,
             kind=(capture.numbers[kind], kind),
-            leading=leading,
+            shape=shape,
             reduce=reduce,
             copies=copies,
-            declared=declared,
             on_shared=on_shared,
         )
         lasting = self.lasting(inputs) if capture.processes.sharded else inputs
@@ -283,6 +280,7 @@ class _Watched(torch.autograd.Function):
                 inputs = ctx.saved_tensors
             except RuntimeError as error:
                 capture.clear()
+                # torch raises this error for a graph that was freed, too, and only its text tells them apart
                 if "modified by an inplace operation" not in str(error):
                     raise
                 raise RuntimeError(

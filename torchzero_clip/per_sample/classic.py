@@ -20,6 +20,7 @@ from torchzero_clip.per_sample.gradients.contributions import Contribution
 from torchzero_clip.per_sample.samples.call import Call
 from torchzero_clip.per_sample.samples.graph import Graph
 from torchzero_clip.per_sample.samples.pattern import ZERO, Place, some_place
+from torchzero_clip.per_sample.samples.powers import are_apart
 from torchzero_clip.per_sample.samples.proof import Backward, Proof
 from torchzero_clip.per_sample.samples.refusals import not_repeatable, runs_in_backward
 
@@ -51,7 +52,7 @@ class Classic:
             where, count = self._where(call, grad, before)
             # a model that is run whole gets its gradients for samples, also those of a penalty on gradients
             is_model = call.copies and not call.layer.name
-            if call.through is not None and not is_model and _differ(grad, call.through):
+            if call.through is not None and not is_model and are_apart(grad, call.through):
                 raise call.layer.unknown_rows(ELSEWHERE)
         except BaseException:
             self._capture.clear()
@@ -190,12 +191,6 @@ class Classic:
                     self._prove(forward, (before[0], before[1]), grad, rows, count)
                 return place, count
         raise call.layer.unknown_rows("no gradient of an output of the model shows them")
-
-
-def _differ(one: Tensor, other: Tensor) -> bool:
-    if not one.numel():
-        return False
-    return bool(((one - other).abs() > torch.finfo(one.dtype).eps ** 0.5 * one.abs().amax()).any())
 
 
 def _backwards(proof: Proof | None) -> int:

@@ -26,9 +26,9 @@ from torchzero_clip.per_sample.gradients.captured_gradients import CapturedGradi
 from torchzero_clip.per_sample.gradients.contributions import Contribution, Memory
 from torchzero_clip.per_sample.hooks import before_steps
 from torchzero_clip.per_sample.layer import Layer, trainable
-from torchzero_clip.per_sample.outside import outside_error
 from torchzero_clip.per_sample.processes.agreement import Processes
 from torchzero_clip.per_sample.processes.sharding import group_of_shards, reshard
+from torchzero_clip.per_sample.rules.outside import outside_error
 from torchzero_clip.per_sample.samples.call import Call
 from torchzero_clip.per_sample.samples.graph import OUTPUT
 from torchzero_clip.per_sample.samples.prover import Prover, Schedule, Verify
@@ -195,8 +195,9 @@ class Engine(Capture):
             self.discard()
             raise
 
-    def _check_counts(self, calls: Sequence[Call], count: int) -> None:
-        """Raise a ValueError if a call has seen another number of samples."""
+    def _check_counts(self, count: int) -> None:
+        """Raise a ValueError if a call that the losses depend on has seen another number of samples."""
+        calls = self.prover.calls
         seen = [(call.layer, call.forward.batch_size) for call in calls]
         if counts := [(layer, number) for layer, number in seen if number not in (None, count)]:
             captured = CapturedGradients(self._memory)
@@ -265,22 +266,21 @@ class Engine(Capture):
             try:
                 losses.sum().backward(retain_graph=further > 0 or keeps_graph)
             except RuntimeError as error:
-                if "donated buffers" in str(error):
+                if "donated buffers" in str(error):  # torch has no class for it, and the text names the way out
                     raise not_repeatable(str(error)) from error
                 raise
             further = max(further, self.prover.plan_late()) if keeps_graph else further
             if agreement is not None:
                 agreement.numbers = [further]
         further = further if agreement is None else int(agreement.largest(0))
-        with self.retaining() if further else nullcontext():
-            if further:
-                self.prover.prove(partial(self._repeat, losses), losses, at_least=further)
-            # after all backwards, of which processes run equally many
-            self._check_counts(self.prover.calls, len(losses))
-            if further:
-                self.prover.conclude(None if self.processes.sharded else partial(self._repeat, losses), losses)
         if not further:
+            self._check_counts(len(losses))
             return
+        repeat = partial(self._repeat, losses)
+        with self.retaining():
+            self.prover.prove(repeat, losses, at_least=further)
+            self._check_counts(len(losses))  # after all backwards, of which processes run equally many
+            self.prover.conclude(None if self.processes.sharded else repeat, losses)
         for call, parts in self.prover.proved():
             for part in parts:
                 self.receive(call.layer, part)

@@ -68,44 +68,38 @@ def clipped_sums(
     It returns the clipped sums of this process, which are means over the samples of all processes with ``mean``; the
     names of the parameters that have a sum on any process; and the result for the user.
     """
+    processes, params = engine.processes, engine.params
     try:
-        return _clipped_sums(engine, losses, norm_clipper, mean=mean, nonfinite=nonfinite)
+        if processes.group is None:
+            _check(engine, losses)
+            further = engine.prover.plan(losses)
+            with engine.of_losses(losses, further, keeps_graph=engine.prover.keeps_graph) as backward:
+                found = weighed(engine, _gathered(engine, losses, backward), norm_clipper, nonfinite)
+            return dict(found.sums(float(max(len(losses), 1)) if mean else 1.0)), {*params}, found.result
+        with processes.start("backward", params, mean) as start:
+            _check(engine, losses)
+            further = engine.prover.plan(losses)
+            keeps_graph = engine.prover.keeps_graph
+            start.numbers = len(losses), further, losses.requires_grad, keeps_graph
+        if processes.sharded:  # each backward collects shards, so all processes run equally many
+            further, keeps_graph = int(start.largest(1)), start.anywhere(3)
+            if not all(row[2] for row in start.rows):
+                raise RuntimeError(
+                    "the losses of a process do not require grad: with fully_shard, all processes have to run forward "
+                    "and backward, also those without samples, on an empty batch"
+                )
+        with engine.of_losses(losses, further, keeps_graph=keeps_graph) as backward:
+            with processes.agreement(params, len(params)) as agreement:
+                gathered = _gathered(engine, losses, backward)
+                agreement.numbers = [id(param) in gathered for param in params.values()]  # `weighed` empties it
+                found = weighed(engine, gathered, norm_clipper, nonfinite)
+            used = {name for i, name in enumerate(params) if agreement.anywhere(i)}
+            if not used:
+                raise RuntimeError("no process has samples")
+        divisor = float(max(start.total(0), 1)) if mean else 1.0
+        return processes.collected(found.sums(divisor), params, used), used, found.result
     finally:
         engine.prover.clear()
-
-
-def _clipped_sums(
-    engine: Engine, losses: Tensor, norm_clipper: NormClipper, *, mean: bool, nonfinite: Nonfinite
-) -> tuple[dict[str, Tensor], set[str], ClippingResult]:
-    processes, params = engine.processes, engine.params
-    if processes.group is None:
-        _check(engine, losses)
-        further = engine.prover.plan(losses)
-        with engine.of_losses(losses, further, keeps_graph=engine.prover.keeps_graph) as backward:
-            found = weighed(engine, _gathered(engine, losses, backward), norm_clipper, nonfinite)
-        return dict(found.sums(float(max(len(losses), 1)) if mean else 1.0)), {*params}, found.result
-    with processes.start("backward", params, mean) as start:
-        _check(engine, losses)
-        further = engine.prover.plan(losses)
-        keeps_graph = engine.prover.keeps_graph
-        start.numbers = len(losses), further, losses.requires_grad, keeps_graph
-    if processes.sharded:  # each backward collects shards, so all processes run equally many
-        further, keeps_graph = int(start.largest(1)), start.anywhere(3)
-        if not all(row[2] for row in start.rows):
-            raise RuntimeError(
-                "the losses of a process do not require grad: with fully_shard, all processes have to run forward and "
-                "backward, also those without samples, on an empty batch"
-            )
-    with engine.of_losses(losses, further, keeps_graph=keeps_graph) as backward:
-        with processes.agreement(params, len(params)) as agreement:
-            gathered = _gathered(engine, losses, backward)
-            agreement.numbers = [id(param) in gathered for param in params.values()]  # `weighed` empties it
-            found = weighed(engine, gathered, norm_clipper, nonfinite)
-        used = {name for i, name in enumerate(params) if agreement.anywhere(i)}
-        if not used:
-            raise RuntimeError("no process has samples")
-    divisor = float(max(start.total(0), 1)) if mean else 1.0
-    return processes.collected(found.sums(divisor), params, used), used, found.result
 
 
 def _check(engine: Engine, losses: Tensor) -> None:

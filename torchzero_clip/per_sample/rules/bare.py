@@ -13,7 +13,7 @@ from torchzero_clip.per_sample.arguments import flattened
 from torchzero_clip.per_sample.broadcast_row import TRANSPOSED, is_row, row_of_param
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
 from torchzero_clip.per_sample.modes import Mode
-from torchzero_clip.per_sample.rules.copies import copy_of, row_copies
+from torchzero_clip.per_sample.rules.copies import copy_of
 from torchzero_clip.per_sample.rules.generic import GenericRule
 from torchzero_clip.per_sample.rules.linear import LINEAR
 
@@ -63,7 +63,7 @@ class _Rows(Mode):
         layer = self._layer
         if id(x) in self._params and id(x) not in self._rows:
             param = self._param(x)
-            make = partial(row_copies, layer, param, x)
+            make = partial(copy_of, layer, param, x, ordered=False)
             self._rows[id(x)] = row_of_param(layer, param, x, copy_of(layer, param, x, self._count), make)
         return self._rows.get(id(x), x)
 

@@ -16,33 +16,27 @@ from torchzero_clip.per_sample.layer import trainable
 from torchzero_clip.per_sample.samples.call import LayerInput, rows_first
 
 
-def copy_of(layer: CapturedLayer, param: nn.Parameter, value: Tensor, count: int, *, ordered: bool = True) -> Tensor:
-    """A view of the value of a parameter for each sample, whose gradients are the per-sample gradients."""
-    return _copies(layer, param, value, count, _never, ordered=ordered)
-
-
-def row_copies(
-    layer: CapturedLayer, param: nn.Parameter, value: Tensor, count: int, on_shared: Callable[[], bool] | None
-) -> Tensor:
-    """A view of the value of a parameter for each row, whose sample the proof finds, or that all samples share it."""
-    return _copies(layer, param, value, count, on_shared or _never, ordered=False)
-
-
-def _copies(
+def copy_of(
     layer: CapturedLayer,
     param: nn.Parameter,
     value: Tensor,
     count: int,
-    on_shared: Callable[[], bool],
+    on_shared: Callable[[], bool] | None = None,
     *,
-    ordered: bool,
+    ordered: bool = True,
 ) -> Tensor:
+    """A view of the value of a parameter for each sample, whose gradients are the per-sample gradients.
+
+    If the samples are not ``ordered``, a view is for a row. The proof finds its sample, or that all samples share it,
+    for which ``on_shared`` is asked.
+    """
+
     def contribute(where: Any, grad: Tensor) -> list[Dense]:
         (grads,) = rows_first(where, *wide(grad))
         return [Dense(param, grads.sum(1) if grads.ndim > param.ndim + 1 else grads)]  # of rows that all share
 
     copies = value.detach().expand(count, *value.shape)
-    return layer.watch(copies, [], contribute, LayerInput(copies, 1), copies=ordered, on_shared=on_shared)
+    return layer.watch(copies, [], contribute, LayerInput(copies, 1), copies=ordered, on_shared=on_shared or _never)
 
 
 def _never() -> bool:

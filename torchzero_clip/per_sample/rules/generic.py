@@ -28,6 +28,7 @@ from torchzero_clip.per_sample.arguments import counts_up
 from torchzero_clip.per_sample.broadcast_row import (
     HOOKS,
     by_vmap,
+    differ,
     has_layers,
     is_in_place,
     is_row,
@@ -40,9 +41,8 @@ from torchzero_clip.per_sample.hooks import Hook
 from torchzero_clip.per_sample.modes import Mode
 from torchzero_clip.per_sample.processes.sharding import storages_of
 from torchzero_clip.per_sample.rules.copies import EMPTY, Bare, copy_of
-from torchzero_clip.per_sample.rules.reruns import find_functions, hook_modules
+from torchzero_clip.per_sample.rules.outside import find_functions, hook_modules
 from torchzero_clip.per_sample.rules.state import State
-from torchzero_clip.per_sample.samples.comparison import differ
 from torchzero_clip.per_sample.samples.graph import CHECKPOINT
 
 BY_VMAP = "by vmap"  # a key of `CapturedLayer.known`: False if vmap cannot run the module

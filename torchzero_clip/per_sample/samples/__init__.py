@@ -11,7 +11,6 @@ multiplied by the power of its sample: this is a *proof*. Another ratio means th
 4. `pattern` is what is kept of a proof: the place of the samples in each call, for batches of any size.
 5. `prover` decides which backwards are proved. `refusals` has the errors.
 
-`call` is a call of a layer, and `comparison` a small helper. Above this folder, `classic` proves from the outputs of
-the model, where the losses are not known. Values that all samples share, such as a bare parameter, are copied for each
-sample: see `broadcast_row`.
+`call` is a call of a layer. Above this folder, `classic` proves from the outputs of the model, where the losses are not
+known. Values that all samples share, such as a bare parameter, are copied for each sample: see `broadcast_row`.
 """

@@ -38,12 +38,12 @@ class Call:
     """One call of a layer.
 
     Args:
+        contribute: Makes the contributions.
+        input: The input of the layer. Without one, there are rows of items of a ``shape``, such as sequences.
         kind: What it has in common with calls in other forwards.
-        shape: The shape of the rows, or of the items if there is a ``reduce``.
-        leading: How many dimensions of the gradient the rows have.
-        reduce: Turns the samples of rows into the samples of items, such as sequences.
+        shape: The shape of the rows, or of the items.
+        reduce: Turns the samples of rows into the samples of items.
         copies: True if the rows are copies that were made for the samples, in their order.
-        declared: The dimension of the samples, if the input is an argument of the model.
         on_shared: Notes that all samples share the rows, such as positions. Returns True if that is possible.
     """
 
@@ -52,19 +52,21 @@ class Call:
         layer: Layer,
         forward: Forward,
         contribute: Contribute,
-        shape: Sequence[int],
+        input: LayerInput | None,
         *,
         kind: Hashable,
-        leading: int | None = None,
+        shape: Sequence[int] = (),
         reduce: Reduce | None = None,
         copies: bool = False,
-        declared: int | None = None,
         on_shared: Callable[[], bool] | None = None,
     ) -> None:
-        self.layer, self.forward, self.shape = layer, forward, tuple(shape)
-        self.leading = len(self.shape) if leading is None else leading
-        self.reduce, self.copies, self.declared = reduce, copies, declared
-        self.on_shared = on_shared
+        self.layer, self.forward, self.kind, self._contribute = layer, forward, kind, contribute
+        self.leading = 1 if input is None else input.leading
+        """How many dimensions of the gradient the rows have."""
+        self.shape = tuple(shape) if input is None else tuple(input.tensor.shape[: input.leading])
+        self.declared = input.dim if input is not None and input.is_argument else None
+        """The dimension of the samples, if the input is an argument of the model."""
+        self.reduce, self.copies, self.on_shared = reduce, copies, on_shared
         self.each: Tensor | None = None
         """The gradient that each sample gives to rows that all of them share, samples first."""
         self.in_checkpoint = checkpoint_around() is not None
@@ -78,7 +80,6 @@ class Call:
         """The gradient that came through outputs of the model, in the classic form."""
         self.samples: Tensor | None = None
         """The sample of each row in the proofs of this backward."""
-        self._contribute, self.kind = contribute, kind
 
     def key(self, count: int) -> Hashable:
         """What calls of one kind have in common."""

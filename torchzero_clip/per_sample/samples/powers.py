@@ -132,9 +132,7 @@ class Trace:
 
     def repeat(self, grad: Tensor) -> None:
         """Note whether a gradient is that of the ordinary backward, up to rounding."""
-        if self.grad.numel():
-            scale = self.grad.abs().amax() * torch.finfo(grad.dtype).eps ** 0.5
-            self.is_repeated = bool(((grad - self.grad).abs() <= scale).all())
+        self.is_repeated = not are_apart(self.grad, grad)
 
     def _rows(self, grad: Tensor) -> Tensor:
         return grad.detach().unsqueeze(-1).flatten(self._leading).flatten(0, self._leading - 1)
@@ -143,3 +141,10 @@ class Trace:
 def _distance(first: Tensor, multiple: Tensor, share: Tensor) -> Tensor:
     """The largest difference between a row and a share of its multiple."""
     return torch.addcmul(first, multiple, share[:, None], value=-1).abs_().amax(1)
+
+
+def are_apart(one: Tensor, other: Tensor) -> bool:
+    """True if two gradients differ by more than rounding. A NaN does not count."""
+    if not one.numel():
+        return False
+    return bool(((one - other).abs() > torch.finfo(one.dtype).eps ** 0.5 * one.abs().amax()).any())
