@@ -105,7 +105,7 @@ class Attachment:
             p.register_hook(Hook(partial(self._refuse_outside, name))) for name, p in capture.params.items()
         ]
         for module, forward in self._captured:
-            module.__dict__["forward"] = forward
+            module.__dict__["forward"] = forward  # no other way keeps the class, the names and the hooks of the module
         # what `fully_shard` shows in place of the parameters exists from the first forward on
         self._unhooked = list(slots(model, capture.params))
         for module in fully_sharded(model):

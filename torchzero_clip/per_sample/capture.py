@@ -157,7 +157,7 @@ class Capture(ABC):
         self.captured = CapturedGradients(self._memory)
         self.numbers: Counter[Hashable] = Counter()
         """How many calls of each kind this forward has made."""
-        self.calls: Counter[int] = Counter()
+        self.call_counts: Counter[int] = Counter()
         """How often each layer was called, by its id."""
         self.tasks: set[int] = set()
         """The backwards that run: several, if a reentrant checkpoint runs one in another."""
@@ -197,7 +197,7 @@ class Capture(ABC):
             if earlier is not None and len(earlier) == len(grads):  # different numbers of samples raise at the end
                 grads = earlier + grads
             self.show(part.param, grad_sample=grads)
-        alone = self.calls[id(layer)] < 2 and self.owners[id(part.param)] < 2
+        alone = self.call_counts[id(layer)] < 2 and self.owners[id(part.param)] < 2
         self.captured.add(layer, part, alone=alone)
 
     def backward_began(self) -> None:

@@ -18,11 +18,11 @@ from torchzero_clip.per_sample.capture import Capture
 from torchzero_clip.per_sample.gradients.captured_gradients import Forward
 from torchzero_clip.per_sample.gradients.contributions import Contribution
 from torchzero_clip.per_sample.samples.call import Call
+from torchzero_clip.per_sample.samples.errors import not_repeatable, runs_in_backward
 from torchzero_clip.per_sample.samples.graph import Graph
 from torchzero_clip.per_sample.samples.pattern import ZERO, Place, some_place
 from torchzero_clip.per_sample.samples.powers import are_apart
 from torchzero_clip.per_sample.samples.proof import Backward, Proof
-from torchzero_clip.per_sample.samples.refusals import not_repeatable, runs_in_backward
 
 ELSEWHERE = "a part of their gradient did not come through the outputs of the model"
 
@@ -110,7 +110,7 @@ class Classic:
 
         # the graph may need a proof now, or if one more backward brings a gradient to calls that were silent before
         due = self._is_due or (self._proves and not is_first)
-        proof = prover.planned(graph, count, due=due) if count > 1 else None
+        proof = prover.planned(graph, due=due) if count > 1 else None
         silent = [call for call in graph.calls if call.is_silent] if proof is None and count > 1 else []
         further, has_silent = capture.agreed(_backwards(proof), len(silent))
         if has_silent:

@@ -30,9 +30,9 @@ from torchzero_clip.per_sample.processes.agreement import Processes
 from torchzero_clip.per_sample.processes.sharding import group_of_shards, reshard
 from torchzero_clip.per_sample.rules.outside import outside_error
 from torchzero_clip.per_sample.samples.call import Call
+from torchzero_clip.per_sample.samples.errors import not_repeatable, runs_in_backward
 from torchzero_clip.per_sample.samples.graph import OUTPUT
 from torchzero_clip.per_sample.samples.prover import Prover, Schedule, Verify
-from torchzero_clip.per_sample.samples.refusals import not_repeatable, runs_in_backward
 from torchzero_clip.per_sample.whole import Whole
 
 PRIVATE = 16  # in private training, every 16th step is proved again
@@ -162,7 +162,7 @@ class Engine(Capture):
             self.begin_forward(self.forward if goes_on else Forward(given=self.given))
         if in_backward and not is_restored_by_checkpoint():
             self.reruns.add(layer.name)
-        self.calls[id(layer)] += 1
+        self.call_counts[id(layer)] += 1
         return True
 
     def begin_forward(self, forward: Forward) -> None:
@@ -280,7 +280,8 @@ class Engine(Capture):
         with self.retaining():
             self.prover.prove(repeat, losses, at_least=further)
             self._check_counts(len(losses))  # after all backwards, of which processes run equally many
-            self.prover.conclude(None if self.processes.sharded else repeat, losses)
+            if self.prover.proof is not None:
+                self.prover.proof.conclude(None if self.processes.sharded else repeat, losses)
         for call, parts in self.prover.proved():
             for part in parts:
                 self.receive(call.layer, part)
@@ -312,7 +313,10 @@ class Engine(Capture):
     def _refuse_outside(self, name: str, grad: Tensor) -> None:
         """The hook of a parameter, which gets a gradient only from outside of the captured layers."""
         if self.enabled and self.attached and not self.pauses:
-            ran, reruns = bool(self.calls), bool(self.tasks - {current_graph_task_id()})  # a backward in a backward
+            ran, reruns = (
+                bool(self.call_counts),
+                bool(self.tasks - {current_graph_task_id()}),
+            )  # a backward in a backward
             self.clear()
             raise outside_error(self.attachment.layers, self, name, ran=ran, reruns=reruns)
 

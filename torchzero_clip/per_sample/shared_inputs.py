@@ -24,6 +24,7 @@ class SharedInputs:
         # None for one that was found to be of data
         self._values: dict[tuple[int, int], Tensor | None] = {}
         self._ndims_of_rows: set[int] = set()  # of inputs with one row that all samples share
+        self._had_indices_of_samples = False  # in an argument of the model
 
     def is_row(self, input: Tensor) -> bool:
         """True for an input with one row, if all samples share this row."""
@@ -37,6 +38,19 @@ class SharedInputs:
         if is_row:
             self._ndims_of_rows.add(input.ndim)
         return is_row
+
+    def are_positions(self, index: Tensor) -> bool:
+        """True for the index of an embedding if all samples share it, such as positions and their distances."""
+        forward, dim = self._capture.forward, self._capture.batch_dim
+        if not index.ndim or index.shape[min(dim, index.ndim - 1)] == 1 or forward.direct:
+            return False
+        if forward.batch_size in (None, 0, 1):
+            return False
+        if not forward.holds(index):
+            return counts_up(index) or _are_distances(index)
+        # an argument of the model that was 0, 1, 2, ... in all calls
+        self._had_indices_of_samples |= index.ndim == 1 and not counts_up(index)
+        return counts_up(index) and not (self._had_indices_of_samples or forward.has_batch_of_numbers)
 
     def is_known(self, input: Tensor, leading: int) -> bool:
         """True for an input with the values of an earlier one that all samples share, or for a longer or shorter one.
@@ -104,3 +118,10 @@ def _may_be_row(input: Tensor, forward: Forward) -> bool:
     if input.requires_grad or forward.direct or input.is_sparse:
         return False
     return not storages_of((input,)) & forward.storages_of_values
+
+
+def _are_distances(index: Tensor) -> bool:
+    """True for a square table of indices that depend on the distance of two positions."""
+    if index.ndim != 2 or index.shape[0] != index.shape[1] or len(index) < 3:
+        return False
+    return torch.equal(index[1:, 1:], index[:-1, :-1]) and bool((index != index[0, 0]).any())

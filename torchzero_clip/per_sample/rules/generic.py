@@ -331,7 +331,7 @@ def _compare(
     called twice.
     """
     inner = [module for module in layer.module.modules() if module is not layer.module]
-    hooks = [
+    hooks = [  # torch has no public list of them
         hook
         for module in inner
         for hooks in (module._forward_hooks, module._forward_pre_hooks)

@@ -85,6 +85,7 @@ class GroupNormRule(NormalizationRule):
 def laid(output: Tensor) -> Tensor:
     """The output, whose gradient gets its layout if it is of one image: see `with_strides`."""
     node = output.grad_fn
+    # only the name tells which kernel torch has chosen
     if node is not None and len(output) == 1 and node.name() == "NativeBatchNormBackward0":
         node.register_prehook(partial(_first_with_strides, output.stride()))
     return output

@@ -4,6 +4,8 @@ A function that saves only numbers, such as a transposition, does what these num
 the graph. A function that saves tensors of floats, such as a product, does not move rows either: a backward with NaN
 shows where it could let a gradient pass. Every other function *moves* rows, unless it is listed here, and so does every
 unknown one.
+
+Functions are told apart by their names, because torch exports no classes of those that it has in C++.
 """
 
 import itertools

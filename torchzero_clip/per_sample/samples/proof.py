@@ -11,6 +11,15 @@ from torch.utils.hooks import RemovableHandle
 
 from torchzero_clip.per_sample.samples.call import Call, call_of
 from torchzero_clip.per_sample.samples.choosing import let_through
+from torchzero_clip.per_sample.samples.errors import (
+    elsewhere,
+    gated,
+    mixed,
+    not_repeatable,
+    rows_moved,
+    runs_in_backward,
+    too_small,
+)
 from torchzero_clip.per_sample.samples.graph import Graph
 from torchzero_clip.per_sample.samples.pattern import (
     MIXED,
@@ -23,15 +32,6 @@ from torchzero_clip.per_sample.samples.pattern import (
     some_place,
 )
 from torchzero_clip.per_sample.samples.powers import Powers, Trace
-from torchzero_clip.per_sample.samples.refusals import (
-    elsewhere,
-    gated,
-    mixed,
-    not_repeatable,
-    rows_moved,
-    runs_in_backward,
-    too_small,
-)
 
 NAMED = 64  # samples of which an error says whether they are mixed
 

@@ -11,11 +11,11 @@ from torchzero_clip.checks import one_of
 from torchzero_clip.compat import without_autocast
 from torchzero_clip.per_sample.gradients.contributions import Contribution
 from torchzero_clip.per_sample.samples.call import Call
+from torchzero_clip.per_sample.samples.errors import not_repeatable, reentrant
 from torchzero_clip.per_sample.samples.graph import Graph
 from torchzero_clip.per_sample.samples.pattern import ZERO, KnownGraphs, Place, some_place
 from torchzero_clip.per_sample.samples.powers import Trace
 from torchzero_clip.per_sample.samples.proof import Backward, Proof
-from torchzero_clip.per_sample.samples.refusals import not_repeatable, reentrant
 
 Verify: TypeAlias = Literal["first", "always", "never"] | int
 
@@ -68,7 +68,7 @@ class Prover:
             return 0
         graph = Graph([losses.grad_fn], self.count)
         self.calls = graph.calls
-        self.proof = self.planned(graph, self.count, due=self.schedule.is_due)
+        self.proof = self.planned(graph, due=self.schedule.is_due)
         if self.proof is None:
             self._kept = graph if any(call.is_silent for call in graph.calls) else None
             return 0
@@ -87,7 +87,7 @@ class Prover:
         self.proof = self.proof_of(self._kept, self._late)
         return self.proof.backwards
 
-    def planned(self, graph: Graph, count: int, *, due: bool) -> Proof | None:
+    def planned(self, graph: Graph, *, due: bool) -> Proof | None:
         """The proof that the graph of several samples needs. Calls get their places, as far as they are known.
 
         Calls that got zeros alone in all proofs are silent. They need no proof until they get another gradient.
@@ -98,9 +98,9 @@ class Prover:
         known.varies = known.varies or graph.moves_anywhere or (self._strict and bool(graph.sites))
         is_unknown = False
         for call in graph.calls:
-            key = graph.key, call.key(count)
+            key = graph.key, call.key(graph.count)
             pattern = known.patterns.get(key)
-            call.where = None if pattern is None else pattern.place(call.shape, count)
+            call.where = None if pattern is None else pattern.place(call.shape, graph.count)
             call.is_silent = call.where is None and key in known.silent
             is_unknown = is_unknown or (call.where is None and not call.is_silent)
         if not graph.calls or not (is_unknown or due or known.varies):
@@ -115,7 +115,7 @@ class Prover:
         half[self._random.sample(range(graph.count), (graph.count + 1) // 2)] = True
         return Proof(graph, known, half, self._random, strict=self._strict, late=late)
 
-    def prove(self, backward: Backward, losses: Tensor, *, at_least: int = 0) -> None:
+    def prove(self, backward: Backward, losses: Tensor, *, at_least: int) -> None:
         """Run the further backwards of losses, at least so many."""
         if self.proof is None:
             for _ in range(at_least):
@@ -125,11 +125,6 @@ class Prover:
             self.proof.run(backward, losses, at_least=at_least)
         except Exception as error:  # of a loss that frees its memory, for example
             raise not_repeatable(str(error)) from error
-
-    def conclude(self, backward: Backward | None, losses: Tensor) -> None:
-        """Find where the samples of all calls are, once all backwards have run: see `Proof.conclude`."""
-        if self.proof is not None:
-            self.proof.conclude(backward, losses)
 
     def proved(self) -> Iterator[tuple[Call, list[Contribution]]]:
         """The contributions of the calls of a proof."""
