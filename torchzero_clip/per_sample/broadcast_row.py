@@ -11,6 +11,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
@@ -38,10 +39,25 @@ IN_PLACE = {"iadd", "isub", "imul", "idiv", "itruediv"}
 OF_DTYPE = {"to", "type_as"}
 EXPANSIONS = {"expand", "expand_as", "broadcast_to", "repeat"}
 TRANSPOSED = {"T", "mT", "H", "mH", "real", "imag"}
-EXPANDED = "expanded"  # a key of `CapturedLayer.known`: what was expanded to another size than that of the batch
 _EMBEDDING = inspect.signature(F.embedding)
 CANNOT = IndexError, RuntimeError, TypeError, ValueError
 HOOKS = {"register_hook", "retain_grad", "register_post_accumulate_grad_hook"}
+
+
+@dataclass
+class Learnt:
+    """What rules have learnt about a layer in earlier calls."""
+
+    # functions of rows: what was expanded to another size than that of the batch, and where outputs have the samples
+    expanded: set[Hashable] = field(default_factory=set)
+    dims: dict[Hashable, list[int] | None] = field(default_factory=dict)
+    # modules that run whole: arguments that all samples share or that had samples, and those that were compared
+    arguments: set[Hashable] = field(default_factory=set)
+    compared: set[Hashable] = field(default_factory=set)
+    by_vmap: bool = True  # False if vmap cannot run the module
+    has_hooks: bool = False  # whether modules in it have hooks
+    may_rerun: bool = False  # whether its graph has a function that may run modules again
+    has_warned: bool = False  # of its memory
 
 
 class RowsLayer(Layer, ABC):
@@ -51,8 +67,7 @@ class RowsLayer(Layer, ABC):
         super().__init__(name, module, capture.model, capture.reruns)
         self.capture = capture
         self.shared = SharedInputs(capture)
-        self.known: dict[Hashable, Any] = {}
-        """What rules have learnt about the layer in earlier calls."""
+        self.learnt = Learnt()
         self.written: dict[int, tuple[Tensor, Tensor]] | None = None
         """Tensors into which the module has written rows, with rows in their place, by id; None outside of it."""
         self.misuse: tuple[str, bool] | None = None
@@ -309,7 +324,7 @@ class _Use:
         if kind in EXPANSIONS and first.fits(output.ndim, dim := layer.capture.batch_dim):
             # to the batch, and not, in this call or an earlier one, to another size
             expansion, size = (kind, tuple(first.shape), output.ndim), output.shape[dim]
-            others = layer.known.setdefault(EXPANDED, set())
+            others = layer.learnt.expanded
             if size not in (1, self._count):
                 others.add(expansion)
             if size == self._count and expansion not in others:
@@ -478,9 +493,10 @@ class _Call:
                 found, structure = pytree.tree_flatten(self._by_sample(inputs))
             except CANNOT:
                 continue
-            if key not in use.layer.known:
-                use.layer.known[key] = self._dims(found, of_batch, run)
-            if (dims := use.layer.known[key]) is not None:
+            learnt = use.layer.learnt.dims
+            if key not in learnt:
+                learnt[key] = self._dims(found, of_batch, run)
+            if (dims := learnt[key]) is not None:
                 break
         if dims is None or any(x.shape[d + 1] != run for x, d in zip(found, dims, strict=True)):
             return NotImplemented

@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -45,10 +45,6 @@ from torchzero_clip.per_sample.rules.outside import find_functions, hook_modules
 from torchzero_clip.per_sample.rules.state import State
 from torchzero_clip.per_sample.samples.graph import CHECKPOINT
 
-BY_VMAP = "by vmap"  # a key of `CapturedLayer.known`: False if vmap cannot run the module
-SHARED = "shared"  # a key of `CapturedLayer.known`: arguments that all samples share, and those that had samples
-COMPARED = "compared"  # a key of `CapturedLayer.known`: decisions with which the module agreed with its batch
-WARNED = "warned"  # a key of `CapturedLayer.known`: the warning about memory was given
 WARN = 2 << 30  # bytes of per-sample gradients of one module, above which a warning tells of them
 
 
@@ -61,10 +57,12 @@ class GenericRule(Rule):
 
     covers_submodules = True
 
+    is_checked = True
+    """Whether modules may mix samples, or run again in the backward, so that they are compared with their batch."""
+
     @override
     def run(self, layer: CapturedLayer, /, *args: Any, **kwargs: Any) -> Any:
-        is_known = type(self) is not GenericRule
-        _check_inside(layer, hooks=not is_known)
+        _check_inside(layer, hooks=self.is_checked)
         leaves, structure = pytree.tree_flatten((args, kwargs))
         dims, shared = self.dims(layer, args, kwargs, leaves)
         if not any(dim is not None for dim in dims):
@@ -85,31 +83,30 @@ class GenericRule(Rule):
         # tensors of inference have no version
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]
         versions = [leaf._version for leaf in given]
-        known = layer.known.setdefault(COMPARED, set())
         decision = (*dims, *[(x.ndim, x.dtype) if isinstance(x, Tensor) else type(x) for x in leaves])
         with _alone(layer, one) as state:
             tensors = _mapped(layer, state, one, copies, list(inputs.values()))
             changed = versions != [leaf._version for leaf in given]  # so that it cannot run again
-            if not is_known:
+            if self.is_checked:
                 hook_modules(layer)
-            if not is_known and decision not in known:
+            if self.is_checked and decision not in layer.learnt.compared:
                 find_functions(layer, tensors, inputs.values())
-            if not is_known and not changed and decision not in known:
-                _refuse_reentrant(layer, tensors, inputs.values())
-                _compare(layer, state, one.output(tensors), args, kwargs)
-                known.add(decision)
+                if not changed:
+                    _refuse_reentrant(layer, tensors, inputs.values())
+                    _compare(layer, state, one.output(tensors), args, kwargs)
+                    layer.learnt.compared.add(decision)
             state.join()
         if current_graph_task_id() == -1:  # in a backward, where a checkpoint repeats a call that was noted
-            layer.known.setdefault(SHARED, set()).update(shared)
+            layer.learnt.arguments |= shared
         return one.output(tensors)
 
     def dims(
         self, layer: CapturedLayer, args: tuple[object, ...], kwargs: dict[str, object], leaves: Sequence[object]
-    ) -> tuple[list[int | None], set[object]]:
+    ) -> tuple[list[int | None], set[Hashable]]:
         """The batch dimension of each argument, None if it has none; and which arguments are shared for good."""
         dim, size = layer.capture.batch_dim, layer.count_in(leaves)
         own = layer.capture.own_storages()
-        shared: set[object] = set(layer.known.get(SHARED, ()))
+        shared = set(layer.learnt.arguments)
         result: list[int | None] = []
         for path, leaf in pytree.tree_flatten_with_path((args, kwargs))[0]:
             result.append(None)
@@ -242,7 +239,7 @@ def _alone(layer: CapturedLayer, one: _One) -> Generator[State]:
         yield state
     except BaseException as error:
         state.undo()
-        layer.known.pop(BY_VMAP, None)
+        layer.learnt.by_vmap = True
         if isinstance(error, RuntimeError) and one.gets_cache:
             raise ValueError(
                 f"{layer} runs sample by sample, and got a cache that holds values of the whole batch: switch it "
@@ -268,7 +265,7 @@ class _Inside(Mode):
         if name == "__get__" and func.__self__.__name__ == "requires_grad" and is_batchedtensor(args[0]):
             # torch says False under vmap, after which a model that asks sets no hook
             return get_unwrapped(args[0]).requires_grad
-        by_vmap = self._layer.known.get(BY_VMAP, True) and get_interpreter_stack()
+        by_vmap = self._layer.learnt.by_vmap and get_interpreter_stack()
         if by_vmap and checkpoint_around() is not self._around:
             raise RuntimeError("vmap cannot run a checkpoint")
         if name in HOOKS:
@@ -285,8 +282,8 @@ def copies_of(layer: CapturedLayer, count: int, *, ordered: bool = True) -> dict
     """The views of each parameter of a layer, under all its names."""
     of = {id(value): copy_of(layer, param, value, count, ordered=ordered) for param, value in layer.values}
     size = count * sum(param.nbytes for param in layer.params.values())
-    if size > WARN and WARNED not in layer.known:
-        layer.known[WARNED] = True
+    if size > WARN and not layer.learnt.has_warned:
+        layer.learnt.has_warned = True
         warn_user(
             f"{layer} runs sample by sample: its per-sample gradients take {size / 2**30:.1f} GiB for {count} samples"
         )
@@ -393,7 +390,7 @@ def _mapped(
     inputs: Sequence[Tensor],
 ) -> Sequence[Tensor]:
     """Run ``one`` for every sample, by vmap or one by one. The results have the samples in the first dimension."""
-    if layer.known.get(BY_VMAP, True) and len(next(iter(copies.values()))) > 1:
+    if layer.learnt.by_vmap and len(next(iter(copies.values()))) > 1:
         try:
             state.begin()
             outputs = by_vmap(one, copies, *inputs)
@@ -402,7 +399,7 @@ def _mapped(
         except (RuntimeError, ValueError):  # an error of the module itself is raised again by the loop
             if one.gets_cache:  # to which each sample would append
                 raise
-            layer.known[BY_VMAP] = False
+            layer.learnt.by_vmap = False
     results: list[tuple[Tensor, ...]] = []
     for run in one.of_each(copies, inputs):
         state.begin()

@@ -30,14 +30,12 @@ NOT_CAPTURED = (
     "The forward may have run before the clipper was attached, or in a paused() block: "
     "run it again, or run the backward in that block. "
 )
-HOOKED = "hooked"  # a key of `CapturedLayer.known`: its modules have hooks
-RERUNS = "reruns"  # a key of `CapturedLayer.known`: its graph has a function that may run modules again
 
 
 def hook_modules(layer: CapturedLayer) -> None:
     """Raise if a module in a layer that is run whole runs in a backward."""
-    if HOOKED not in layer.known:
-        layer.known[HOOKED] = True
+    if not layer.learnt.has_hooks:
+        layer.learnt.has_hooks = True
         hook = Hook(partial(_refuse, layer))
         inside = [module for module in layer.module.modules() if module is not layer.module]
         layer.capture.handles += [module.register_forward_pre_hook(hook) for module in inside]
@@ -45,11 +43,11 @@ def hook_modules(layer: CapturedLayer) -> None:
 
 def find_functions(layer: CapturedLayer, outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> None:
     """Note for messages if the graph of a layer that is run whole has a `torch.autograd.Function`."""
-    if RERUNS in layer.known:
+    if layer.learnt.may_rerun:
         return
     nodes: Iterable[Node] = {*nodes_of(outputs)}.difference(nodes_of(inputs))
     if any(isinstance(node, BackwardCFunction) and not is_watched(node) for node in nodes):
-        layer.known[RERUNS] = True
+        layer.learnt.may_rerun = True
 
 
 def rerun_error(layer: CapturedLayer, what: str) -> RuntimeError:
@@ -64,7 +62,7 @@ def outside_error(
 
     ``ran`` says whether a forward was captured, and ``reruns`` whether this backward runs inside another.
     """
-    layer = next((layer for layer in layers if RERUNS in layer.known and layer.has(name)), None)
+    layer = next((layer for layer in layers if layer.learnt.may_rerun and layer.has(name)), None)
     if layer is not None:
         return rerun_error(layer, f"{name!r} gets a gradient from modules that a backward runs")
     if reruns or name.rpartition(".")[0] in capture.reruns:
