@@ -38,7 +38,7 @@ class Phase(Enum):
 class Capture(ABC):
     """A model whose layers are captured, and the per-sample gradients that have arrived from them.
 
-    `Engine` fills it and is the only subclass that a model has. Files between them see the model through this class.
+    A clipper has an `Engine`. Files between this one and the engine, such as those of layers, know this class alone.
     """
 
     params: dict[str, nn.Parameter]
