@@ -143,7 +143,7 @@ class CapturedLayer(RowsLayer):
             input.register_hook(partial(with_strides, input.stride()))
         if input.shape[dim] == count and forward.given is None and forward.is_argument(input):
             return LayerInput(input, leading, dim=dim, is_argument=True)
-        if count is not None and count > 1:
+        if count is not None and count > 1 and not input.requires_grad:  # else, it is an output of layers
             if input.shape[dim] == 1 and shared.is_row(input):
                 each = input.expand(*input.shape[:dim], count, *input.shape[dim + 1 :])
                 return LayerInput(each, leading, True, dim)
