@@ -35,13 +35,16 @@ BELOW = {
     "types": set(),
 }
 LEVELS = [
-    {"arguments", "hooks", "modes", "norm_clippers", "processes", "unclipped", "whole"},
+    {"arguments", "hooks", "modes", "norm_clippers", "processes", "whole"},
+    {"layer"},
     {"gradients"},
     {"per_example", "samples"},
+    {"capture"},
+    {"classic", "shared_inputs"},
+    {"broadcast_row"},
     {"captured_layer"},
     {"rules"},
     {"attachment"},
-    {"outside"},
     {"engine"},
     {"weighting"},
     {"clipper"},

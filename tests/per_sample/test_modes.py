@@ -29,10 +29,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from versions import needs_compiler
 
 import torchzero_clip
+from torchzero_clip.per_sample.broadcast_row import BroadcastRow
 from torchzero_clip.per_sample.modes import Mode
 from torchzero_clip.per_sample.rules.bare import _Rows
 from torchzero_clip.per_sample.rules.generic import _Inside as InVmap
-from torchzero_clip.per_sample.samples.broadcast_row import BroadcastRow
 from torchzero_clip.per_sample.verify import _WithoutGraphs
 
 pytestmark = [

@@ -92,7 +92,7 @@ def other_values(sample, generator):
 
 def free_dims(graph, output):
     """The dimensions of an output along which its graph says that samples stay where they are."""
-    if graph.moves:
+    if graph.moves_anywhere:
         return []
     taken = set()
     for node, axes in graph.sites:
@@ -255,7 +255,7 @@ def test_what_is_not_known_moves():
     changed = x.clone()
     changed[0] = 0
     assert type(changed.grad_fn).__name__ == "CopySlices"
-    assert kind_of(changed.grad_fn).moves is not None
+    assert kind_of(changed.grad_fn).moves_anywhere is not None
 
 
 class Named(torch.autograd.Function):

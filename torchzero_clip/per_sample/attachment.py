@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +12,13 @@ from torch.nn.parameter import UninitializedParameter
 from torch.utils.hooks import RemovableHandle
 
 from torchzero_clip.compat import current_graph_task_id, fully_sharded, is_distributed
-from torchzero_clip.per_sample.captured_layer import CapturedLayer, LayersEngine, described, trainable
+from torchzero_clip.per_sample.capture import Capture
+from torchzero_clip.per_sample.captured_layer import CapturedLayer
 from torchzero_clip.per_sample.hooks import Hook
+from torchzero_clip.per_sample.layer import described, trainable
 from torchzero_clip.per_sample.processes.agreement import Processes
 from torchzero_clip.per_sample.processes.sharding import group_of_shards, reshard, slots, stands_for
+from torchzero_clip.per_sample.rules.copies import EMPTY
 from torchzero_clip.per_sample.rules.registry import (
     BARE,
     RULES,
@@ -26,50 +29,36 @@ from torchzero_clip.per_sample.rules.registry import (
     refusal,
     rule_for,
 )
-from torchzero_clip.per_sample.whole import Whole, chosen_whole, whole_line
-
-
-class Owner(LayersEngine, Protocol):
-    """What an attachment asks of the engine: hooks for the model and for its parameters."""
-
-    def forward_began(self, model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        """The hook of the model before its forward."""
-
-    def forward_ended(self, model: nn.Module, args: tuple[object, ...], output: object) -> None:
-        """The hook of the model after its forward."""
-
-    def refuse_outside(self, name: str, grad: Tensor) -> None:
-        """The hook of a parameter, which gets a gradient only from outside of the captured layers."""
+from torchzero_clip.per_sample.whole import Whole, chosen_whole
 
 
 class Attachment:
     """The captured layers of a model: see `Engine`. Raises a ValueError if per-sample gradients would be wrong."""
 
-    def __init__(self, engine: Owner, model: nn.Module, whole: Whole, *, force_generic: bool) -> None:
-        self.model = model
-        self._engine = engine
-        self._given_whole = whole
-        self._force_generic = force_generic
+    def __init__(
+        self, capture: Capture, whole: Whole, refuse_outside: Callable[[str, Tensor], None], *, force_generic: bool
+    ) -> None:
+        self._capture, self._given_whole, self._force_generic = capture, whole, force_generic
+        self._refuse_outside = refuse_outside
         self._captured: list[tuple[nn.Module, CapturedLayer]] = []  # copies have functions in their place
-        self._handles: list[RemovableHandle] = []
-        self._unwatched: list[tuple[str, dict[str, Any], str]] = []
-        self.reruns: set[str] = set()
-        """The names of layers that a function of the model has run in a backward."""
+        self._unhooked: list[tuple[str, dict[str, Any], str]] = []
+        self._of_model: list[RemovableHandle] = []
         self._attach()
-        ended = model.register_forward_hook(Hook(engine.forward_ended), always_call=True)  # also if the forward raises
-        self._of_model = [ended]
-        self.before_forward(engine.forward_began, with_kwargs=True)
-        if engine.processes.sharded:  # before the hook of fully_shard
+        if capture.processes.sharded:  # before the hook of fully_shard
             self.before_forward(self._shards_change, prepend=True)
 
     def before_forward(self, function: Callable[..., None], **options: bool) -> None:
         """Call a function before each forward of the model, until it is restored."""
-        self._of_model.append(self.model.register_forward_pre_hook(Hook(function), **options))
+        self._of_model.append(self._capture.model.register_forward_pre_hook(Hook(function), **options))
+
+    def after_forward(self, function: Callable[..., None]) -> None:
+        """Call a function after each forward of the model, also if it raises, until it is restored."""
+        self._of_model.append(self._capture.model.register_forward_hook(Hook(function), always_call=True))
 
     def refresh(self) -> None:
         """Capture the model again if it has changed since, and refuse a BatchNorm in training mode."""
         if self.is_outdated():
-            if self._engine.processes.sharded:
+            if self._capture.processes.sharded:
                 raise RuntimeError("the module has changed: call the whole of it, so that its shards are found")
             self._attach()
         for name, module in self._batch_norms:
@@ -77,7 +66,7 @@ class Attachment:
 
     def is_outdated(self) -> bool:
         """True if the model has changed since it was captured."""
-        held = _held(self.model)
+        held = _held(self._capture.model)
         if len(held) == len(self._held) and self._rules == RULES:
             pairs = zip(held, self._held, strict=True)
             if all(p == q and (a is b or stands_for(a, b)) for (a, p), (b, q) in pairs):
@@ -86,25 +75,10 @@ class Attachment:
         is_lent = any(isinstance(x, Tensor) and not isinstance(x, nn.Parameter) for x, _ in held)
         return not is_lent
 
-    def params_of(self, module: nn.Module) -> dict[str, nn.Parameter]:
-        """The trainable parameters of a module in the model, by their names in the module."""
-        found = trainable(module)
-        shown = {id(params[key]): self.params[name] for name, params, key in slots(self.model, self.params)}
-        return {name: shown.get(id(param), param) for name, param in found.items()}
-
-    def whole_line(self, name: str, holds: object = None) -> str:
-        """The way out of `torchzero_clip.per_sample.whole.whole_line`, for this model."""
-        return whole_line(self.model, name, holds, reruns=self.reruns)
-
     @property
     def layers(self) -> list[CapturedLayer]:
         """The captured layers."""
         return [layer for _, layer in self._captured]
-
-    def watch_inside(self, layer: CapturedLayer, function: Callable[..., None]) -> None:
-        """Call a function before the forward of each module in a layer."""
-        modules = [module for module in layer.module.modules() if module is not layer.module]
-        self._handles += [module.register_forward_pre_hook(Hook(function)) for module in modules]
 
     def detach(self) -> None:
         """Restore the model."""
@@ -113,57 +87,57 @@ class Attachment:
             handle.remove()
 
     def _attach(self) -> None:
-        model = self.model
+        capture, model = self._capture, self._capture.model
         reshard(model)
-        _check_model(model, self._engine.processes)
+        _check_model(model, capture.processes)
         whole = chosen_whole(model, self._given_whole)
         layers = list(self._found_layers(whole))  # if it raises, the model stays captured as before
         self._remove()
         self.whole = whole
         """The modules that are run whole, by name, with the reason."""
-        self._captured, self.params = [(layer.module, layer) for layer in layers], trainable(model)
-        """The trainable parameters, by name."""
+        self._captured = [(layer.module, layer) for layer in layers]
         self.captures_model = any(layer.module is model for layer in layers)
         self._held, self._rules = _held(model), dict(RULES)
-        self.modules = list(model.modules())
+        capture.params, capture.modules = trainable(model), list(model.modules())
         self._batch_norms = [(name, module) for name, module in model.named_modules() if isinstance(module, BatchNorm)]
-        self.owners = Counter(id(param) for layer in layers for param in layer.params.values())
-        """How many layers have each parameter, by its id."""
-        for name, param in self.params.items():
-            self._handles.append(param.register_hook(Hook(partial(self._engine.refuse_outside, name))))
+        capture.owners = Counter(id(param) for layer in layers for param in layer.params.values())
+        capture.handles += [
+            p.register_hook(Hook(partial(self._refuse_outside, name))) for name, p in capture.params.items()
+        ]
         for module, forward in self._captured:
-            module.__dict__["forward"] = forward
+            module.__dict__["forward"] = forward  # no other way keeps the class, the names and the hooks of the module
         # what `fully_shard` shows in place of the parameters exists from the first forward on
-        self._unwatched = list(slots(self.model, self.params))
-        for module in fully_sharded(self.model):
-            self._handles.append(module.register_forward_pre_hook(Hook(self._watch)))
+        self._unhooked = list(slots(model, capture.params))
+        for module in fully_sharded(model):
+            capture.handles.append(module.register_forward_pre_hook(Hook(self._hook_shown)))
 
     def _shards_change(self, *args: object) -> None:
         if current_graph_task_id() == -1 and self.is_outdated():
             self._attach()
 
-    def _watch(self, *args: object) -> None:
+    def _hook_shown(self, *args: object) -> None:
         """Hook the parameters that are shown in full now."""
-        for name, params, key in self._unwatched:
+        for name, params, key in self._unhooked:
             value = params.get(key)
             if value is not None and not is_distributed(value):
-                self._handles.append(value.register_hook(Hook(partial(self._engine.refuse_outside, name))))
-        self._unwatched = [item for item in self._unwatched if is_distributed(item[1].get(item[2]))]
+                self._capture.handles.append(value.register_hook(Hook(partial(self._refuse_outside, name))))
+        self._unhooked = [item for item in self._unhooked if is_distributed(item[1].get(item[2]))]
 
     def _remove(self) -> None:
-        for handle in self._handles:
+        for handle in self._capture.handles:
             handle.remove()
         for module, forward in self._captured:
             if module.__dict__.get("forward") is forward:
                 del module.__dict__["forward"]
-        self._handles, self._captured = [], []
+        self._captured = []
+        self._capture.handles.clear()
 
     def _found_layers(self, whole: Mapping[str, str]) -> Iterator[CapturedLayer]:
         """The layers to capture: those with a rule, and other modules with parameters of their own."""
         inside: set[int] = set()
-        for name, module in self.model.named_modules():
+        for name, module in self._capture.model.named_modules():
             # of all modules, because those without parameters mix samples too
-            _refuse(name, module, refusal(module, batch_first=self._engine.batch_first) or mixes(module))
+            _refuse(name, module, refusal(module, batch_first=self._capture.batch_first) or mixes(module))
             params = trainable(module)
             rule = WHOLE if params and name in whole else rule_for(module)
             if id(module) in inside or rule is None or not params:
@@ -177,7 +151,7 @@ class Attachment:
             elif rule is BARE:
                 own = own_params(module)
                 params = {key: param for key, param in params.items() if id(param) in own}
-            layer = CapturedLayer(self._engine, name, module, rule, params)
+            layer = CapturedLayer(self._capture, name, module, rule, params, EMPTY)
             if _is_replaced(layer):
                 if not params:
                     continue
@@ -219,7 +193,7 @@ def _refuse(name: str, module: nn.Module, reason: str | None) -> None:
 def _is_replaced(layer: CapturedLayer) -> bool:
     """True if the instance has another forward than its class. Copies of models have that of their class."""
     own = layer.module.__dict__.get("forward")
-    if isinstance(own, CapturedLayer) and own.engine is layer.engine:
+    if isinstance(own, CapturedLayer) and own.capture is layer.capture:
         return False
     return own is not None and getattr(own, "__func__", None) is not type(layer.module).forward
 

@@ -10,10 +10,11 @@ from typing_extensions import override
 
 from torchzero_clip.checks import boolean, instance, one_of
 from torchzero_clip.hints import Explained
-from torchzero_clip.per_sample.captured_layer import trainable
-from torchzero_clip.per_sample.engine import Engine, Phase
+from torchzero_clip.per_sample.capture import Phase
+from torchzero_clip.per_sample.engine import Engine
 from torchzero_clip.per_sample.gradients.contributions import Contribution, Memory
 from torchzero_clip.per_sample.hooks import replace_gradients
+from torchzero_clip.per_sample.layer import trainable
 from torchzero_clip.per_sample.norm_clippers import NormClipper, checked_norm_clipper
 from torchzero_clip.per_sample.samples.prover import Verify
 from torchzero_clip.per_sample.weighting import ClippingResult, Nonfinite, clipped_backward, weighed
@@ -143,7 +144,7 @@ class PerSampleGradientClipper(Explained):
     @norm_clipper.setter
     def norm_clipper(self, value: NormClipper) -> None:
         checked_norm_clipper(value)
-        value.check_count(len(self._engine.attachment.params))
+        value.check_count(len(self._engine.params))
         self._norm_clipper = value
 
     @override
@@ -181,10 +182,10 @@ class PerSampleGradientClipper(Explained):
                 ``batch_size`` is needed. Also for several calls of the module, unless one used an output of another.
         """
         engine, mean = self._engine, self.loss_reduction == "mean"
-        with engine.processes.start("clip_and_accumulate", engine.attachment.params, mean):
+        with engine.processes.start("clip_and_accumulate", engine.params, mean):
             gathered, count = self._waiting(batch_size)
-            found = weighed(engine, gathered, self.norm_clipper, self.nonfinite, scale=engine.scale(count))
-        processes, params = engine.processes, engine.attachment.params
+            found = weighed(engine, gathered, self.norm_clipper, self.nonfinite)
+        processes, params = engine.processes, engine.params
         used = processes.used({name for name, *_ in found.parts}, params) if processes.sharded else ()
         for name, value in processes.collected(found.sums(), params, used).items():
             self._sums[name] = self._sums[name] + value if name in self._sums else value
@@ -221,7 +222,7 @@ class PerSampleGradientClipper(Explained):
         Raises:
             ValueError: If there was no `clip_and_accumulate` since the last `pre_step`.
         """
-        params, processes, mean = self._engine.attachment.params, self._engine.processes, self.loss_reduction == "mean"
+        params, processes, mean = self._engine.params, self._engine.processes, self.loss_reduction == "mean"
         # 0 stands for the limit of a process that has accumulated nothing
         limits = torch.zeros(1, dtype=torch.float64, device="cpu") if self._thresholds is None else self._thresholds
         with processes.start("pre_step", params, mean) as start:

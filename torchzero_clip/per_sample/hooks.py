@@ -1,13 +1,20 @@
-"""Hooks that capturing installs in a model, and the calls of the user's own hooks."""
+"""Hooks that capturing installs in a model and in optimizers, and the calls of the user's own hooks."""
 
+import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from typing_extensions import override
 
 from torchzero_clip.compat import never_compiled
 from torchzero_clip.functional.gradients import new_gradient
+
+_Owner = TypeVar("_Owner")
 
 
 class Hook:
@@ -39,7 +46,7 @@ def accumulate(values: Sequence[tuple[Tensor, Tensor]]) -> None:
     for param, value in values:
         dtype = getattr(param, "grad_dtype", None) or param.dtype  # torch 2.8 and 2.9 have no grad_dtype
         value = value.to(param.device, dtype).detach()
-        # ours would raise, because they take any gradient for one from outside of the layers
+        # torch calls hooks in a backward only. Ours would raise, as for a gradient from outside of the layers
         hooks = [hook for hook in (param._backward_hooks or {}).values() if not isinstance(hook, Hook)]
         for hook in hooks:
             answer = hook(value)
@@ -72,3 +79,25 @@ def replace_gradients(values: Sequence[tuple[Tensor, Tensor]]) -> None:
         for param, grad in before:
             param.grad = grad
         raise
+
+
+def before_steps(owner: _Owner, check: Callable[[_Owner, Optimizer, bool], None]) -> Callable[[], object]:
+    """Call a check before each step of any optimizer, until the owner is deleted, or what this returns is called.
+
+    It gets the owner, the optimizer, and whether the step has a closure.
+    """
+    handle = register_optimizer_step_pre_hook(partial(_step, weakref.ref(owner), check))
+    end = weakref.finalize(owner, handle.remove)  # in copies of the owner, it does nothing
+    end.atexit = False
+    return end
+
+
+def _step(
+    reference: "weakref.ref[_Owner]",
+    check: Callable[[_Owner, Optimizer, bool], None],
+    optimizer: Optimizer,
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
+) -> None:
+    if (owner := reference()) is not None:
+        check(owner, optimizer, kwargs.get("closure", args[1] if len(args) > 1 else None) is not None)

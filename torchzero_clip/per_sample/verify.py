@@ -14,8 +14,8 @@ from typing_extensions import override
 from torchzero_clip.checks import instance, non_negative
 from torchzero_clip.compat import any_distributed
 from torchzero_clip.functional.dtypes import is_narrow
-from torchzero_clip.per_sample.captured_layer import trainable
 from torchzero_clip.per_sample.clipper import LossReduction, PerSampleGradientClipper
+from torchzero_clip.per_sample.layer import trainable
 from torchzero_clip.per_sample.modes import Mode
 from torchzero_clip.per_sample.norm_clippers import STABILITY, ConstantFlatClipper
 

@@ -53,7 +53,7 @@ def clipped_backward(
 ) -> ClippingResult:
     """Run the backward of the losses, and add the clipped gradients to ``.grad``, which an error leaves unchanged."""
     sums, used, result = clipped_sums(engine, losses, norm_clipper, mean=mean, nonfinite=nonfinite)
-    params = engine.attachment.params
+    params = engine.params
     if engine.processes.group is not None:
         sums = engine.processes.added_up(sums, params, used)
     accumulate([(params[name], value) for name, value in sums.items()])
@@ -68,50 +68,44 @@ def clipped_sums(
     It returns the clipped sums of this process, which are means over the samples of all processes with ``mean``; the
     names of the parameters that have a sum on any process; and the result for the user.
     """
+    processes, params = engine.processes, engine.params
     try:
-        return _clipped_sums(engine, losses, norm_clipper, mean=mean, nonfinite=nonfinite)
+        if processes.group is None:
+            _check(engine, losses)
+            further = engine.prover.plan(losses)
+            with engine.of_losses(losses, further, keeps_graph=engine.prover.keeps_graph) as backward:
+                found = weighed(engine, _gathered(engine, losses, backward), norm_clipper, nonfinite)
+            return dict(found.sums(float(max(len(losses), 1)) if mean else 1.0)), {*params}, found.result
+        with processes.start("backward", params, mean) as start:
+            _check(engine, losses)
+            further = engine.prover.plan(losses)
+            keeps_graph = engine.prover.keeps_graph
+            start.numbers = len(losses), further, losses.requires_grad, keeps_graph
+        if processes.sharded:  # each backward collects shards, so all processes run equally many
+            further, keeps_graph = int(start.largest(1)), start.anywhere(3)
+            if not all(row[2] for row in start.rows):
+                raise RuntimeError(
+                    "the losses of a process do not require grad: with fully_shard, all processes have to run forward "
+                    "and backward, also those without samples, on an empty batch"
+                )
+        with engine.of_losses(losses, further, keeps_graph=keeps_graph) as backward:
+            with processes.agreement(params, len(params)) as agreement:
+                gathered = _gathered(engine, losses, backward)
+                agreement.numbers = [id(param) in gathered for param in params.values()]  # `weighed` empties it
+                found = weighed(engine, gathered, norm_clipper, nonfinite)
+            used = {name for i, name in enumerate(params) if agreement.anywhere(i)}
+            if not used:
+                raise RuntimeError("no process has samples")
+        divisor = float(max(start.total(0), 1)) if mean else 1.0
+        return processes.collected(found.sums(divisor), params, used), used, found.result
     finally:
         engine.prover.clear()
 
 
-def _clipped_sums(
-    engine: Engine, losses: Tensor, norm_clipper: NormClipper, *, mean: bool, nonfinite: Nonfinite
-) -> tuple[dict[str, Tensor], set[str], ClippingResult]:
-    processes, params = engine.processes, engine.attachment.params
-    if processes.group is None:
-        _check(engine, losses)
-        further = engine.prover.plan(losses)
-        with engine.of_losses(losses, further, watched=engine.prover.watches) as backward:
-            found = weighed(engine, _gathered(engine, losses, backward), norm_clipper, nonfinite)
-        return dict(found.sums(float(max(len(losses), 1)) if mean else 1.0)), {*params}, found.result
-    with processes.start("backward", params, mean) as start:
-        _check(engine, losses)
-        further = engine.prover.plan(losses)
-        watched = engine.prover.watches
-        start.numbers = len(losses), further, losses.requires_grad, watched
-    if processes.sharded:  # each backward collects shards, so all processes run equally many
-        further, watched = int(start.largest(1)), start.anywhere(3)
-        if not all(row[2] for row in start.rows):
-            raise RuntimeError(
-                "the losses of a process do not require grad: with fully_shard, all processes have to run forward and "
-                "backward, also those without samples, on an empty batch"
-            )
-    with engine.of_losses(losses, further, watched=watched) as backward:
-        with processes.agreement(params, len(params)) as agreement:
-            gathered = _gathered(engine, losses, backward)
-            agreement.numbers = [id(param) in gathered for param in params.values()]  # `weighed` empties it
-            found = weighed(engine, gathered, norm_clipper, nonfinite)
-        used = {name for i, name in enumerate(params) if agreement.anywhere(i)}
-        if not used:
-            raise RuntimeError("no process has samples")
-    divisor = float(max(start.total(0), 1)) if mean else 1.0
-    return processes.collected(found.sums(divisor), params, used), used, found.result
-
-
 def _check(engine: Engine, losses: Tensor) -> None:
     """Raise if losses cannot be sent backward now."""
-    instance("losses", losses, Tensor)
-    if losses.ndim != 1:
+    if not isinstance(losses, Tensor) or losses.ndim != 1:  # pyright: ignore[reportUnnecessaryIsInstance]
+        instance("losses", losses, Tensor)
         way_out = "one loss for each sample is needed, such as losses.flatten(1).mean(1)"
         if not losses.ndim:
             way_out = 'use reduction="none", or loss.backward() and clip_and_accumulate()'
@@ -130,7 +124,7 @@ def _check(engine: Engine, losses: Tensor) -> None:
 
 def _gathered(engine: Engine, losses: Tensor, backward: Callable[[], None]) -> dict[int, tuple[Contribution, Tensor]]:
     """Run the backwards, and return what they bring to each parameter."""
-    params = engine.attachment.params
+    params = engine.params
     if losses.requires_grad:
         backward()
     gathered = engine.gathered(len(losses))
@@ -168,12 +162,12 @@ class Weighed:
     result: ClippingResult
     parts: list[tuple[str, Contribution, int]]  # name, contribution, index of the factors; the last parameter first
     factors: list[Tensor]  # those that differ
-    scale: float  # between the given gradients and those of the losses of single samples
+    loss_scale: float  # between the given gradients and those of the losses of single samples
     some_bad: bool  # whether samples are left out
 
     def sums(self, divisor: float = 1.0) -> Iterator[tuple[str, Tensor]]:
         """Make the clipped sums, divided by a number. This works only once: it removes parts to free activations."""
-        weights = [value * (self.scale / divisor) for value in self.factors]
+        weights = [value * (self.loss_scale / divisor) for value in self.factors]
         while self.parts:
             name, contribution, index = self.parts.pop()
             if self.some_bad:
@@ -188,11 +182,9 @@ def weighed(
     gathered: dict[int, tuple[Contribution, Tensor]],
     norm_clipper: NormClipper,
     nonfinite: Nonfinite,
-    *,
-    scale: float = 1.0,
 ) -> Weighed:
     """Compute the norms and factors of the samples. Contributions are removed from ``gathered``."""
-    params = engine.attachment.params
+    params = engine.params
     if gathered:
         _, first = next(iter(gathered.values()))
     else:
@@ -203,6 +195,7 @@ def weighed(
     ]
     table = stacked(of_params)
     dtype = engine.norm_dtype() if table.dtype == torch.float64 else table.dtype
+    scale = engine.loss_scale(table.shape[1])
     norms = joint_norms(table).mul_(scale).to(dtype)
     param_norms = dict(zip(params, table.mul_(scale).to(dtype).unbind(), strict=True))
     bad = ~norms.isfinite()

@@ -54,16 +54,15 @@ def chosen_whole(model: nn.Module, given: Any) -> dict[str, str]:
     return chosen
 
 
-def whole_line(model: nn.Module, name: str, holds: object = None, *, reruns: Collection[str] = ()) -> str:
+def whole_line(model: nn.Module, name: str, reruns: Collection[str]) -> str:
     """A way out: the argument ``whole`` with a module around the named one, the nearest first. Empty without one.
 
-    If ``holds`` is a parameter, the modules are those that have it. ``reruns`` names modules that run again in the
-    backward, so that no module around them can be run whole.
+    ``reruns`` names modules that run again in the backward, so that no module around them can be run whole.
     """
     around = [module for outer, module in _around(model, name) if not any(_inside(other, [outer]) for other in reruns)]
-    kinds = [type(module) for module in around if holds is None or any(x is holds for x in module.parameters())]
+    kinds = dict.fromkeys(map(type, around))
     # a line with Sequential would take all of them
-    lines = [f"whole=({class_in_code(model, kind)},)" for kind in dict.fromkeys(kinds) if kind is not nn.Sequential][:3]
+    lines = [f"whole=({class_in_code(model, kind)},)" for kind in kinds if kind is not nn.Sequential][:3]
     if not lines:
         return ""
     which = "the module around it, or one further out," if len(lines) > 1 else "the module around it"

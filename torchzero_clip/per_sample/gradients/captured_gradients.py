@@ -3,7 +3,7 @@
 import functools
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +14,8 @@ from torchzero_clip.per_sample.arguments import counts_up
 from torchzero_clip.per_sample.gradients.contributions import Contribution, Dense, Memory, Tied
 from torchzero_clip.per_sample.gradients.products import Products
 from torchzero_clip.per_sample.gradients.rows import RowProducts, SparseRows
-from torchzero_clip.per_sample.processes.sharding import memory_of
+from torchzero_clip.per_sample.layer import Layer
+from torchzero_clip.per_sample.processes.sharding import storages_of
 
 PACKED = "Several documents packed in one row? Put one document in each row."
 
@@ -84,15 +85,18 @@ class Forward:
         self.given = given
         self._arguments = [weakref.ref(x) for x in found]
 
-    @functools.cached_property
-    def memory(self) -> set[int]:
-        """The memory of the arguments: a view of them is of samples."""
-        return memory_of(self._alive)
+    def holds(self, *tensors: Tensor) -> bool:
+        """True if an argument or a view of one is among these tensors: it is of samples."""
+        return bool(storages_of(tensors) & self._storages)
 
     @functools.cached_property
-    def memory_of_values(self) -> set[int]:
+    def _storages(self) -> set[int]:
+        return storages_of(self._alive)
+
+    @functools.cached_property
+    def storages_of_values(self) -> set[int]:
         """The memory of the arguments that are not indices."""
-        return memory_of([x for x in self._alive if x.dtype != torch.int64])
+        return storages_of([x for x in self._alive if x.dtype != torch.int64])
 
     @property
     def _alive(self) -> list[Tensor]:
@@ -112,15 +116,6 @@ class Forward:
         return any(argument() is tensor for argument in self._arguments)
 
 
-class SavingLayer(Protocol):
-    """What the gradients ask of the layer that they are of, for errors, which also print it."""
-
-    @property
-    def way_out(self) -> str:
-        """The end of an error after another way out."""
-        ...
-
-
 class CapturedGradients:
     """The contributions of layers to all parameters, in the backwards since the last clipping."""
 
@@ -134,7 +129,7 @@ class CapturedGradients:
         self._norms: dict[int, Tensor] = {}  # of those that are measured
         self._memory: Memory = memory
         self._saved = 0  # bytes
-        self.counts: list[tuple[SavingLayer, int]] = []
+        self.counts: list[tuple[Layer, int]] = []
         """The number of samples in each call of a layer."""
 
     @property
@@ -142,7 +137,7 @@ class CapturedGradients:
         """The number of samples in the first contribution."""
         return self.counts[0][1]
 
-    def add(self, layer: SavingLayer, part: Contribution, *, alone: bool) -> None:
+    def add(self, layer: Layer, part: Contribution, *, alone: bool) -> None:
         """Take a contribution. It is measured at once if no other one to the same parameter is expected."""
         self.counts.append((layer, part.batch_size))
         key, found = id(part.param), self.of.setdefault(id(part.param), [])

@@ -9,11 +9,13 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from torchzero_clip.checks import boolean, instance, non_negative, one_of
-from torchzero_clip.per_sample.captured_layer import CapturedLayer, described, trainable
+from torchzero_clip.per_sample.captured_layer import CapturedLayer
 from torchzero_clip.per_sample.clipper import LossReduction
 from torchzero_clip.per_sample.gradients.captured_gradients import Forward
+from torchzero_clip.per_sample.layer import described, trainable
 from torchzero_clip.per_sample.norm_clippers import ConstantFlatClipper
 from torchzero_clip.per_sample.opacus.two_passes import TwoPassEngine
+from torchzero_clip.per_sample.rules.copies import EMPTY
 from torchzero_clip.per_sample.rules.registry import WHOLE, mixes, refusal
 from torchzero_clip.per_sample.samples.prover import Verify
 from torchzero_clip.per_sample.weighting import ClippingResult, clipped_backward
@@ -233,7 +235,7 @@ class GradSampleModuleFastGradientClipping(nn.Module):
         size = inputs[0].shape[0 if batch_first else 1]
         self._engine.forward = Forward(inputs, 0 if batch_first else 1)
         self._engine.forward.direct = True
-        layer = CapturedLayer(self._engine, type(module).__name__, module, WHOLE, trainable(module))
+        layer = CapturedLayer(self._engine, type(module).__name__, module, WHOLE, trainable(module), EMPTY)
         scale = {("mean", "sum"): size, ("sum", "mean"): 1 / max(size, 1)}.get((loss_reduction, self.loss_reduction), 1)
         with torch.enable_grad():
             torch.autograd.backward(WHOLE.run(layer, *inputs), grad * scale)

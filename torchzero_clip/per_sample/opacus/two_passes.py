@@ -16,7 +16,7 @@ from torchzero_clip.per_sample.gradients.captured_gradients import Forward
 from torchzero_clip.per_sample.gradients.contributions import Contribution
 from torchzero_clip.per_sample.gradients.row_norms import joint_norms, norms_of_rows, stacked
 from torchzero_clip.per_sample.hooks import accumulate
-from torchzero_clip.per_sample.samples.call import WatchedLayer
+from torchzero_clip.per_sample.layer import Layer
 
 
 class TwoPassEngine(Engine):
@@ -46,8 +46,8 @@ class TwoPassEngine(Engine):
         self.norms = None
 
     @override
-    def begin(self, forward: Forward) -> None:
-        super().begin(forward)
+    def begin_forward(self, forward: Forward) -> None:
+        super().begin_forward(forward)
         self.norms, self._were_read = None, False
 
     @override
@@ -61,7 +61,7 @@ class TwoPassEngine(Engine):
             )
 
     @override
-    def receive(self, layer: WatchedLayer, part: Contribution) -> None:
+    def receive(self, layer: Layer, part: Contribution) -> None:
         if self.enabled:
             super().receive(layer, part)
             return
@@ -72,14 +72,14 @@ class TwoPassEngine(Engine):
     @override
     def backward_ended(self, task: int) -> None:
         super().backward_ended(task)
-        if self._tasks:
+        if self.tasks:
             return
         sums, self._sums = self._sums, {}
         accumulate(list(sums.values()))
         if self.prover.count is None:
             self.check_joined()
         for part, norms in self.gathered(None).values() if self.captured.of else ():
-            norms = (norms * self.scale(len(norms))).to(wide_dtype(part.param.dtype))
+            norms = (norms * self.loss_scale(len(norms))).to(wide_dtype(part.param.dtype))
             # Opacus has the second name
             self.show(part.param, norm_sample=norms, _norm_sample=norms)
 
@@ -88,7 +88,7 @@ class TwoPassEngine(Engine):
         if self.captured.of:
             norms = joint_norms(stacked([norms for _, norms in self.gathered(None).values()]))
             self.clear()
-            self.norms, self._were_read = norms.mul_(self.scale(len(norms))).to(self.norm_dtype()), True
+            self.norms, self._were_read = norms.mul_(self.loss_scale(len(norms))).to(self.norm_dtype()), True
         return self.norms
 
 

@@ -9,31 +9,31 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from torchzero_clip.checks import count, finite, instance, number, one_of, positive
 from torchzero_clip.compat import current_graph_task_id, is_distributed
 from torchzero_clip.functional.shards import distributed_like, local
-from torchzero_clip.per_sample.captured_layer import trainable
 from torchzero_clip.per_sample.clipper import PerSampleGradientClipper
 from torchzero_clip.per_sample.gradients.contributions import Memory
-from torchzero_clip.per_sample.hooks import replace_gradients
+from torchzero_clip.per_sample.hooks import before_steps, replace_gradients
+from torchzero_clip.per_sample.layer import trainable
 from torchzero_clip.per_sample.norm_clippers import NormClipper
 from torchzero_clip.per_sample.private.noise import gaussian, of_rank
 from torchzero_clip.per_sample.private.promises import (
     Buffers,
     check_within,
+    fixed_buffers,
     joint_limit,
     refuse_other_leaves,
-    watched,
 )
 from torchzero_clip.per_sample.processes.agreement import Agreement
 from torchzero_clip.per_sample.processes.sharding import group_of_shards, reshard
 from torchzero_clip.per_sample.samples.prover import Verify
-from torchzero_clip.per_sample.unclipped import refuse_unreleased, watch_steps
 from torchzero_clip.per_sample.weighting import ClippingResult, clipped_sums, weighed
 from torchzero_clip.per_sample.whole import Whole
-from torchzero_clip.private_losses import declare
+from torchzero_clip.private_losses import declare, private_ids, refuse_loss
 
 
 class PrivateGradientClipper(PerSampleGradientClipper):
@@ -125,13 +125,13 @@ class PrivateGradientClipper(PerSampleGradientClipper):
         self._releases: dict[float, int] = {}
         self._sensitivity: float | None = None  # of the sums that wait
         attachment, sharded = self._engine.attachment, self._engine.processes.sharded
-        self._buffers = Buffers(attachment.model)
+        self._buffers = Buffers(self._engine.model)
         declare(self)
         # before the hook of fully_shard, which shows other parameters, and waits for the forwards of all processes
         attachment.before_forward(self._buffers.forward_began, prepend=sharded)
         if sharded:
             attachment.before_forward(self._forward_began, prepend=True)
-        watch_steps(self, refuse_unreleased)
+        before_steps(self, PrivateGradientClipper._refuse_step)
 
     @property
     def noise_multiplier(self) -> float:
@@ -199,7 +199,7 @@ class PrivateGradientClipper(PerSampleGradientClipper):
                 get a gradient, if it cannot be checked whether samples mix, if a buffer, a frozen parameter or a limit
                 has changed since the step began, or if a gradient is above the limit after clipping. Nothing changes.
         """
-        engine, params = self._engine, self._engine.attachment.params
+        engine, params = self._engine, self._engine.params
         with self._start("backward") as start:
             instance("losses", losses, Tensor)
             sensitivity = self._checked_step()
@@ -253,7 +253,7 @@ class PrivateGradientClipper(PerSampleGradientClipper):
             sensitivity = self._checked_step()
             start.numbers = self._count, sensitivity, _digest(self.norm_clipper)
         _check_same_clipper(start)
-        params, processes = self._engine.attachment.params, self._engine.processes
+        params, processes = self._engine.params, self._engine.processes
         # 1 / σ² of two Gaussian releases add up
         alone = self._noise_multiplier / math.sqrt(1 - (self._noise_multiplier / self._second_noise_multiplier) ** 2)
         std = alone * sensitivity
@@ -270,14 +270,14 @@ class PrivateGradientClipper(PerSampleGradientClipper):
         means = [(param, noisy[name].div_(self._expected_batch_size)) for name, param in params.items()]
         self._releases = self._releases | {self._noise_multiplier: self._releases.get(self._noise_multiplier, 0) + 1}
         replace_gradients(means)
-        self._begin()
+        self._next_step()
         return torch.full((len(params),), sensitivity, dtype=torch.float64, device="cpu"), start.total(0)
 
     @override
     def discard(self) -> None:
         """Drop all gradients that were not released: those of the last backward, and the sums of this step."""
         super().discard()
-        self._begin()
+        self._next_step()
 
     def state_dict(self) -> dict[str, Any]:
         """The number of releases with each noise multiplier. Save it after `pre_step`: it holds no sums."""
@@ -303,24 +303,45 @@ class PrivateGradientClipper(PerSampleGradientClipper):
     def released_params(self) -> Collection[Tensor]:
         """Return the parameters whose gradients this clipper releases."""
         engine = self._engine
-        return engine.attachment.params.values() if engine.attached or self.waits else ()
+        return engine.params.values() if engine.attached or self.waits else ()
 
     @override
     def __reduce__(self) -> NoReturn:
         raise TypeError("a PrivateGradientClipper cannot be pickled or copied: save its state_dict()")
+
+    def _refuse_step(self, optimizer: Optimizer, has_closure: bool) -> None:
+        """Raise if a step over private parameters has a closure, comes before `pre_step`, or uses other gradients."""
+        if has_closure:
+            refuse_loss(optimizer.param_groups, "a closure")
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        if set(map(id, self.released_params())).isdisjoint(map(id, params)):
+            return
+        if self.waits:
+            raise RuntimeError(
+                "private gradients wait to be released, and .grad does not contain them: call clipper.pre_step() "
+                "before the step of the optimizer. clipper.discard() drops them"
+            )
+        private = private_ids()
+        for param in params:
+            if param.requires_grad and param.grad is not None and id(param) not in private:
+                raise RuntimeError(
+                    f"a parameter of shape {tuple(param.shape)} in the optimizer has a gradient that no "
+                    "PrivateGradientClipper has released: train it in the module of the clipper, or freeze it. If the "
+                    "gradient comes from public data only, use another optimizer for it"
+                )
 
     @property
     def waits(self) -> bool:
         """True if there was a `backward` since the last `pre_step`."""
         return self._sensitivity is not None
 
-    def _begin(self) -> None:
+    def _next_step(self) -> None:
         self._sums, self._count, self._sensitivity = {}, 0, None
         self._buffers.note()
 
     def _checked_step(self) -> float:
         """The joint limit of this step, which is the same in all of its calls."""
-        sensitivity = joint_limit(self.norm_clipper, len(self._engine.attachment.params))
+        sensitivity = joint_limit(self.norm_clipper, len(self._engine.params))
         if self._sensitivity not in (None, sensitivity):
             raise RuntimeError(
                 f"the joint limit was {self._sensitivity} in an earlier backward of this step, and is {sensitivity} "
@@ -337,9 +358,7 @@ class PrivateGradientClipper(PerSampleGradientClipper):
     def _start(self, call: str) -> Agreement:
         """What the processes must agree on, which an agreement checks: what they call, and the mechanism."""
         mechanism = self._noise_multiplier, self._second_noise_multiplier, self._expected_batch_size, self.waits
-        return self._engine.processes.start(
-            call, self._engine.attachment.params, mechanism, sorted(self._releases.items())
-        )
+        return self._engine.processes.start(call, self._engine.params, mechanism, sorted(self._releases.items()))
 
     def _refresh(self) -> None:
         """Follow changes of the model between steps, which no forward has seen if there were no samples."""
@@ -375,7 +394,7 @@ def _check_share(noise_multiplier: float, second: float) -> None:
 def _check_processes(module: nn.Module) -> None:
     """Raise if several processes do not release one sum together."""
     together = isinstance(module, DistributedDataParallel)
-    if together and module.broadcast_buffers and watched(module):
+    if together and module.broadcast_buffers and fixed_buffers(module):
         raise ValueError("DistributedDataParallel must have broadcast_buffers=False: buffers must not change in a step")
     if together or not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return

@@ -72,7 +72,7 @@ class Buffers:
         """Begin anew."""
         # what fully_shard shows during a forward has versions of its own, and is old after a step without a backward
         reshard(self._model)
-        self._known = {name: buffer.detach().clone() for name, buffer in watched(self._model).items()}
+        self._known = {name: buffer.detach().clone() for name, buffer in fixed_buffers(self._model).items()}
         self._frozen = {
             name: (param, _versions(param)) for name, param in self._model.named_parameters() if _is_frozen(param)
         }
@@ -80,7 +80,7 @@ class Buffers:
 
     def changed(self) -> str | None:
         """The name of a buffer or frozen parameter that has changed, or of a buffer that was added or removed."""
-        found = watched(self._model)
+        found = fixed_buffers(self._model)
         for name in self._known | found:
             if name not in found or name not in self._known or not _equal(self._known[name], found[name]):
                 return name
@@ -105,7 +105,7 @@ def _versions(param: nn.Parameter) -> tuple[int, int]:
     return param._version, local(param)._version
 
 
-def watched(model: nn.Module) -> dict[str, Tensor]:
+def fixed_buffers(model: nn.Module) -> dict[str, Tensor]:
     """The buffers that must not change, by name."""
     return {
         name: buffer

@@ -78,7 +78,7 @@ def slots(model: nn.Module, params: Mapping[str, nn.Parameter]) -> Iterator[tupl
         yield name, model.get_submodule(owner)._parameters, key
 
 
-def memory_of(tensors: Iterable[Tensor]) -> set[int]:
+def storages_of(tensors: Iterable[Tensor]) -> set[int]:
     """The addresses of the memory of tensors, views or not."""
     plain = map(local, tensors)
     return {

@@ -1,7 +1,7 @@
 """MultiheadAttention: the generic rule, with the batch dimensions that this module defines."""
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,10 +17,12 @@ SIGNATURE = inspect.signature(nn.MultiheadAttention.forward)
 class AttentionRule(GenericRule):
     """The `batch_first` of the module decides the batch dimension of sequences. Masks and weights have it first."""
 
+    is_checked = False
+
     @override
     def dims(
         self, layer: CapturedLayer, args: tuple[object, ...], kwargs: dict[str, object], leaves: Sequence[object]
-    ) -> tuple[list[int | None], set[object]]:
+    ) -> tuple[list[int | None], set[Hashable]]:
         # bind the indices of the leaves, which tells the argument of each
         indices = pytree.tree_unflatten(list(range(len(leaves))), pytree.tree_structure((args, kwargs)))
         names = {i: name for name, i in SIGNATURE.bind(None, *indices[0], **indices[1]).arguments.items()}

@@ -10,12 +10,12 @@ from typing_extensions import override
 
 from torchzero_clip.compat import checkpoint_around
 from torchzero_clip.per_sample.arguments import flattened
+from torchzero_clip.per_sample.broadcast_row import TRANSPOSED, is_row, row_of_param
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
 from torchzero_clip.per_sample.modes import Mode
-from torchzero_clip.per_sample.rules.copies import copy_of, row_copies
+from torchzero_clip.per_sample.rules.copies import copy_of
 from torchzero_clip.per_sample.rules.generic import GenericRule
 from torchzero_clip.per_sample.rules.linear import LINEAR
-from torchzero_clip.per_sample.samples.broadcast_row import TRANSPOSED, is_row, row_of_param
 
 GENERIC = GenericRule()
 
@@ -55,7 +55,7 @@ class _Rows(Mode):
         param = next((param for param, value in layer.values if value is x), None)
         if param is None:  # of a submodule
             name = next(name for name, value in layer.module.named_parameters() if value is x)
-            param = layer.engine.attachment.params_of(layer.module)[name]
+            param = layer.capture.params_of(layer.module)[name]
         return param
 
     def _row(self, x: Any) -> Any:
@@ -63,7 +63,7 @@ class _Rows(Mode):
         layer = self._layer
         if id(x) in self._params and id(x) not in self._rows:
             param = self._param(x)
-            make = partial(row_copies, layer, param, x)
+            make = partial(copy_of, layer, param, x, ordered=False)
             self._rows[id(x)] = row_of_param(layer, param, x, copy_of(layer, param, x, self._count), make)
         return self._rows.get(id(x), x)
 
@@ -76,7 +76,7 @@ class _Rows(Mode):
     def called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # attributes, such as shape, are those of the parameter, and captured submodules have rules of their own
         reads = getattr(func, "__name__", "") == "__get__" and func.__self__.__name__ not in TRANSPOSED
-        if reads or self._layer.engine.running is not self._layer:
+        if reads or self._layer.capture.running is not self._layer:
             return func(*args, **kwargs)
         leaves, rebuilt = flattened(args, kwargs)
         written = self._layer.written or {}
@@ -109,6 +109,6 @@ class _Rows(Mode):
             return NotImplemented
         if id(input) in self._params or is_row(input):
             return NotImplemented
-        if not (input.requires_grad or self._layer.engine.proofs_may_share):
+        if not (input.requires_grad or self._layer.capture.proofs_may_share):
             return NotImplemented
         return LINEAR.run(self._layer, input, (weight, bias), params)

@@ -9,39 +9,34 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
-from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule, trainable
+from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
 from torchzero_clip.per_sample.gradients.contributions import Dense
 from torchzero_clip.per_sample.gradients.row_norms import wide
-from torchzero_clip.per_sample.samples.call import Samples, rows_first
+from torchzero_clip.per_sample.layer import trainable
+from torchzero_clip.per_sample.samples.call import LayerInput, rows_first
 
 
-def copy_of(layer: CapturedLayer, param: nn.Parameter, value: Tensor, count: int, *, ordered: bool = True) -> Tensor:
-    """A view of the value of a parameter for each sample, whose gradients are the per-sample gradients."""
-    return _copies(layer, param, value, count, _never, ordered=ordered)
-
-
-def row_copies(
-    layer: CapturedLayer, param: nn.Parameter, value: Tensor, count: int, on_shared: Callable[[], bool] | None
-) -> Tensor:
-    """A view of the value of a parameter for each row, whose sample the proof finds, or that all samples share it."""
-    return _copies(layer, param, value, count, on_shared or _never, ordered=False)
-
-
-def _copies(
+def copy_of(
     layer: CapturedLayer,
     param: nn.Parameter,
     value: Tensor,
     count: int,
-    on_shared: Callable[[], bool],
+    on_shared: Callable[[], bool] | None = None,
     *,
-    ordered: bool,
+    ordered: bool = True,
 ) -> Tensor:
+    """A view of the value of a parameter for each sample, whose gradients are the per-sample gradients.
+
+    If the samples are not ``ordered``, a view is for a row. The proof finds its sample, or that all samples share it,
+    for which ``on_shared`` is asked.
+    """
+
     def contribute(where: Any, grad: Tensor) -> list[Dense]:
         (grads,) = rows_first(where, *wide(grad))
         return [Dense(param, grads.sum(1) if grads.ndim > param.ndim + 1 else grads)]  # of rows that all share
 
     copies = value.detach().expand(count, *value.shape)
-    return layer.watch(copies, [], contribute, Samples(copies, 1), copies=ordered, on_shared=on_shared)
+    return layer.watch(copies, [], contribute, LayerInput(copies, 1), copies=ordered, on_shared=on_shared or _never)
 
 
 def _never() -> bool:
@@ -73,7 +68,7 @@ class EmptyRule(Rule):
     @override
     def run(self, layer: CapturedLayer, /, *args: Any, **kwargs: Any) -> object:
         params = dict(zip(layer.params, layer.values, strict=True))
-        if not layer.engine.processes.sharded:  # the module may use parameters of its submodules too
+        if not layer.capture.processes.sharded:  # the module may use parameters of its submodules too
             params = {name: (param, param) for name, param in trainable(layer.module).items()}
         zeros = {name: copy_of(layer, param, x, 0).sum(0) for name, (param, x) in params.items()}
         nothing = torch.stack([x.sum() for x in zeros.values()]).sum()

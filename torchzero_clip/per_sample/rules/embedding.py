@@ -7,15 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
-from torchzero_clip.per_sample.arguments import counts_up
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
 from torchzero_clip.per_sample.gradients.contributions import Contribution
 from torchzero_clip.per_sample.gradients.row_norms import wide
 from torchzero_clip.per_sample.gradients.rows import SparseRows
-from torchzero_clip.per_sample.processes.sharding import memory_of
-from torchzero_clip.per_sample.samples.call import Samples, rows_first
-
-OF_SAMPLES = "of samples"  # a key of `CapturedLayer.known`: True after a call whose argument was not 0, 1, 2, ...
+from torchzero_clip.per_sample.samples.call import LayerInput, rows_first
 
 
 class EmbeddingRule(Rule):
@@ -35,7 +31,11 @@ class EmbeddingRule(Rule):
     @override
     def run(self, layer: CapturedLayer, input: Tensor) -> Tensor:
         module: Any = layer.module
-        found = _positions(layer, input) or layer.samples(input, input.ndim)
+        if layer.shared.are_positions(input):
+            dim, count = layer.capture.batch_dim, layer.capture.forward.batch_size or 0
+            found = LayerInput(input.expand(count, *input.shape).movedim(0, dim), input.ndim + 1, False, dim)
+        else:
+            found = layer.find_samples(input, input.ndim)
         padding = module.padding_idx
 
         def contribute(where: Any, grad: Tensor, source: Tensor) -> list[Contribution]:
@@ -69,9 +69,9 @@ class EmbeddingBagRule(EmbeddingRule):
         mode, padding = module.mode, module.padding_idx
         samples = _bags(input, offsets, include_last=module.include_last_offset)
         found = (
-            layer.samples(input, 1)
+            layer.find_samples(input, 1)
             if offsets is None
-            else Samples(offsets[:-1] if module.include_last_offset else offsets, 1)
+            else LayerInput(offsets[:-1] if module.include_last_offset else offsets, 1)
         )
         scale = torch.ones_like(samples) if padding is None else (input.reshape(-1) != padding).int()
         if per_sample_weights is not None:
@@ -94,28 +94,6 @@ class EmbeddingBagRule(EmbeddingRule):
             padding_idx=padding,
         )
         return layer.watch(output, [input, samples, scale], contribute, found)
-
-
-def _positions(layer: CapturedLayer, input: Tensor) -> Samples | None:
-    """Indices that all samples share, such as positions and their distances; None if they are those of samples."""
-    forward, dim = layer.engine.forward, layer.engine.batch_dim
-    count = forward.batch_size
-    if count in (None, 0, 1) or forward.direct or not input.ndim or input.shape[min(dim, input.ndim - 1)] == 1:
-        return None
-    given = bool(memory_of((input,)) & forward.memory)
-    if given:  # an argument that was 0, 1, 2, ... in all calls
-        layer.known[OF_SAMPLES] = layer.known.get(OF_SAMPLES, False) or (input.ndim == 1 and not counts_up(input))
-    shared = counts_up(input) and not (given and (layer.known[OF_SAMPLES] or forward.has_batch_of_numbers))
-    if not (shared or (not given and _relative(input))):
-        return None
-    return Samples(input.expand(count, *input.shape).movedim(0, dim), input.ndim + 1, False, dim)
-
-
-def _relative(index: Tensor) -> bool:
-    """True for a square table of indices that depend on the distance of two positions."""
-    if index.ndim != 2 or index.shape[0] != index.shape[1] or len(index) < 3:
-        return False
-    return torch.equal(index[1:, 1:], index[:-1, :-1]) and bool((index != index[0, 0]).any())
 
 
 def _rows(

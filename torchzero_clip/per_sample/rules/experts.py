@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from torchzero_clip.per_sample.broadcast_row import is_row
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
 from torchzero_clip.per_sample.gradients.contributions import Contribution
 from torchzero_clip.per_sample.gradients.row_norms import wide
 from torchzero_clip.per_sample.gradients.rows import RowProducts, SparseRows
 from torchzero_clip.per_sample.rules.copies import EMPTY
-from torchzero_clip.per_sample.samples.broadcast_row import is_row
 from torchzero_clip.per_sample.samples.nodes import IDENTITIES
 from torchzero_clip.per_sample.samples.pattern import Place, samples_of_items
 

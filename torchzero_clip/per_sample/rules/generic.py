@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,30 +25,26 @@ from torchzero_clip.compat import (
 )
 from torchzero_clip.functional.dtypes import widened
 from torchzero_clip.per_sample.arguments import counts_up
-from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
-from torchzero_clip.per_sample.gradients.autograd_graph import nodes_of
-from torchzero_clip.per_sample.hooks import Hook
-from torchzero_clip.per_sample.modes import Mode
-from torchzero_clip.per_sample.processes.sharding import memory_of
-from torchzero_clip.per_sample.rules.copies import EMPTY, Bare, copy_of
-from torchzero_clip.per_sample.rules.reruns import find_functions, watch_modules
-from torchzero_clip.per_sample.rules.state import State
-from torchzero_clip.per_sample.samples.broadcast_row import (
+from torchzero_clip.per_sample.broadcast_row import (
     HOOKS,
     by_vmap,
+    differ,
     has_layers,
     is_in_place,
     is_row,
     row_of,
     without_padding,
 )
-from torchzero_clip.per_sample.samples.comparison import differ
+from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
+from torchzero_clip.per_sample.gradients.autograd_graph import nodes_of
+from torchzero_clip.per_sample.hooks import Hook
+from torchzero_clip.per_sample.modes import Mode
+from torchzero_clip.per_sample.processes.sharding import storages_of
+from torchzero_clip.per_sample.rules.copies import EMPTY, Bare, copy_of
+from torchzero_clip.per_sample.rules.outside import find_functions, hook_modules
+from torchzero_clip.per_sample.rules.state import State
 from torchzero_clip.per_sample.samples.graph import CHECKPOINT
 
-BY_VMAP = "by vmap"  # a key of `CapturedLayer.known`: False if vmap cannot run the module
-SHARED = "shared"  # a key of `CapturedLayer.known`: arguments that all samples share, and those that had samples
-COMPARED = "compared"  # a key of `CapturedLayer.known`: decisions with which the module agreed with its batch
-WARNED = "warned"  # a key of `CapturedLayer.known`: the warning about memory was given
 WARN = 2 << 30  # bytes of per-sample gradients of one module, above which a warning tells of them
 
 
@@ -61,10 +57,12 @@ class GenericRule(Rule):
 
     covers_submodules = True
 
+    is_checked = True
+    """Whether modules may mix samples, or run again in the backward, so that they are compared with their batch."""
+
     @override
     def run(self, layer: CapturedLayer, /, *args: Any, **kwargs: Any) -> Any:
-        is_known = type(self) is not GenericRule
-        _check_inside(layer, hooks=not is_known)
+        _check_inside(layer, hooks=self.is_checked)
         leaves, structure = pytree.tree_flatten((args, kwargs))
         dims, shared = self.dims(layer, args, kwargs, leaves)
         if not any(dim is not None for dim in dims):
@@ -75,7 +73,7 @@ class GenericRule(Rule):
         count = _batch_size(layer, leaves, {len(x) for x in inputs.values()})
         if not count:
             return EMPTY.run(layer, *args, **kwargs)
-        copies = copies_of(layer, count, ordered=count == layer.engine.forward.batch_size)
+        copies = copies_of(layer, count, ordered=count == layer.capture.forward.batch_size)
         has_samples = any(dim is not None for dim in dims)
 
         def output_dim(i: int) -> int | None:
@@ -85,43 +83,41 @@ class GenericRule(Rule):
         # tensors of inference have no version
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]
         versions = [leaf._version for leaf in given]
-        known = layer.known.setdefault(COMPARED, set())
         decision = (*dims, *[(x.ndim, x.dtype) if isinstance(x, Tensor) else type(x) for x in leaves])
         with _alone(layer, one) as state:
             tensors = _mapped(layer, state, one, copies, list(inputs.values()))
             changed = versions != [leaf._version for leaf in given]  # so that it cannot run again
-            if not is_known:
-                watch_modules(layer)
-            if not is_known and decision not in known:
+            if self.is_checked:
+                hook_modules(layer)
+            if self.is_checked and decision not in layer.learnt.compared:
                 find_functions(layer, tensors, inputs.values())
-            if not is_known and not changed and decision not in known:
-                _refuse_reentrant(layer, tensors, inputs.values())
-                _compare(layer, state, one.output(tensors), args, kwargs)
-                known.add(decision)
+                if not changed:
+                    _refuse_reentrant(layer, tensors, inputs.values())
+                    _compare(layer, state, one.output(tensors), args, kwargs)
+                    layer.learnt.compared.add(decision)
             state.join()
         if current_graph_task_id() == -1:  # in a backward, where a checkpoint repeats a call that was noted
-            layer.known.setdefault(SHARED, set()).update(shared)
+            layer.learnt.arguments |= shared
         return one.output(tensors)
 
     def dims(
         self, layer: CapturedLayer, args: tuple[object, ...], kwargs: dict[str, object], leaves: Sequence[object]
-    ) -> tuple[list[int | None], set[object]]:
+    ) -> tuple[list[int | None], set[Hashable]]:
         """The batch dimension of each argument, None if it has none; and which arguments are shared for good."""
-        dim, size = layer.engine.batch_dim, layer.count_in(leaves)
-        model = layer.engine.attachment.model
-        own = memory_of((*model.parameters(), *model.buffers()))
-        shared: set[object] = set(layer.known.get(SHARED, ()))
+        dim, size = layer.capture.batch_dim, layer.count_in(leaves)
+        own = layer.capture.own_storages()
+        shared = set(layer.learnt.arguments)
         result: list[int | None] = []
         for path, leaf in pytree.tree_flatten_with_path((args, kwargs))[0]:
             result.append(None)
             if not isinstance(leaf, Tensor) or leaf.ndim <= dim or is_row(leaf):
                 continue
-            if leaf.requires_grad or not memory_of((leaf,)) & own:  # copies share memory with a parameter
+            if leaf.requires_grad or not storages_of((leaf,)) & own:  # copies share memory with a parameter
                 argument = str(path), leaf.ndim
                 if leaf.shape[dim] not in (1, size) or (size != 1 and not leaf.stride(dim) and not leaf.requires_grad):
                     shared.add(argument)
                 split = (*argument, dim)  # one that was split before stays so, even if it is 0, 1, 2, ... once
-                positions = counts_up(leaf) and split not in shared and not layer.engine.forward.is_batch(leaf)
+                positions = counts_up(leaf) and split not in shared and not layer.capture.forward.is_batch(leaf)
                 if leaf.shape[dim] == size and argument not in shared and not positions:
                     shared.add(split)
                     result[-1] = dim
@@ -129,14 +125,14 @@ class GenericRule(Rule):
 
     def output_dim(self, layer: CapturedLayer, index: int) -> int:
         """The batch dimension of an output."""
-        return layer.engine.batch_dim
+        return layer.capture.batch_dim
 
 
 def _dims_of_rows(layer: CapturedLayer, leaves: Sequence[object]) -> list[int | None]:
     """The dimensions of the arguments if these are rows of several samples, such as nodes: each runs as a sample."""
     tensors = [x for x in leaves if isinstance(x, Tensor) and x.ndim and not is_row(x)]
     counts = {len(x) for x in tensors if has_layers(x)}
-    if layer.engine.batch_dim or len(counts) != 1:
+    if layer.capture.batch_dim or len(counts) != 1:
         return [None] * len(leaves)
     return [0 if isinstance(x, Tensor) and x.ndim and len(x) in counts and not is_row(x) else None for x in leaves]
 
@@ -236,14 +232,14 @@ class _One:
 @contextmanager
 def _alone(layer: CapturedLayer, one: _One) -> Generator[State]:
     """A block in which the module runs for one sample at a time. An error leaves its state as before."""
-    layer.engine.inside, caches = True, parametrize._cache_enabled
+    layer.capture.inside, caches = True, parametrize._cache_enabled
     parametrize._cache_enabled = 0  # under parametrize.cached(), a run would get the weights of another run
     state = State(layer)
     try:
         yield state
     except BaseException as error:
         state.undo()
-        layer.known.pop(BY_VMAP, None)
+        layer.learnt.by_vmap = True
         if isinstance(error, RuntimeError) and one.gets_cache:
             raise ValueError(
                 f"{layer} runs sample by sample, and got a cache that holds values of the whole batch: switch it "
@@ -251,7 +247,7 @@ def _alone(layer: CapturedLayer, one: _One) -> Generator[State]:
             ) from error
         raise
     finally:
-        layer.engine.inside, parametrize._cache_enabled = False, caches
+        layer.capture.inside, parametrize._cache_enabled = False, caches
 
 
 class _Inside(Mode):
@@ -260,7 +256,7 @@ class _Inside(Mode):
     def __init__(self, layer: CapturedLayer) -> None:
         super().__init__()
         self._layer = layer
-        self._memory = memory_of(layer.params.values())
+        self._storages = storages_of(layer.params.values())
         self._around = checkpoint_around()
 
     @override
@@ -269,13 +265,13 @@ class _Inside(Mode):
         if name == "__get__" and func.__self__.__name__ == "requires_grad" and is_batchedtensor(args[0]):
             # torch says False under vmap, after which a model that asks sets no hook
             return get_unwrapped(args[0]).requires_grad
-        by_vmap = self._layer.known.get(BY_VMAP, True) and get_interpreter_stack()
+        by_vmap = self._layer.learnt.by_vmap and get_interpreter_stack()
         if by_vmap and checkpoint_around() is not self._around:
             raise RuntimeError("vmap cannot run a checkpoint")
         if name in HOOKS:
             raise ValueError("a module that runs sample by sample sets a hook on a tensor, which would get samples")
         changed = [get_unwrapped(x) if is_batchedtensor(x) else x for x in args[:1]] if is_in_place(name) else []
-        if memory_of(changed) & self._memory:
+        if storages_of(changed) & self._storages:
             raise ValueError(f"{self._layer} changes a parameter in place in its forward: change it after the step")
         if func is F.embedding:
             args, kwargs = without_padding(args, kwargs)
@@ -286,8 +282,8 @@ def copies_of(layer: CapturedLayer, count: int, *, ordered: bool = True) -> dict
     """The views of each parameter of a layer, under all its names."""
     of = {id(value): copy_of(layer, param, value, count, ordered=ordered) for param, value in layer.values}
     size = count * sum(param.nbytes for param in layer.params.values())
-    if size > WARN and WARNED not in layer.known:
-        layer.known[WARNED] = True
+    if size > WARN and not layer.learnt.has_warned:
+        layer.learnt.has_warned = True
         warn_user(
             f"{layer} runs sample by sample: its per-sample gradients take {size / 2**30:.1f} GiB for {count} samples"
         )
@@ -332,7 +328,7 @@ def _compare(
     called twice.
     """
     inner = [module for module in layer.module.modules() if module is not layer.module]
-    hooks = [
+    hooks = [  # torch has no public list of them
         hook
         for module in inner
         for hooks in (module._forward_hooks, module._forward_pre_hooks)
@@ -353,7 +349,7 @@ def _compare(
         return
     finally:
         torch.set_rng_state(before)
-    dim = layer.engine.batch_dim
+    dim = layer.capture.batch_dim
     for one, other in zip(pytree.tree_leaves(together), pytree.tree_leaves(output), strict=False):
         if isinstance(one, Tensor) and isinstance(other, Tensor) and not _agree(other.detach(), one, dim, drew):
             raise ValueError(
@@ -374,7 +370,7 @@ def _agree(alone: Tensor, together: Tensor, dim: int, drew: bool) -> bool:
 
 
 def _batch_size(layer: CapturedLayer, leaves: Sequence[object], counts: set[int]) -> int:
-    expected = layer.engine.forward.batch_size
+    expected = layer.capture.forward.batch_size
     if not counts and expected is not None:
         return expected  # no argument has samples: the output is the same for all
     if len(counts) != 1:
@@ -394,7 +390,7 @@ def _mapped(
     inputs: Sequence[Tensor],
 ) -> Sequence[Tensor]:
     """Run ``one`` for every sample, by vmap or one by one. The results have the samples in the first dimension."""
-    if layer.known.get(BY_VMAP, True) and len(next(iter(copies.values()))) > 1:
+    if layer.learnt.by_vmap and len(next(iter(copies.values()))) > 1:
         try:
             state.begin()
             outputs = by_vmap(one, copies, *inputs)
@@ -403,7 +399,7 @@ def _mapped(
         except (RuntimeError, ValueError):  # an error of the module itself is raised again by the loop
             if one.gets_cache:  # to which each sample would append
                 raise
-            layer.known[BY_VMAP] = False
+            layer.learnt.by_vmap = False
     results: list[tuple[Tensor, ...]] = []
     for run in one.of_each(copies, inputs):
         state.begin()

@@ -30,7 +30,7 @@ class LinearRule(Rule):
         module: Any = layer.module
         weight, bias = (module.weight, module.bias) if given is None else given
         trained = layer.params if params is None else params
-        found = layer.samples(input, input.ndim - 1)
+        found = layer.find_samples(input, input.ndim - 1)
         return layer.watch_params(
             F.linear(found.tensor, weight.detach(), None if bias is None else bias.detach()),
             found,

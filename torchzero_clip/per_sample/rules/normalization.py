@@ -40,7 +40,7 @@ class NormalizationRule(Rule):
         # InstanceNorm takes inputs without a batch, which `samples` refuses
         unbatched = module._get_no_batch_dim() if hasattr(module, "_get_no_batch_dim") else 0
         leading = int(input.ndim != unbatched) if self._channels else input.ndim - ndim
-        found = layer.samples(input, leading)
+        found = layer.find_samples(input, leading)
 
         def summed(grads: Tensor) -> Tensor:
             others = range(2, grads.ndim) if self._channels else range(1, grads.ndim - ndim)
@@ -68,7 +68,7 @@ class GroupNormRule(NormalizationRule):
         affine = [x for x in (module.weight, module.bias) if x is not None]
         dtypes, lower = {x.dtype for x in (input, *affine)}, torch.is_autocast_enabled(input.device.type)
         fits = len(dtypes) == 1 and dtypes <= {torch.float32, torch.float64} and not lower
-        found = layer.samples(input, 1) if fits and len(affine) == 2 and input.numel() else None
+        found = layer.find_samples(input, 1) if fits and len(affine) == 2 and input.numel() else None
         if found is None or found.had_dim is not None:
             return super().run(layer, input)
         x, own = found.tensor, {id(value): param for param, value in layer.values}
@@ -85,6 +85,7 @@ class GroupNormRule(NormalizationRule):
 def laid(output: Tensor) -> Tensor:
     """The output, whose gradient gets its layout if it is of one image: see `with_strides`."""
     node = output.grad_fn
+    # only the name tells which kernel torch has chosen
     if node is not None and len(output) == 1 and node.name() == "NativeBatchNormBackward0":
         node.register_prehook(partial(_first_with_strides, output.stride()))
     return output

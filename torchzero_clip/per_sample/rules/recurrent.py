@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from typing_extensions import override
 
+from torchzero_clip.per_sample.broadcast_row import BroadcastRow
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
 from torchzero_clip.per_sample.gradients.contributions import Contribution, Dense
 from torchzero_clip.per_sample.gradients.products import Products
 from torchzero_clip.per_sample.gradients.row_norms import wide
 from torchzero_clip.per_sample.gradients.rows import regrouped
-from torchzero_clip.per_sample.samples.broadcast_row import BroadcastRow
 from torchzero_clip.per_sample.samples.graph import shorten
 from torchzero_clip.per_sample.samples.pattern import Place, samples_of_items
 
@@ -106,14 +106,14 @@ class _Direction:
                 state[0] = torch.addmm(place, state[0], projection.t())
             return state
 
-        begin = [x.to(sums.dtype) for x in first]
-        outputs, last = _through_time(step, [*zip(*split, strict=True)], begin, reverse)
+        initial = [x.to(sums.dtype) for x in first]
+        outputs, last = _through_time(step, [*zip(*split, strict=True)], initial, reverse)
         for found in (uses["hh"], uses["hr"]):
             found[:] = [torch.cat(found[:: -1 if reverse else 1])] if found else []
         result = torch.cat(outputs)
         if not self._sequences.is_packed:  # else each sequence has a length of its own
             split_from = [sums, added, *([] if projected is None else [projected])]
-            shorten([result, *last], [*split_from, *begin, *weights], (module.mode, reverse))
+            shorten([result, *last], [*split_from, *initial, *weights], (module.mode, reverse))
         return result, last
 
     def _watched(self, sums: Tensor, uses: dict[str, list[Tensor]], *inputs: Tensor) -> Tensor:
@@ -138,17 +138,17 @@ def _through_time(
     step: Callable[..., list[Tensor]], times: Sequence[Any], first: list[Tensor], reverse: bool
 ) -> tuple[list[Tensor], list[Tensor]]:
     """The states after each time, in the order of time, and the last states of the sequences."""
-    state, ended, outputs = [x[:0] for x in first], [[x[:0] for x in first]], []
+    state, ended_before, outputs = [x[:0] for x in first], [[x[:0] for x in first]], []
     for time in times[:: -1 if reverse else 1]:
         before, now = len(state[0]), len(time[0])
         if now > before:  # at the first time, or where shorter sequences begin
             state = [torch.cat([x, start[before:now]]) for x, start in zip(state, first, strict=True)]
         elif now < before:
-            ended.append([x[now:] for x in state])
+            ended_before.append([x[now:] for x in state])
             state = [x[:now] for x in state]
         state = step(state, *time)
         outputs.append(state[0])
-    last = [torch.cat(column) for column in zip(state, *ended[::-1], strict=True)]
+    last = [torch.cat(column) for column in zip(state, *ended_before[::-1], strict=True)]
     return outputs[:: -1 if reverse else 1], last
 
 

@@ -12,7 +12,7 @@ from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
 from torchzero_clip.per_sample.gradients.contributions import Contribution, Dense
 from torchzero_clip.per_sample.gradients.row_norms import wide
 from torchzero_clip.per_sample.rules.copies import Bare
-from torchzero_clip.per_sample.samples.call import Samples
+from torchzero_clip.per_sample.samples.call import LayerInput
 from torchzero_clip.per_sample.samples.pattern import Place
 
 PerSampleGradients: TypeAlias = Callable[..., Mapping[str, Tensor]]
@@ -33,7 +33,7 @@ class RegisteredRule(Rule):
         where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
 
         def contribute(place: Any, grad: Tensor, *tensors: Tensor) -> list[Contribution]:
-            dim = layer.engine.batch_dim
+            dim = layer.capture.batch_dim
             if place not in (Place(min(dim, grad.ndim - 1)), Place(0, len(grad))):
                 raise layer.unknown_rows(f"its samples are not in dimension {dim}")
             given: list[Any] = list(others)
@@ -43,14 +43,14 @@ class RegisteredRule(Rule):
             return _checked(layer, self._gradients(layer.module, grad, *args, **kwargs))
 
         params = {f"inner.{name}": param.detach() for name, param in layer.module.named_parameters()}
-        layer.engine.inside = True
+        layer.capture.inside = True
         try:
             output = functional_call(Bare(layer.module), params, args, kwargs)
         finally:
-            layer.engine.inside = False
+            layer.capture.inside = False
         if not isinstance(output, Tensor):
             raise TypeError(f"{layer} has a registered rule and must return one tensor, got {type(output).__name__}")
-        samples = Samples(output, max(min(layer.engine.batch_dim + 1, output.ndim), 1))
+        samples = LayerInput(output, max(min(layer.capture.batch_dim + 1, output.ndim), 1))
         return layer.watch(output, [leaves[i] for i in where], contribute, samples)
 
 

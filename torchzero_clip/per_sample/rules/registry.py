@@ -9,7 +9,8 @@ from torch.nn.modules.instancenorm import _InstanceNorm as InstanceNorm
 from torch.nn.utils import parametrize
 
 from torchzero_clip.checks import instance
-from torchzero_clip.per_sample.captured_layer import Rule, trainable
+from torchzero_clip.per_sample.captured_layer import Rule
+from torchzero_clip.per_sample.layer import trainable
 from torchzero_clip.per_sample.rules.attention import AttentionRule
 from torchzero_clip.per_sample.rules.bare import BareRule
 from torchzero_clip.per_sample.rules.conv import ConvRule

@@ -129,7 +129,7 @@ class State:
 
     def _joined(self, rows: Tensor) -> Tensor:
         """The tensor of the batch, from one that has the samples in a new first dimension."""
-        dim = self._layer.engine.batch_dim
+        dim = self._layer.capture.batch_dim
         if rows.ndim > dim + 1 and rows.shape[dim + 1] == 1:
             return rows.squeeze(dim + 1).movedim(0, dim)
         return rows

@@ -9,9 +9,8 @@ multiplied by the power of its sample: this is a *proof*. Another ratio means th
 3. `graph` walks from the losses to the layers. A proof holds while the hash of the graph stays the same. `nodes` says
    which functions may move rows by values that are not in the hash, so that each step has to be proved.
 4. `pattern` is what is kept of a proof: the place of the samples in each call, for batches of any size.
-5. `prover` decides which backwards are proved. `classic` proves from the outputs of the model, where the losses are not
-   known. `refusals` has the errors.
+5. `prover` decides which backwards are proved. `errors` has the errors.
 
-`call` is a call of a layer, and `comparison` a small helper. Values that all samples share, such as a bare parameter,
-are copied for each sample: see `broadcast_row`.
+`call` is a call of a layer. Above this folder, `classic` proves from the outputs of the model, where the losses are not
+known. Values that all samples share, such as a bare parameter, are copied for each sample: see `broadcast_row`.
 """

@@ -1,7 +1,7 @@
 """A call of a layer: where its rows are, and what makes its contributions."""
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,8 +10,8 @@ from torchzero_clip.compat import checkpoint_around, current_graph_task_id
 from torchzero_clip.per_sample.gradients.captured_gradients import Forward
 from torchzero_clip.per_sample.gradients.contributions import Contribution
 from torchzero_clip.per_sample.gradients.rows import regrouped
+from torchzero_clip.per_sample.layer import Layer
 from torchzero_clip.per_sample.samples.pattern import Pattern, Place, kinds_of_sizes
-from torchzero_clip.per_sample.samples.powers import Trace
 
 Contribute = Callable[..., Iterable[Contribution]]
 """Makes contributions from the place of the samples, the gradient, the inputs that are kept, and the number of samples.
@@ -21,7 +21,7 @@ With a `Call.reduce`, these are of the samples; else of rows, as if each row wer
 Reduce = Callable[[Tensor], Tensor]
 
 
-class Samples(NamedTuple):
+class LayerInput(NamedTuple):
     """The input of a layer, with ``leading`` dimensions before those of a single position.
 
     If the layer got one row for all samples, ``had_dim`` says whether the row had the batch dimension, ``dim``.
@@ -34,58 +34,39 @@ class Samples(NamedTuple):
     is_argument: bool = False
 
 
-class WatchedLayer(Protocol):
-    """What a call asks of the layer that it is of. A layer is printed in errors."""
-
-    name: str
-    """The name in the model: empty for the model itself."""
-
-    @property
-    def line(self) -> str:
-        """How to run a module around it sample by sample; empty if that cannot be said."""
-        ...
-
-    @property
-    def way_out(self) -> str:
-        """The end of an error after another way out."""
-        ...
-
-    def unknown_rows(self, why: str, *, how: str = "") -> ValueError:
-        """The error for rows whose samples are not known."""
-        ...
-
-
 class Call:
     """One call of a layer.
 
     Args:
+        contribute: Makes the contributions.
+        input: The input of the layer. Without one, there are rows of items of a ``shape``, such as sequences.
         kind: What it has in common with calls in other forwards.
-        shape: The shape of the rows, or of the items if there is a ``reduce``.
-        leading: How many dimensions of the gradient the rows have.
-        reduce: Turns the samples of rows into the samples of items, such as sequences.
+        shape: The shape of the rows, or of the items.
+        reduce: Turns the samples of rows into the samples of items.
         copies: True if the rows are copies that were made for the samples, in their order.
-        declared: The dimension of the samples, if the input is an argument of the model.
         on_shared: Notes that all samples share the rows, such as positions. Returns True if that is possible.
     """
 
     def __init__(
         self,
-        layer: WatchedLayer,
+        layer: Layer,
         forward: Forward,
         contribute: Contribute,
-        shape: Sequence[int],
+        input: LayerInput | None,
         *,
         kind: Hashable,
-        leading: int | None = None,
+        shape: Sequence[int] = (),
         reduce: Reduce | None = None,
         copies: bool = False,
-        declared: int | None = None,
         on_shared: Callable[[], bool] | None = None,
     ) -> None:
-        self.layer, self.forward, self.shape = layer, forward, tuple(shape)
-        self.leading = len(self.shape) if leading is None else leading
-        self.reduce, self.copies, self.declared = reduce, copies, declared
-        self.on_shared = on_shared
+        self.layer, self.forward, self.kind, self._contribute = layer, forward, kind, contribute
+        self.leading = 1 if input is None else input.leading
+        """How many dimensions of the gradient the rows have."""
+        self.shape = tuple(shape) if input is None else tuple(input.tensor.shape[: input.leading])
+        self.declared = input.dim if input is not None and input.is_argument else None
+        """The dimension of the samples, if the input is an argument of the model."""
+        self.reduce, self.copies, self.on_shared = reduce, copies, on_shared
         self.each: Tensor | None = None
         """The gradient that each sample gives to rows that all of them share, samples first."""
         self.in_checkpoint = checkpoint_around() is not None
@@ -99,22 +80,10 @@ class Call:
         """The gradient that came through outputs of the model, in the classic form."""
         self.samples: Tensor | None = None
         """The sample of each row in the proofs of this backward."""
-        self.trace: Trace | None = None
-        """What the backwards of a proof have brought."""
-        self.inputs: tuple[Tensor, ...] = ()
-        self._contribute, self.kind = contribute, kind
 
     def key(self, count: int) -> Hashable:
         """What calls of one kind have in common."""
         return self.kind, kinds_of_sizes(self.shape, count)
-
-    def keep(self, grad: Tensor, inputs: tuple[Tensor, ...] = ()) -> None:
-        """Keep what the ordinary backward has brought, until the further ones have run."""
-        self.trace, self.inputs = Trace(grad, self.leading), inputs
-
-    def clear(self) -> None:
-        """Drop what backwards have brought."""
-        self.trace, self.inputs = None, ()
 
     def usual_place(self, batch_dim: int, count: int) -> Place | None:
         """The place of samples in the declared dimension; None if the rows do not have it."""

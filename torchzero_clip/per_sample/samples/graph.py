@@ -36,8 +36,8 @@ class Graph:
     """The functions of a backward from some roots: one walk finds them all.
 
     Graphs with equal `outline` have the same functions, connected in the same way. With equal `key`, they also save the
-    same numbers. Their rows then belong to the same samples, if `moves` is False, and if no function of `sites` moves
-    rows along the dimension of the samples.
+    same numbers. Their rows then belong to the same samples, if `moves_anywhere` is False, and if no function of
+    `sites` moves rows along the dimension of the samples.
     """
 
     def __init__(self, roots: Iterable[Node | None], count: int, *, to_outputs: bool = False) -> None:
@@ -66,7 +66,7 @@ class Graph:
             elif kind.name == CHECKPOINT:
                 self.has_checkpoint = True
             else:
-                if kind.moves is not None or kind.axes is not None:
+                if kind.moves_anywhere is not None or kind.axes is not None:
                     moving.append((node, kind))
                 for attribute in kind.numbers:
                     value = getattr(node, attribute)
@@ -89,7 +89,7 @@ class Graph:
                         rest.append(following)
                     said += numbers[following], output
         self.nodes = numbers.keys()
-        self.moves = bool(moving) and self._judge(moving)
+        self.moves_anywhere = bool(moving) and self._judge(moving)
         # the index 0, 1, 2, ... moves no rows, and another index does: so the key has the axes
         saved += [tuple(axes) for _, axes in self.sites]
         # no hashes of Python, for which -1 and -2 are equal
@@ -111,8 +111,8 @@ class Graph:
         if any(call.in_checkpoint for call in self.calls):  # to read what a checkpoint saves would run it again
             return True
         for node, kind in moving:
-            if kind.moves is not None:
-                if kind.moves(node):
+            if kind.moves_anywhere is not None:
+                if kind.moves_anywhere(node):
                     return True
             elif kind.axes is not None:
                 axes = kind.axes(node)

@@ -4,6 +4,8 @@ A function that saves only numbers, such as a transposition, does what these num
 the graph. A function that saves tensors of floats, such as a product, does not move rows either: a backward with NaN
 shows where it could let a gradient pass. Every other function *moves* rows, unless it is listed here, and so does every
 unknown one.
+
+Functions are told apart by their names, because torch exports no classes of those that it has in C++.
 """
 
 import itertools
@@ -92,7 +94,7 @@ class NodeKind:
     """The attributes that go into the hash: all numbers that are saved, except sizes and floats."""
     views: bool = False
     """Whether the sizes of the output decide where rows go."""
-    moves: Callable[[Node], bool] | None = None
+    moves_anywhere: Callable[[Node], bool] | None = None
     """Whether a function of this kind moves rows to any place. None if it does not."""
     axes: Callable[[Node], Axes] | None = None
     """The dimensions of the output along which it moves rows. None if there are none."""
@@ -132,24 +134,24 @@ def _of_torch(node: Node) -> NodeKind:
         return kind()
     is_unknown = name != node.name() or name == "CopySlices"  # such as functions of extensions in C++
     if is_unknown or name in BY_EQUALITY or "Sparse" in name or "Nested" in name:
-        return kind(moves=_always)
+        return kind(moves_anywhere=_always)
     if name in CHOICES:
-        return kind(moves=_has_two_gradients)
+        return kind(moves_anywhere=_has_two_gradients)
     if name in MAY_BE_SPARSE:
-        return kind(moves=partial(_is_sparse, MAY_BE_SPARSE[name]))
+        return kind(moves_anywhere=partial(_is_sparse, MAY_BE_SPARSE[name]))
     if name in POOLING:
         return kind(axes=partial(_last, POOLING[name]), inputs=lambda _: range(-POOLING[name], 0))
     if any(attribute.endswith("_layout") for attribute in numbers):
-        return kind(moves=partial(_has_layout, [x for x in numbers if x.endswith("_layout")]))
+        return kind(moves_anywhere=partial(_has_layout, [x for x in numbers if x.endswith("_layout")]))
     if SAFE_ARGUMENTS.issuperset(attribute.removeprefix("_saved_") for attribute in tensors):
         return kind()
     if name in ("IndexBackward0", "IndexPutBackward0", "UnsafeIndexBackward0"):
         return kind(axes=partial(_indexed, puts="Put" in name), inputs=_indexed_of_input)
     if name in ("EmbeddingBackward0", "EmbeddingBagBackward0"):
-        return kind(moves=_is_no_parameter)
+        return kind(moves_anywhere=_is_no_parameter)
     if isinstance(getattr(node, "_saved_dim", None), int):
         return kind(axes=_along, inputs=_along_of_input)
-    return kind(moves=_always)
+    return kind(moves_anywhere=_always)
 
 
 def _is_size(attribute: str) -> bool:
@@ -161,8 +163,8 @@ def _of_python(node: Any) -> NodeKind:
     if getattr(made_by, "keeps_rows", False) or _is_of_shards(made_by):
         return NodeKind(name)
     if hasattr(node, "symints") and name == "CompiledFunctionBackward":
-        return NodeKind(f"{name} {next(_compiled)}", ("symints",), moves=_saves_integers)
-    return NodeKind(name, moves=_always)
+        return NodeKind(f"{name} {next(_compiled)}", ("symints",), moves_anywhere=_saves_integers)
+    return NodeKind(name, moves_anywhere=_always)
 
 
 def _is_of_shards(made_by: Any) -> bool:

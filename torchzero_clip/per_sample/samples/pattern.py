@@ -99,7 +99,7 @@ class Known:
     """The calls, by the same keys, that got only zeros in all proofs."""
     is_trusted: bool = False
     """True if a step without a proof has used a pattern."""
-    moves: bool = False
+    varies: bool = False
     """True if values decide which sample a row belongs to, in one of the graphs, so that each step is proved."""
 
     def learn(self, key: Hashable, pattern: Pattern | None) -> None:
@@ -116,7 +116,7 @@ class Known:
             self.silent.add(key)
 
 
-class Memory:
+class KnownGraphs:
     """What was proved of the graphs that were used last."""
 
     def __init__(self) -> None:

@@ -75,32 +75,35 @@ class Powers:
         return torch.cat([self._ratios(*pair, exact=exact) for pair in pairs])
 
     def _ratios(self, first: Tensor, multiple: Tensor, *, exact: bool) -> Tensor:
-        info, shares = torch.finfo(first.dtype), self._shares.to(first)
+        info = torch.finfo(first.dtype)
         high, low, higher, lower = first.amax(1), first.amin(1), multiple.amax(1), multiple.amin(1)
-        large, larger = torch.maximum(high, -low), torch.maximum(higher, -lower)
-        nearest = torch.bucketize((larger / large).float(), self._bounds.to(first.device))
-        # the sign of the largest entry, where only one entry is
-        share = shares[nearest].copysign((high + low) * (higher + lower))
-        allowed = (0.0 if exact else large * info.eps**0.5) + info.tiny * UNDERFLOW
+        largest, largest_multiple = torch.maximum(high, -low), torch.maximum(higher, -lower)
+        # the factor that the largest entries suggest; the sum of both ends has the sign of the larger one
+        nearest = torch.bucketize((largest_multiple / largest).float(), self._bounds.to(first.device))
+        share = self._shares.to(first)[nearest].copysign((high + low) * (higher + lower))
+        # does it fit all entries? If the ends are equally large, the sign may be the other one
+        allowed = (0.0 if exact else largest * info.eps**0.5) + info.tiny * UNDERFLOW
         fits = _distance(first, multiple, share) <= allowed
         if not fits.all() and (others := _distance(first, multiple, -share) <= allowed).any():
             share, fits = torch.where(fits, share, -share), fits | others
         result = torch.where(fits, 1 + nearest + len(self.exponents) * share.signbit(), 0)
+        # rows that are too small or not finite have no ratio, except if their multiple is far too large for any factor
         small = info.tiny * (SMALL if min(self.exponents) >= 0 else SMALL_NARROW)
-        if ((large >= small) & (larger < torch.inf)).all():
+        if ((largest >= small) & (largest_multiple < torch.inf)).all():
             return result
-        is_multiple = (large > 0) & (larger < large * 4 * 2.0 ** max(self.exponents))
-        of_small = torch.where(is_multiple, UNTOLD, torch.where((large == 0) & (larger < small), ZERO, 0))
-        result = torch.where(large < small, of_small, result)
-        return torch.where(large.isfinite() & larger.isfinite(), result, UNTOLD)
+        may_be_multiple = (largest > 0) & (largest_multiple < largest * 4 * 2.0 ** max(self.exponents))
+        is_zero = (largest == 0) & (largest_multiple < small)
+        of_small = torch.where(may_be_multiple, UNTOLD, torch.where(is_zero, ZERO, 0))
+        result = torch.where(largest < small, of_small, result)
+        return torch.where(largest.isfinite() & largest_multiple.isfinite(), result, UNTOLD)
 
 
 class Trace:
     """What the further backwards bring to rows with a gradient, which are its first ``leading`` dimensions."""
 
-    def __init__(self, grad: Tensor, leading: int) -> None:
-        self.grad = grad
-        """The gradient in the ordinary backward."""
+    def __init__(self, grad: Tensor, leading: int, inputs: tuple[Tensor, ...] = ()) -> None:
+        self.grad, self.inputs = grad, inputs
+        """The gradient in the ordinary backward, and what a call has kept for its contributions."""
         self.ratios: list[Tensor] = []
         self.reached: Tensor | None = None
         """Which rows the last backward with NaN, or of some samples alone, has reached."""
@@ -129,9 +132,7 @@ class Trace:
 
     def repeat(self, grad: Tensor) -> None:
         """Note whether a gradient is that of the ordinary backward, up to rounding."""
-        if self.grad.numel():
-            scale = self.grad.abs().amax() * torch.finfo(grad.dtype).eps ** 0.5
-            self.is_repeated = bool(((grad - self.grad).abs() <= scale).all())
+        self.is_repeated = not are_apart(self.grad, grad)
 
     def _rows(self, grad: Tensor) -> Tensor:
         return grad.detach().unsqueeze(-1).flatten(self._leading).flatten(0, self._leading - 1)
@@ -140,3 +141,10 @@ class Trace:
 def _distance(first: Tensor, multiple: Tensor, share: Tensor) -> Tensor:
     """The largest difference between a row and a share of its multiple."""
     return torch.addcmul(first, multiple, share[:, None], value=-1).abs_().amax(1)
+
+
+def are_apart(one: Tensor, other: Tensor) -> bool:
+    """True if two gradients differ by more than rounding. A NaN does not count."""
+    if not one.numel():
+        return False
+    return bool(((one - other).abs() > torch.finfo(one.dtype).eps ** 0.5 * one.abs().amax()).any())

@@ -1,6 +1,6 @@
 """The proof of one graph, by further backwards: losses times powers of two, and NaN for each half of the samples."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, auto
 from random import Random
 
@@ -11,6 +11,15 @@ from torch.utils.hooks import RemovableHandle
 
 from torchzero_clip.per_sample.samples.call import Call, call_of
 from torchzero_clip.per_sample.samples.choosing import let_through
+from torchzero_clip.per_sample.samples.errors import (
+    elsewhere,
+    gated,
+    mixed,
+    not_repeatable,
+    rows_moved,
+    runs_in_backward,
+    too_small,
+)
 from torchzero_clip.per_sample.samples.graph import Graph
 from torchzero_clip.per_sample.samples.pattern import (
     MIXED,
@@ -23,15 +32,6 @@ from torchzero_clip.per_sample.samples.pattern import (
     some_place,
 )
 from torchzero_clip.per_sample.samples.powers import Powers, Trace
-from torchzero_clip.per_sample.samples.refusals import (
-    elsewhere,
-    gated,
-    mixed,
-    not_repeatable,
-    rows_moved,
-    runs_in_backward,
-    too_small,
-)
 
 NAMED = 64  # samples of which an error says whether they are mixed
 
@@ -57,10 +57,10 @@ class Stage(Enum):
 
 
 class Proof:
-    """The proof of one graph. ``like`` has the dtype of factors. Samples of ``half`` get NaN first, then the others.
+    """The proof of one graph. ``like`` has the dtype of factors. LayerInput of ``half`` get NaN first, then the others.
 
     A ``strict`` proof raises if values could let a gradient pass from one sample to another, or if a row is not proved.
-    ``late`` are calls that the ordinary backward has reached already, if only these are proved.
+    ``late`` has what the ordinary backward has brought to some calls, if only these are proved.
     """
 
     def __init__(
@@ -71,14 +71,14 @@ class Proof:
         random: Random,
         *,
         strict: bool = False,
-        late: Sequence[Call] = (),
+        late: Mapping[Call, Trace] | None = None,
     ) -> None:
         self.graph, self.known, self.count, self._strict = graph, known, len(half), strict
         self._powers = Powers(self.count, random, narrow=graph.is_narrow)
         self._half, self._exact = half, graph.is_exact
-        self._has_nan = strict or not known.moves
-        self.order = [*late]
-        """The calls in the order in which the ordinary backward has reached them."""
+        self._has_nan = strict or not known.varies
+        self.traces = dict(late or {})
+        """What the backwards have brought to each call, in the order in which the ordinary one has reached them."""
         self._is_late = bool(late)
         self._sites: dict[int, Trace] = {}  # what was brought to each of the sites of the graph
         self._handles: list[RemovableHandle] = []
@@ -94,11 +94,11 @@ class Proof:
         """The number of further backwards."""
         return self._powers.passes + 2 * self._has_nan
 
-    def watch(self) -> None:
-        """Watch the sites from the next backward on, unless rows are known to move."""
-        if not self.known.moves:
+    def hook_sites(self) -> None:
+        """Hook the sites from the next backward on, unless rows are known to move."""
+        if not self.known.varies:
             self._handles = [
-                node.register_prehook(self._watcher(i, _leading(node, axes)))
+                node.register_prehook(self._site_hook(i, _leading(node, axes)))
                 for i, (node, axes) in enumerate(self.graph.sites)
             ]
 
@@ -125,14 +125,13 @@ class Proof:
 
     def arrived(self, call: Call, grad: Tensor, inputs: tuple[Tensor, ...] = ()) -> None:
         """Keep the gradient of a call in the ordinary backward."""
-        self.order.append(call)
-        call.keep(grad, inputs)
+        self.traces[call] = Trace(grad, call.leading, inputs)
 
     def saw(self, call: Call, grad: Tensor) -> None:
         """Note the gradient of a call in a further backward."""
         if self._stage is Stage.FIRST:
             self.arrived(call, grad.clone())
-        elif (trace := call.trace) is None:  # the ordinary backward has not reached it
+        elif (trace := self.traces.get(call)) is None:  # the ordinary backward has not reached it
             return
         elif self._stage is Stage.POWERS:
             trace.compare(grad, self._powers, exact=self._exact and grad.is_cpu)
@@ -149,28 +148,25 @@ class Proof:
         ``backward`` finds the samples that an error names. With ``may_share``, it also finds what each sample gives to
         rows that all of them share.
         """
-        if not (self.known.moves or self._is_late) and self._sites_move():
-            self.known.moves = True
+        if not (self.known.varies or self._is_late) and self._sites_move():
+            self.known.varies = True
+        may_share = may_share and backward is not None
         shared: list[Call] = []
-        of_several: list[tuple[Call, Trace, Tensor]] = []
-        for call in reversed(self.order):  # from those that others depend on
-            if (trace := call.trace) is not None:
-                earlier = call.samples
-                rows, samples = self._samples(call, trace)
-                if call.each is not None or bool((samples == MIXED).any()):
-                    is_shared = _is_shared(call, earlier) or self._is_behind(call, shared)
-                    if backward is None or not may_share or not is_shared:
-                        of_several.append((call, trace, samples))
-                    else:
-                        shared.append(call)
-                    continue
-                if self._lets_through(trace, rows):
-                    if backward is not None and self._leaks(trace, rows, backward, like):
-                        of_several.append((call, trace, samples))
-                        continue
-                    if self._strict:
-                        raise gated(call.layer)
-                    self.known.moves = True
+        of_several: list[tuple[Call, Tensor]] = []
+        for call, trace in reversed(self.traces.items()):  # from those that others depend on
+            earlier = call.samples
+            rows, samples = self._samples(call, trace)
+            if call.each is not None or bool((samples == MIXED).any()):
+                if (_is_shared(call, earlier) or self._is_behind(call, shared)) and may_share:
+                    shared.append(call)
+                else:
+                    of_several.append((call, samples))
+            elif (is_gated := self._lets_through(trace, rows)) and self._leaks(trace, rows, backward, like):
+                of_several.append((call, samples))
+            else:
+                if is_gated and self._strict:
+                    raise gated(call.layer)
+                self.known.varies = self.known.varies or is_gated
                 if self._strict:
                     self._check_told(call, trace, rows)
                 self._learn(call, samples)
@@ -183,9 +179,7 @@ class Proof:
         """Remove the hooks, and drop the gradients."""
         for handle in self._handles:
             handle.remove()
-        for call in self.graph.calls:
-            call.clear()
-        self._handles, self.order = [], []
+        self._handles, self.traces = [], {}
 
     def _run(self, stage: Stage, backward: Backward, weights: Tensor) -> None:
         self._stage = stage
@@ -194,8 +188,8 @@ class Proof:
         finally:
             self._stage = None
 
-    def _watcher(self, site: int, leading: int) -> Callable[[Sequence[Tensor | None]], None]:
-        def watch(grads: Sequence[Tensor | None]) -> None:
+    def _site_hook(self, site: int, leading: int) -> Callable[[Sequence[Tensor | None]], None]:
+        def note(grads: Sequence[Tensor | None]) -> None:
             if (grad := grads[0]) is None:
                 return
             if self._stage in (None, Stage.FIRST):
@@ -203,7 +197,7 @@ class Proof:
             elif self._stage is Stage.POWERS and site in self._sites:
                 self._sites[site].compare(grad, self._powers, exact=self._exact and grad.is_cpu)
 
-        return watch
+        return note
 
     def _sites_move(self) -> bool:
         """True unless, at each site, the samples are in a dimension along which rows do not move."""
@@ -248,8 +242,10 @@ class Proof:
         halves = zip(trace.reached_by_nan, (self._half, ~self._half), strict=False)
         return any(self._reaches_others(reached, rows, half) for reached, half in halves)
 
-    def _leaks(self, trace: Trace, rows: Tensor, backward: Backward, like: Tensor) -> bool:
+    def _leaks(self, trace: Trace, rows: Tensor, backward: Backward | None, like: Tensor) -> bool:
         """True if half of the samples alone give gradients to rows of others. Ratios show this only up to rounding."""
+        if backward is None:
+            return False
         for half in (self._half, ~self._half):
             self._run(Stage.ALONE, backward, half.to(like))
             if trace.reached is not None and self._reaches_others(trace.reached, rows, half):
@@ -270,7 +266,7 @@ class Proof:
         Such a sample is left out. But where values move rows, it may hide those of others.
         """
         untold = rows == UNTOLD
-        if bool(untold.any()) and (self.known.moves or bool((untold & trace.is_finite()).any())):
+        if bool(untold.any()) and (self.known.varies or bool((untold & trace.is_finite()).any())):
             raise too_small(call.layer, "In private training, each row has to be proved")
 
     def _learn(self, call: Call, samples: Tensor) -> None:
@@ -285,7 +281,7 @@ class Proof:
             if any(pattern.place(call.shape, self.count) == call.where for pattern in found):
                 return
             self.known.learn(key, None)
-            has_moved, self.known.moves = self.known.moves, True
+            has_moved, self.known.varies = self.known.varies, True
             if self.known.is_trusted and not has_moved:  # an earlier step may have been wrong
                 raise rows_moved(call.layer)
         elif not found or (len(found) == 1 and _tells(samples) and key not in patterns):
@@ -300,17 +296,15 @@ class Proof:
         for weights in torch.eye(self.count, dtype=like.dtype, device=like.device):
             self._run(Stage.EACH, backward, weights)
         for call in calls:
-            if call.trace is not None:
-                each = torch.stack(call.trace.alone)
-                call.each = each if call.each is None else call.each + each  # of several outputs of the model
-                call.where = Place(0)
+            each = torch.stack(self.traces[call].alone)
+            call.each = each if call.each is None else call.each + each  # of several outputs of the model
+            call.where = Place(0)
 
-    def _error(
-        self, call: Call, trace: Trace, samples: Tensor, backward: Backward | None, like: Tensor
-    ) -> RuntimeError:
+    def _error(self, call: Call, samples: Tensor, backward: Backward | None, like: Tensor) -> RuntimeError:
         """The error for a row of several samples."""
         if backward is None:
             return mixed(call.layer, [])
+        trace = self.traces[call]
         self._run(Stage.AGAIN, backward, like.new_ones(self.count))
         if not trace.is_repeated:
             return not_repeatable(f"{call.layer} gets other gradients from a second backward")

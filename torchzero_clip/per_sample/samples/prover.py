@@ -1,8 +1,8 @@
 """Decides which backwards are proved, and knows what was proved before."""
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from random import Random
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -11,10 +11,11 @@ from torchzero_clip.checks import one_of
 from torchzero_clip.compat import without_autocast
 from torchzero_clip.per_sample.gradients.contributions import Contribution
 from torchzero_clip.per_sample.samples.call import Call
+from torchzero_clip.per_sample.samples.errors import not_repeatable, reentrant
 from torchzero_clip.per_sample.samples.graph import Graph
-from torchzero_clip.per_sample.samples.pattern import ZERO, Memory, Place, some_place
+from torchzero_clip.per_sample.samples.pattern import ZERO, KnownGraphs, Place, some_place
+from torchzero_clip.per_sample.samples.powers import Trace
 from torchzero_clip.per_sample.samples.proof import Backward, Proof
-from torchzero_clip.per_sample.samples.refusals import not_repeatable, reentrant
 
 Verify: TypeAlias = Literal["first", "always", "never"] | int
 
@@ -41,28 +42,22 @@ class Schedule:
         self._steps += 1
 
 
-class ProvingEngine(Protocol):
-    """What a prover asks of the engine."""
-
-    modes: Hashable
-    """The modes of all modules in this forward."""
-
-
 class Prover:
     """Finds the samples of all calls of layers in a backward. All of its proofs are ``strict``, or none."""
 
-    def __init__(self, host: ProvingEngine, schedule: Schedule, *, strict: bool = False) -> None:
+    def __init__(self, schedule: Schedule, *, strict: bool = False) -> None:
         self.schedule, self._strict = schedule, strict
         self.count: int | None = None
         """The number of losses in `backward(losses)`; None in other backwards."""
         self.proof: Proof | None = None
         """The proof that runs."""
+        self.modes: Hashable = ()
+        """The modes of all modules in this forward."""
         self.calls: Sequence[Call] = ()
         """The calls that the losses depend on."""
-        self._watched: Graph | None = None  # a graph that is kept, because some calls were silent in its proof
-        self._late: list[Call] = []  # those of them that got a gradient after all
-        self._host = host
-        self._memory = Memory()
+        self._kept: Graph | None = None  # a graph that is kept, because some calls were silent in its proof
+        self._late: dict[Call, Trace] = {}  # those of them that got a gradient after all
+        self._known = KnownGraphs()
         self._random = Random(0)
 
     def plan(self, losses: Tensor) -> int:
@@ -73,54 +68,54 @@ class Prover:
             return 0
         graph = Graph([losses.grad_fn], self.count)
         self.calls = graph.calls
-        self.proof = self.planned(graph, self.count, due=self.schedule.is_due)
+        self.proof = self.planned(graph, due=self.schedule.is_due)
         if self.proof is None:
-            self._watched = graph if any(call.is_silent for call in graph.calls) else None
+            self._kept = graph if any(call.is_silent for call in graph.calls) else None
             return 0
-        self.proof.watch()
+        self.proof.hook_sites()
         return self.proof.backwards
 
     @property
-    def watches(self) -> bool:
+    def keeps_graph(self) -> bool:
         """True if silent calls may need a proof after the backward."""
-        return self._watched is not None
+        return self._kept is not None
 
     def plan_late(self) -> int:
         """Begin the proof of silent calls that got a gradient. Return the number of further backwards that it needs."""
-        if self._watched is None or not self._late:
+        if self._kept is None or not self._late:
             return 0
-        self.proof = self.proof_of(self._watched, self._late)
+        self.proof = self.proof_of(self._kept, self._late)
         return self.proof.backwards
 
-    def planned(self, graph: Graph, count: int, *, due: bool) -> Proof | None:
+    def planned(self, graph: Graph, *, due: bool) -> Proof | None:
         """The proof that the graph of several samples needs. Calls get their places, as far as they are known.
 
         Calls that got zeros alone in all proofs are silent. They need no proof until they get another gradient.
         """
         if graph.has_checkpoint:
             raise reentrant()
-        known = self._memory.of((graph.outline, self._host.modes))
-        known.moves = known.moves or graph.moves or (self._strict and bool(graph.sites))
+        known = self._known.of((graph.outline, self.modes))
+        known.varies = known.varies or graph.moves_anywhere or (self._strict and bool(graph.sites))
         is_unknown = False
         for call in graph.calls:
-            key = graph.key, call.key(count)
+            key = graph.key, call.key(graph.count)
             pattern = known.patterns.get(key)
-            call.where = None if pattern is None else pattern.place(call.shape, count)
+            call.where = None if pattern is None else pattern.place(call.shape, graph.count)
             call.is_silent = call.where is None and key in known.silent
             is_unknown = is_unknown or (call.where is None and not call.is_silent)
-        if not graph.calls or not (is_unknown or due or known.moves):
+        if not graph.calls or not (is_unknown or due or known.varies):
             known.is_trusted = True
             return None
         return self.proof_of(graph)
 
-    def proof_of(self, graph: Graph, late: Sequence[Call] = ()) -> Proof:
+    def proof_of(self, graph: Graph, late: Mapping[Call, Trace] | None = None) -> Proof:
         """A proof of the graph, or of ``late`` calls alone."""
-        known = self._memory.of((graph.outline, self._host.modes))
+        known = self._known.of((graph.outline, self.modes))
         half = torch.zeros(graph.count, dtype=torch.bool, device="cpu")
         half[self._random.sample(range(graph.count), (graph.count + 1) // 2)] = True
         return Proof(graph, known, half, self._random, strict=self._strict, late=late)
 
-    def prove(self, backward: Backward, losses: Tensor, *, at_least: int = 0) -> None:
+    def prove(self, backward: Backward, losses: Tensor, *, at_least: int) -> None:
         """Run the further backwards of losses, at least so many."""
         if self.proof is None:
             for _ in range(at_least):
@@ -131,18 +126,14 @@ class Prover:
         except Exception as error:  # of a loss that frees its memory, for example
             raise not_repeatable(str(error)) from error
 
-    def conclude(self, backward: Backward | None, losses: Tensor) -> None:
-        """Find where the samples of all calls are, once all backwards have run: see `Proof.conclude`."""
-        if self.proof is not None:
-            self.proof.conclude(backward, losses)
-
     def proved(self) -> Iterator[tuple[Call, list[Contribution]]]:
         """The contributions of the calls of a proof."""
-        for call in [] if self.proof is None else self.proof.order:
-            if call.trace is not None and call.where is not None:
-                with without_autocast(grad := call.trace.grad):
-                    yield call, call.contributions(call.where, grad, call.inputs, self.count or 0)
-                call.clear()
+        traces = {} if self.proof is None else self.proof.traces
+        for call in [*traces]:
+            trace = traces.pop(call)  # to free its memory
+            if call.where is not None:
+                with without_autocast(trace.grad):
+                    yield call, call.contributions(call.where, trace.grad, trace.inputs, self.count or 0)
 
     def contributions(self, call: Call, grad: Tensor, inputs: Sequence[Tensor]) -> list[Contribution]:
         """The contributions of a call whose samples were known before the backward; none yet of a late call."""
@@ -150,8 +141,7 @@ class Prover:
         where = call.where
         if call.is_silent:
             if bool((grad != 0).any()):
-                self._late.append(call)
-                call.keep(grad.clone(), tuple(inputs))
+                self._late[call] = Trace(grad.clone(), call.leading, tuple(inputs))
                 return []
             where = some_place(torch.full(call.shape, ZERO, device=grad.device), count)
         elif where is None:  # of an empty batch, or of one sample, which has all rows
@@ -163,4 +153,4 @@ class Prover:
         if self.proof is not None:
             self.proof.close()
         self.proof, self.count, self.calls = None, None, ()
-        self._watched, self._late = None, []
+        self._kept, self._late = None, {}

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from torchzero_clip.per_sample.samples.call import WatchedLayer
+from torchzero_clip.per_sample.layer import Layer
 
 
-def mixed(layer: WatchedLayer, givers: Sequence[int]) -> RuntimeError:
+def mixed(layer: Layer, givers: Sequence[int]) -> RuntimeError:
     """The error for a row that gets gradients from the losses of several samples, as far as these are known."""
     shown = ", ".join(map(str, givers[:5])) + (", ..." if len(givers) > 5 else "")
     who = f"the losses of samples {shown} change" if len(givers) > 1 else "several losses change"
@@ -44,7 +44,7 @@ def reentrant() -> RuntimeError:
     )
 
 
-def runs_in_backward(layer: WatchedLayer) -> RuntimeError:
+def runs_in_backward(layer: Layer) -> RuntimeError:
     """The error for a layer that first runs in a backward."""
     return RuntimeError(
         f"{layer} first runs in the backward of a function, where samples cannot be told apart: use "
@@ -52,7 +52,7 @@ def runs_in_backward(layer: WatchedLayer) -> RuntimeError:
     )
 
 
-def elsewhere(layer: WatchedLayer, dim: int) -> RuntimeError:
+def elsewhere(layer: Layer, dim: int) -> RuntimeError:
     """The error for losses that are not those of the samples in an argument of the model."""
     return RuntimeError(
         f"the model or the loss mixes samples: losses[i] is not the loss of one sample in dimension {dim} of the input "
@@ -60,7 +60,7 @@ def elsewhere(layer: WatchedLayer, dim: int) -> RuntimeError:
     )
 
 
-def rows_moved(layer: WatchedLayer) -> RuntimeError:
+def rows_moved(layer: Layer) -> RuntimeError:
     """The error for rows that belong to other samples, in a graph in which they were proved to stay."""
     return RuntimeError(
         f"rows of {layer} belong to other samples than in earlier steps with the same graph, such as after a hook that "
@@ -68,7 +68,7 @@ def rows_moved(layer: WatchedLayer) -> RuntimeError:
     )
 
 
-def too_small(layer: WatchedLayer, why: str = "") -> RuntimeError:
+def too_small(layer: Layer, why: str = "") -> RuntimeError:
     """The error for rows without a pattern whose gradients have no ratio."""
     return RuntimeError(
         f"{layer} got rows whose samples are not known, because some of their gradients are not finite, too large or "
@@ -77,7 +77,7 @@ def too_small(layer: WatchedLayer, why: str = "") -> RuntimeError:
     )
 
 
-def gated(layer: WatchedLayer) -> RuntimeError:
+def gated(layer: Layer) -> RuntimeError:
     """The error for values of other samples behind a gate, in private training."""
     return RuntimeError(
         f"values of other samples may be in the gradients of {layer} or of a later layer, behind a gate or a mask that "

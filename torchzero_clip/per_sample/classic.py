@@ -6,62 +6,32 @@ must have the samples in the declared dimension. The gradient of a layer must th
 """
 
 from collections.abc import Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from torchzero_clip.compat import backward_is_of_all, current_graph_task_id, current_node
+from torchzero_clip.per_sample.capture import Capture
 from torchzero_clip.per_sample.gradients.captured_gradients import Forward
 from torchzero_clip.per_sample.gradients.contributions import Contribution
 from torchzero_clip.per_sample.samples.call import Call
+from torchzero_clip.per_sample.samples.errors import not_repeatable, runs_in_backward
 from torchzero_clip.per_sample.samples.graph import Graph
 from torchzero_clip.per_sample.samples.pattern import ZERO, Place, some_place
+from torchzero_clip.per_sample.samples.powers import are_apart
 from torchzero_clip.per_sample.samples.proof import Backward, Proof
-from torchzero_clip.per_sample.samples.prover import Prover
-from torchzero_clip.per_sample.samples.refusals import not_repeatable, runs_in_backward
 
 ELSEWHERE = "a part of their gradient did not come through the outputs of the model"
-
-
-class ClassicEngine(Protocol):
-    """What the classic form asks of the engine."""
-
-    anchor: Tensor
-    batch_dim: int
-    attached: bool
-    pauses: int
-
-    @property
-    def shards_backwards(self) -> bool:
-        """True if all processes have to run equally many backwards."""
-        ...
-
-    def agreed(self, *numbers: int) -> list[int]:
-        """The largest of each number over the processes if all run equally many backwards; else the numbers."""
-        ...
-
-    def nested(self) -> AbstractContextManager[None]:
-        """A block for backwards in a backward of the user."""
-        ...
-
-    def backward_began(self) -> None:
-        """A backward of the user runs."""
-
-    def joins(self, forward: Forward, earlier: Forward) -> None:
-        """Note that a graph leads from an output of a forward of the model to one of another."""
-
-    def clear(self) -> None:
-        """Drop all gradients that have arrived."""
 
 
 class Classic:
     """Finds the samples of all calls in backwards that the user starts."""
 
-    def __init__(self, host: ClassicEngine, prover: Prover) -> None:
-        self._host, self._prover = host, prover
+    def __init__(self, capture: Capture) -> None:
+        self._capture, self._prover = capture, capture.prover
         self._root: tuple[Node, int] | None = None  # of a nested backward
         self._sent: Tensor | None = None  # its gradient
         self._task, self._proves = -1, False  # the backward that runs, and whether its first output was proved
@@ -82,10 +52,10 @@ class Classic:
             where, count = self._where(call, grad, before)
             # a model that is run whole gets its gradients for samples, also those of a penalty on gradients
             is_model = call.copies and not call.layer.name
-            if call.through is not None and not is_model and _differ(grad, call.through):
+            if call.through is not None and not is_model and are_apart(grad, call.through):
                 raise call.layer.unknown_rows(ELSEWHERE)
         except BaseException:
-            self._host.clear()
+            self._capture.clear()
             raise
         call.through = None
         return call.contributions(where, grad, inputs, count)
@@ -95,14 +65,14 @@ class Classic:
         node = current_node()
         if self._root is not None:  # hooks of the user have changed the gradient already
             return self._sent if self._root == (node, number) else torch.zeros_like(grad)
-        host = self._host
-        if host.pauses or not host.attached:
+        capture = self._capture
+        if capture.pauses or not capture.attached:
             return None
         if torch.is_grad_enabled() or not backward_is_of_all():  # this backward is of no parameters
             return None
-        host.backward_began()
+        capture.backward_began()
         found = self._samples_of(forward, grad)
-        if found is None and host.shards_backwards:  # another process may prove
+        if found is None and capture.processes.sharded:  # another process may prove
             found = torch.zeros((1,) * grad.ndim, dtype=torch.int64, device=grad.device), 1
         if found is not None:
             self._prove(forward, (node, number), grad, *found)
@@ -110,7 +80,7 @@ class Classic:
 
     def _samples_of(self, forward: Forward, grad: Tensor) -> tuple[Tensor, int] | None:
         """The sample of each row of an output, and their number; None if it does not have the declared dimension."""
-        given, dim, shape = forward.given, self._host.batch_dim, grad.shape
+        given, dim, shape = forward.given, self._capture.batch_dim, grad.shape
         if given is not None and len(shape) and len(grad) in given.of:
             return given.of[len(grad)].view(-1, *[1] * (grad.ndim - 1)).to(grad.device), given.batch_size
         count = forward.batch_size
@@ -124,80 +94,78 @@ class Classic:
 
     def _prove(self, forward: Forward, root: tuple[Node, int], grad: Tensor, samples: Tensor, count: int) -> None:
         """Find the samples of the calls before a node, whose gradient has samples in known rows."""
-        prover, anchor = self._prover, self._host.anchor
-        task = current_graph_task_id()
-        is_first = task != self._task
+        capture, prover = self._capture, self._prover
         self._count = count
+        is_first = (task := current_graph_task_id()) != self._task
         if is_first:
             self._is_due = prover.schedule.is_due
             prover.schedule.passed()
-        due = self._is_due or (self._proves and not is_first)
         graph = Graph([root[0]], max(count, 1), to_outputs=True)
-        for earlier in graph.ends:
-            self._host.joins(forward, earlier)
-        proof = prover.planned(graph, count, due=due) if count > 1 else None
+        capture.captured.joins += [(forward, earlier) for earlier in graph.ends]
 
         def backward(weights: Tensor) -> None:
-            edge = GradientEdge(*root)
             self._sent = grad * weights[samples].view(samples.shape)
-            torch.autograd.backward([edge], [self._sent], inputs=[anchor], retain_graph=True)
+            edge = GradientEdge(*root)
+            torch.autograd.backward([edge], [self._sent], inputs=[capture.anchor], retain_graph=True)
 
-        def extra(backwards: int) -> None:
-            with self._host.nested():
-                for _ in range(backwards):
-                    backward(grad.new_ones(max(count, 1)))
-
+        # the graph may need a proof now, or if one more backward brings a gradient to calls that were silent before
+        due = self._is_due or (self._proves and not is_first)
+        proof = prover.planned(graph, due=due) if count > 1 else None
         silent = [call for call in graph.calls if call.is_silent] if proof is None and count > 1 else []
-        further, has_silent = self._host.agreed(0 if proof is None else 1 + proof.backwards, len(silent))
-        if silent:
-            with self._nested(root, prover.proof_of(graph)) as first:
-                first.first(backward, grad)
-                if any(call.trace is not None and bool((call.trace.grad != 0).any()) for call in silent):
-                    proof = prover.proof_of(graph)
-        elif has_silent:
-            extra(1)
+        further, has_silent = capture.agreed(_backwards(proof), len(silent))
         if has_silent:
-            (further,) = self._host.agreed(0 if proof is None else 1 + proof.backwards)
+            with self._nested(root, prover.proof_of(graph) if silent else None) as looked:
+                if looked is None:
+                    backward(grad.new_ones(max(count, 1)))
+                else:
+                    looked.first(backward, grad)
+                    traces = [looked.traces[call] for call in silent if call in looked.traces]
+                    if any(bool((trace.grad != 0).any()) for trace in traces):
+                        proof = prover.proof_of(graph)
+            (further,) = capture.agreed(_backwards(proof))
         if is_first:
             self._task, self._proves = task, proof is not None
-        if proof is not None:
+        if further:
             with self._nested(root, proof):
-                self._run(proof, backward, grad, further)
-        elif further:
-            extra(further)
+                if proof is None:
+                    for _ in range(further):
+                        backward(grad.new_ones(max(count, 1)))
+                else:
+                    self._run(proof, backward, grad, further)
 
     @contextmanager
-    def _nested(self, root: tuple[Node, int], proof: Proof) -> Generator[Proof]:
-        """A block for the backwards of a proof, from the node of an output on."""
+    def _nested(self, root: tuple[Node, int], proof: Proof | None) -> Generator[Proof | None]:
+        """A block for the backwards of a proof, or for those that only another process needs, from an output on."""
         self._root, self._prover.proof = root, proof
         try:
-            with self._host.nested():
+            with self._capture.nested():
                 yield proof
         finally:
-            proof.close()
+            if proof is not None:
+                proof.close()
             self._root = self._sent = self._prover.proof = None
 
     def _run(self, proof: Proof, backward: Backward, grad: Tensor, further: int) -> None:
-        proof.watch()
+        proof.hook_sites()
         proof.first(backward, grad)
         try:
             proof.run(backward, grad, at_least=further - 1)
         except Exception as error:
-            self._host.clear()
+            self._capture.clear()
             raise not_repeatable(str(error)) from error
         try:
             # what is shared must be so for all outputs
-            proof.conclude(None if self._host.shards_backwards else backward, grad, may_share=self._proves)
-            for call in proof.order:
-                if self._proves and call.trace is not None:  # else, other outputs were not proved
-                    call.through = call.trace.grad if call.through is None else call.through + call.trace.grad
+            proof.conclude(None if self._capture.processes.sharded else backward, grad, may_share=self._proves)
         except BaseException:
-            self._host.clear()
+            self._capture.clear()
             raise
+        if self._proves:  # else, other outputs were not proved
+            for call, trace in proof.traces.items():
+                call.through = trace.grad if call.through is None else call.through + trace.grad
 
     def _where(self, call: Call, grad: Tensor, before: tuple[Node | None, int]) -> tuple[Place | Tensor, int]:
         """Where the samples of a call are, and their number."""
-        forward, dim = call.forward, self._host.batch_dim
+        forward, dim = call.forward, self._capture.batch_dim
         given, count = forward.given, forward.batch_size if forward.batch_size is not None else self._count
         if count is not None and count < 2 and call.where is None:
             return Place(0, call.shape[0] if count else 1), count
@@ -218,14 +186,13 @@ class Classic:
                 place = Place(min(dim, len(call.shape) - 1))
                 return place, call.shape[place.dim]
             if count is not None and (place := call.usual_place(dim, count)) is not None:
-                if before[0] is not None and not self._host.shards_backwards:
+                if before[0] is not None and not self._capture.processes.sharded:
                     rows = place.rows(grad.shape, count).to(grad.device)
                     self._prove(forward, (before[0], before[1]), grad, rows, count)
                 return place, count
         raise call.layer.unknown_rows("no gradient of an output of the model shows them")
 
 
-def _differ(one: Tensor, other: Tensor) -> bool:
-    if not one.numel():
-        return False
-    return bool(((one - other).abs() > torch.finfo(one.dtype).eps ** 0.5 * one.abs().amax()).any())
+def _backwards(proof: Proof | None) -> int:
+    """The number of backwards of a proof, with the one that stands for the ordinary backward."""
+    return 0 if proof is None else 1 + proof.backwards
