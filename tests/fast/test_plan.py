@@ -333,12 +333,7 @@ def test_the_walk_of_a_planned_step_comes_before_its_norms():
     optimizer = Modular(params, ClipNorm(1.0), AdamW())
     train(optimizer, params, gradients(params, 5))
     runner = optimizer.runner
-    begun = [
-        runner.fast_way.begin(
-            optimizer.param_groups, optimizer.state, runner._options(), {}, runner.reported.loss, None, None
-        )
-        for _ in range(2)
-    ]
+    begun = [runner._planned(optimizer.param_groups, optimizer.state, runner.reported.loss) for _ in range(2)]
     assert begun[0].walk.gradient_norms is begun[0].gradient_norms
     _ = begun[1].gradient_norms
     with pytest.raises(RuntimeError, match="ask for the walk of a planned step before its gradient_norms"):

@@ -12,8 +12,6 @@ class StepOptions(NamedTuple):
 
     maximize: bool
     keep_grads: bool
-    may_be_fast: bool
-    """True if operations may wait and be combined."""
     parts: Parts | None
     """What the backward has updated, if the optimizer steps in the backward."""
     process_group: ProcessGroup | None
