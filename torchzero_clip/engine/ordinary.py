@@ -15,6 +15,7 @@ from torchzero_clip.engine.gradient_norms import GradientNorms
 from torchzero_clip.engine.idle import Idle
 from torchzero_clip.engine.listener import Listener
 from torchzero_clip.engine.nonfinite import StepPolicy
+from torchzero_clip.engine.options import StepOptions
 from torchzero_clip.engine.others import Others
 from torchzero_clip.engine.parts import Parts
 from torchzero_clip.engine.walk import RefusedByDevice, Walk
@@ -64,7 +65,8 @@ class OrdinaryStep(AnyStep):
     chain: Chain
     states: StateByParam  # of the optimizer
     parts: Parts | None
-    learn: Callable[[Walk], object] | None  # called with the walk of a step that was taken, to make a plan of it
+    learn: Callable[[Walk, StepOptions], object]  # called after a fast step, to make a plan of it
+    options: StepOptions | None  # None for a readable step
     listener: Listener | None
     takes_part: bool
     walk: Walk
@@ -128,8 +130,8 @@ class OrdinaryStep(AnyStep):
         self.states.update(table.new_states)
         if self.parts is not None and company is not None:
             self.parts.add(company.numbers, walk.metrics, table.params)
-        if has_gradients and self.learn is not None:
-            self.learn(walk)
+        if has_gradients and self.options is not None:
+            self.learn(walk, self.options)
         return has_gradients
 
 

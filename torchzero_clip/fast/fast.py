@@ -83,7 +83,7 @@ class Fast(Averaging, Executor):
         if columns is not None:
             self._scratch = workspace.scratch.knowing(columns["grads"], self._layout)
         self._queues = Queues()
-        self._last_read: list[Tensor] = []
+        self._last_read: list[Tensor] = []  # compared as one object, because to compare its tensors takes time
         self.ended: Ended | Delivered | None = None
         """How the step ended, if a kernel has taken it for all parameters, or all updates were delivered; else None."""
 
@@ -153,7 +153,7 @@ class Fast(Averaging, Executor):
         if isinstance(op, Scale):
             if not op.does_nothing:
                 waiting = op.measured.with_targets(self.memory.writable(rows, op.over_grads))
-                scale_(waiting, op.factors, self._scratch, extremes=op.extent, name=str(rows[0]))
+                scale_(waiting, op.factors, self._scratch, extremes=op.extent, owner=rows[0])
             return
         updates = self.memory.writable(rows, False)
         if isinstance(op, Shift):
@@ -325,7 +325,7 @@ class Fast(Averaging, Executor):
         updates = self.memory.current(rows, writable=factors is not None, over_grads=over_grads)
         columns = [params, updates, *state]
         columns = columns if self._layout is not None else list(map(locals_of, columns))
-        run_kernel(kernel, columns, runs, factors, self._scratch, str(rows[0]))
+        run_kernel(kernel, columns, runs, factors, self._scratch, rows[0])
 
     def _claimed(self, rows: list[int]) -> list[Op]:
         """Return the operations on these rows if a kernel can take them. Otherwise carry them out, and return none."""

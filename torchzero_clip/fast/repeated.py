@@ -39,9 +39,6 @@ from torchzero_clip.functional.norms import norms_of_each
 from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.types import Group, Metrics, Setting, State
 
-SCRATCH_NAME = "0"
-"""The name under which an ordinary step of all parameters has memory, so that planned steps use the same."""
-
 
 @dataclass(eq=False)
 class Course:
@@ -326,7 +323,7 @@ class ByRule:
             state = [columns[key] for key in self._state]
             if step.course.in_place:
                 scratch = step.workspace.scratch
-                run_kernel(kernel, [params, grads, *state], self._runs, factor, scratch, SCRATCH_NAME)
+                run_kernel(kernel, [params, grads, *state], self._runs, factor, scratch)
             elif factor is None:
                 step.executor.run(kernel, step.table.rows, params, state, self._settings, self._runs)
             else:
@@ -397,5 +394,5 @@ def _left(waiting: Scale, step: PlannedStep) -> Tensor | None:
     if step.course.ending.applies(waiting):
         return waiting.factor
     # a statistic has changed its state, so an ordinary step is too late: multiply here
-    scale_(waiting.measured, waiting.factors, step.workspace.scratch, extremes=waiting.extent, name=SCRATCH_NAME)
+    scale_(waiting.measured, waiting.factors, step.workspace.scratch, extremes=waiting.extent)
     return None

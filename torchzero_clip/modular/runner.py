@@ -214,10 +214,6 @@ class Runner:
         if refused_by:
             self.reported.clear()
 
-    def set_counts(self, steps_taken: int, is_behind: bool) -> None:
-        """Go back to these counts."""
-        self.steps_taken, self.schedules.is_behind = steps_taken, is_behind
-
     def step(self, groups: list[Group], states: StateByParam, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step, as `Modular.step`. Call it in `torch.no_grad`, and afterwards `tell` if a step has ended."""
         result, loss, step, absent = None, self.reported.loss, None, None
@@ -369,13 +365,12 @@ class Runner:
 
     def counts_put_back(self) -> Callable[[], None]:
         """What puts counts back that a step changes on the host."""
-        values = self.chain_state.values
+        values, steps_taken, is_behind = self.chain_state.values, self.steps_taken, self.schedules.is_behind
         numbers = {key: value for key, value in values.items() if not isinstance(value, Tensor)}
-        set_counts = partial(self.set_counts, self.steps_taken, self.schedules.is_behind)
 
         def put_back() -> None:
             values.update(numbers)
-            set_counts()
+            self.steps_taken, self.schedules.is_behind = steps_taken, is_behind
 
         return put_back
 
@@ -416,9 +411,8 @@ class Runner:
         is_repeated = columns is None and len(set(map(id, table.params))) < len(table.params)
         end = self.delivery or Subtract(self.keep_grads or "grad" in self.nodes.targets or is_repeated)
         updates = Updates(table, values, maximize=self.maximize, over_grads=end.over_grads)
-        executor, learn = ReadableExecutor(updates), None
-        if options is not None and not is_repeated:
-            executor, learn = fast_way.executor(updates, columns), partial(fast_way.learn, options=options)
+        options = None if is_repeated else options
+        executor = ReadableExecutor(updates) if options is None else fast_way.executor(updates, columns)
         gradient_norms = GradientNorms(self._norm_needs, table.grads, executor, listens=self.listener is not None)
         walk = Walk(self.nodes, settings, table, values, executor, gradient_norms, end, loss, self.undo)
         takes_part = len(table.params) > 0
@@ -429,7 +423,16 @@ class Runner:
             Others(group, device_of(table.all_params(), group), has_schedules=self._has_joint_schedules).join(walk)
             takes_part = True
         return OrdinaryStep(
-            self.chain, states, parts, learn, self.listener, takes_part, walk, gradient_norms, table.params
+            self.chain,
+            states,
+            parts,
+            fast_way.learn,
+            options,
+            self.listener,
+            takes_part,
+            walk,
+            gradient_norms,
+            table.params,
         )
 
     def _options(self) -> StepOptions | None:

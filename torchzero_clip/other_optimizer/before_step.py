@@ -271,7 +271,7 @@ class BeforeStep:
         undo.members([state, followed.state, *followed.param_groups])
         if state:
             undo.tensors([value for value in state.values() if isinstance(value, Tensor)])
-        undo.then(partial(runner.set_counts, runner.steps_taken, runner.schedules.is_behind))
+        undo.then(runner.counts_put_back())
         return undo
 
     def _restore(self, *, is_taken: bool) -> None:

@@ -117,46 +117,48 @@ def end_surely(optimizer: Optimizer, begin: Callable[[Any], object], finish: Cal
     ``begin(optimizer)`` runs before the step, and ``finish(optimizer)`` after it. A `RefusedStep` returns what the
     closure has returned.
     """
-    replaced: Any = vars(optimizer).get("step")
-    call: Any = type(optimizer).step if replaced is None else replaced
-    reference = weakref.ref(optimizer)
 
-    def step(alive: Any, *args: Any, **kwargs: Any) -> Any:
+    def around(alive: Any, call: Callable[[], Any]) -> Any:
         begin(alive)
         try:
-            return call(alive, *args, **kwargs) if replaced is None else call(*args, **kwargs)
+            return call()
         except RefusedStep as refused:
             return refused.args[0]
         finally:
             finish(alive)
 
-    @functools.wraps(call)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        alive = reference()  # weak, as in the wrapper of torch's schedulers
-        if alive is None:
-            raise ReferenceError("the optimizer of this step was deleted: keep the optimizer beside its step")
-        return step(alive, *args, **kwargs)
-
-    vars(wrapper)["__func__"] = step  # of a bound method, where schedulers look for it
-    optimizer.step = wrapper
-    return wrapper
+    return _wrap_method(optimizer, "step", around)
 
 
 def at_zero_grad(optimizer: Optimizer, note: Callable[[], object]) -> Any:
     """Wrap ``zero_grad`` of one optimizer, so that it calls ``note`` first."""
-    replaced: Any = vars(optimizer).get("zero_grad")
-    call: Any = type(optimizer).zero_grad if replaced is None else replaced
+
+    def around(_: Any, call: Callable[[], Any]) -> Any:
+        note()
+        return call()
+
+    return _wrap_method(optimizer, "zero_grad", around)
+
+
+def _wrap_method(optimizer: Optimizer, name: str, around: Callable[[Any, Callable[[], Any]], Any]) -> Any:
+    """Replace a method of one optimizer by ``around``, which gets the optimizer and what calls the method."""
+    replaced: Any = vars(optimizer).get(name)
+    call: Any = getattr(type(optimizer), name) if replaced is None else replaced
     reference = weakref.ref(optimizer)
+
+    def method(alive: Any, *args: Any, **kwargs: Any) -> Any:
+        bound = (alive, *args) if replaced is None else args
+        return around(alive, functools.partial(call, *bound, **kwargs))
 
     @functools.wraps(call)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        alive = reference()
+        alive = reference()  # weak, as in the wrapper of torch's schedulers
         if alive is None:
-            raise ReferenceError("the optimizer of this zero_grad was deleted: keep the optimizer")
-        note()
-        return call(alive, *args, **kwargs) if replaced is None else call(*args, **kwargs)
+            raise ReferenceError(f"the optimizer of this {name} was deleted: keep the optimizer beside its {name}")
+        return method(alive, *args, **kwargs)
 
-    optimizer.zero_grad = wrapper
+    vars(wrapper)["__func__"] = method  # of a bound method, where schedulers look for it
+    setattr(optimizer, name, wrapper)
     return wrapper
 
 
