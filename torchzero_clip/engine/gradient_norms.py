@@ -24,7 +24,7 @@ class NormNeeds:
 
     def __init__(self, nodes: Nodes) -> None:
         keepers = [node for node in nodes if node.transform.keeps_statistics]
-        self.is_asked = bool(keepers)  # True if a transform asks which gradients are finite and not zero
+        self.has_statistics = bool(keepers)  # True if a transform asks which gradients are finite and not zero
         self.asks_jointly = all(getattr(n.transform, "joint", False) and not n.scope.limited for n in keepers)
         """True if one answer for all gradients together is enough."""
         first = next((node for node in nodes if not node.outer and not isinstance(node.transform, Gate)), None)
@@ -39,7 +39,7 @@ class NormNeeds:
         self.dims_of: dict[str, DimsOf] = {path: partial(slice_dims, scaling) for path, scaling in overriding}
         """The methods that return the dimensions of a slice, by path. Only overriding ones, because calls take time."""
         not_enough = [path for path, s in scalings if not (self.asks_jointly and s.slicing.is_joint_l2)]
-        self.needs_each = set(not_enough if self.is_asked else ())
+        self.needs_each = set(not_enough if self.has_statistics else ())
         """The paths of scalings that have to measure each tensor, because statistics need more than the joint norm."""
 
 
@@ -118,7 +118,7 @@ class GradientNorms:
 
     def before_change(self, transform: Transform) -> None:
         """Called before a transform changes updates, because later statistics need the norms of the gradients."""
-        if self.norm_needs.is_asked and not _measures_gradients(transform):
+        if self.norm_needs.has_statistics and not _measures_gradients(transform):
             self.measure()
 
     def before_first(self, transform: Transform) -> None:
@@ -128,7 +128,7 @@ class GradientNorms:
 
     def before_closure(self) -> None:
         """Called before the gradients that a closure has left are changed."""
-        if self.norm_needs.is_asked:
+        if self.norm_needs.has_statistics:
             self.measure()
         self._note()
 
@@ -154,7 +154,7 @@ class GradientNorms:
         slicing = node.transform.slicing  # pyright: ignore
         measured = measure(updates, slicing, needs.dims_of.get(node.path), resources)
         # the first updates that are measured are the gradients: see `before_change` and `before_first`
-        if known is None and needs.is_asked:
+        if known is None and needs.has_statistics:
             is_joint = not each and len(measured.vector) > 0
             self.norms = measured.first if is_joint else measured.tensor_norms
             self.measure()  # if the scaling has not measured each tensor

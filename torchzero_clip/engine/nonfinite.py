@@ -17,7 +17,7 @@ from torchzero_clip.core.nodes import Node
 from torchzero_clip.core.scope import named_params
 from torchzero_clip.core.step import Step
 from torchzero_clip.core.transform import Transform, is_pure
-from torchzero_clip.engine.checked import record, record_decided, refusal, why
+from torchzero_clip.engine.checked import record, record_decided, refuses, why
 from torchzero_clip.engine.company import Company, Walking
 from torchzero_clip.engine.device_decisions import MOST_LATE, DeviceDecisions
 from torchzero_clip.engine.gradient_norms import GradientNorms
@@ -113,13 +113,13 @@ class StepPolicy:
         steps = [_step_of_gate(walk, walk.nodes.by_path[gate]) for gate in gates]
         norms_of_gates = [_beside_state(norm, step) for norm, step in zip(of_gates, steps, strict=True)]
         rows = zip(map(walk.nodes.by_path.__getitem__, gates), norms_of_gates, steps, strict=True)
-        judged = [(node, norm, refusal(node, norm, step)) for node, norm, step in rows]
+        judged = [(node, norm, refuses(node, norm, step)) for node, norm, step in rows]
         refused = [answer.to(total.device) for _, _, answer in judged]
         # gates decide by numbers that are equal on all processes, so the decisions are equal too
         numbers = torch.stack([x.to(total.dtype) for x in (total, lost, *refused, *taking_part)])
         # one read for all gates and for the norm, because each read synchronizes with the GPU
         joint, nonfinite, *answers = numbers.tolist()
-        refusals, flags = answers[: len(gates)], answers[len(gates) :]
+        refusing, flags = answers[: len(gates)], answers[len(gates) :]
         has_gradients, *asked = flags or [True] * (1 + len(gates))
         # a step without gradients changes no state and does not count as a skip, as on one process
         if not has_gradients:
@@ -128,7 +128,7 @@ class StepPolicy:
         walk.are_zero = joint == 0
         # leave out the answers of gates whose scope has no gradient on any process
         judged = list(compress(judged, asked))
-        walk.refused_by.extend(gate for gate, *said in zip(gates, refusals, asked, strict=True) if all(said))
+        walk.refused_by.extend(gate for gate, *said in zip(gates, refusing, asked, strict=True) if all(said))
         if nonfinite and self.nonfinite != "propagate":
             self._refuse(walk)
         if walk.refused_by:
@@ -148,7 +148,7 @@ class StepPolicy:
         gradient_norms.norm_of_decision = total
         asked = [] if walk is None else self._asked_of_device(walk, total)
         passed = dict.fromkeys(self.names, torch.ones_like(finite)) if len(asked) < len(self._gates) else {}
-        passed |= {node.path: refusal(node, norm, step).logical_not() for node, norm, step in asked}
+        passed |= {node.path: refuses(node, norm, step).logical_not() for node, norm, step in asked}
         if self.nonfinite == "skip":
             passed["nonfinite"] = finite
             decisions.note_norms(finite, gradient_norms.measure(), params)

@@ -34,7 +34,7 @@ class AnyStep(ABC):
     walk: Walk  # the step as a policy and a listener see it
     gradient_norms: GradientNorms
     params: list[Tensor]  # that take part
-    is_watched: bool  # somebody sees the ``walk``
+    is_seen: bool  # somebody sees the ``walk``
     takes_part: bool  # False if this process has no gradient, and no other process takes part
     decisions: DeviceDecisions | None = None  # set before `run` if the device decides
     metrics: Metrics | None = None  # computes the metrics after `run`; None if those of the walk are read at once
@@ -72,7 +72,7 @@ class OrdinaryStep(AnyStep):
     walk: Walk
     gradient_norms: GradientNorms
     params: list[Tensor]
-    is_watched = True
+    is_seen = True
 
     @override
     def host_reasons(self) -> list[str]:

@@ -47,7 +47,7 @@ class FastWay:
             self._beside[key] = FastWay(workspace)
         return self._beside[key]
 
-    def begin(
+    def planned(
         self, groups: list[Group], kept: Mapping[Tensor, State], options: StepOptions, *rest: Any
     ) -> PlannedStep | None:
         """Begin a step by the plan; ``rest`` are the arguments of `PlannedStep` from ``chain_state`` on.

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from torchzero_clip.core.kinds import Fused, Kernel
 from torchzero_clip.core.nodes import Node
-from torchzero_clip.engine.executor import DeliveredScale
+from torchzero_clip.engine.executor import Multiply
 from torchzero_clip.fast.workspace import StepLayout
 from torchzero_clip.functional import foreach, short_tensors
 from torchzero_clip.functional.clip import inverse
@@ -35,7 +35,7 @@ class Delivered(NamedTuple):
 
     layout: StepLayout
     columns: dict[str, list[Tensor]]  # as in `Ended`
-    scale: DeliveredScale
+    multiply: Multiply
 
 
 def run_kernel(

@@ -93,7 +93,7 @@ class PlannedStep(AnyStep):
     loss: Callable[[], Loss]
     listener: Listener | None
     undo: Undo | None  # as in a `Walk`
-    is_watched: bool
+    is_seen: bool
     is_measured: bool = False  # `measure` was called, by a step whose factor follows from the joint norm alone
     total: Tensor | None = None  # the joint norm of the gradients, if it was measured, is finite and not extreme
     effect: Effect | None = None  # of the scaling, for a listener that computes the metrics later
@@ -116,16 +116,16 @@ class PlannedStep(AnyStep):
     @cached_property
     def gradient_norms(self) -> GradientNorms:  # pyright: ignore[reportIncompatibleVariableOverride]
         grads = self.columns["grads"]
-        in_place = self.course.in_place and not self.is_watched
+        in_place = self.course.in_place and not self.is_seen
         measurer = _Measurer(grads, self.scratch) if in_place else self.executor
         return GradientNorms(self.course.norm_needs, grads, measurer, listens=self.listener is not None)
 
     @cached_property
     def walk(self) -> Walk:  # pyright: ignore[reportIncompatibleVariableOverride]
         # norms that exist were measured for a step that nobody sees
-        if not self.is_watched and "gradient_norms" in vars(self):
+        if not self.is_seen and "gradient_norms" in vars(self):
             raise RuntimeError("ask for the walk of a planned step before its gradient_norms")
-        self.is_watched = True
+        self.is_seen = True
         course, table, executor, loss = self.course, self.table, self.executor, self.loss()
         return Walk(
             course.nodes, self.settings, table, self.chain_state, executor, self.gradient_norms, course.end, loss
@@ -136,7 +136,7 @@ class PlannedStep(AnyStep):
         scaling = self.course.scaling
         if scaling is not None and scaling.factor_of is not None and not self.is_measured:
             self.is_measured = True
-            if self.is_watched:
+            if self.is_seen:
                 self.total = self.gradient_norms.total()
             # the gradients are plain, float32 and on CPU, so blocks measure them
             elif (joint := joint_norm(self.columns["grads"], self.scratch)) is not None:
@@ -149,7 +149,7 @@ class PlannedStep(AnyStep):
 
     @override
     def is_allowed(self, policy: StepPolicy, counts: State) -> bool:
-        total = None if self.is_watched else self.measure()
+        total = None if self.is_seen else self.measure()
         if total is None:
             return policy.allows(self.walk, counts)
         policy.passes(total, counts)
@@ -169,10 +169,10 @@ class PlannedStep(AnyStep):
                 self.gradient_norms.before_first(acting(course.nodes)[0].transform)
             course.ending.finish(self, factor)
         except BaseException:
-            if self.is_watched:
+            if self.is_seen:
                 self.walk.refused_by.append("error")
             raise
-        self.metrics = self._shown(metrics) if self.is_watched else metrics
+        self.metrics = self._shown(metrics) if self.is_seen else metrics
         self.may_be_zero = course.tells_zeros and self.total is None
         return True
 
@@ -342,14 +342,14 @@ class ByDelivery:
     takes_found_inf = True  # if the optimizer does, which `Deliver` asks
 
     def __init__(self, ended: Delivered) -> None:
-        self._scale = ended.scale
+        self._multiply = ended.multiply
 
     def applies(self, waiting: Scale) -> bool:
         return waiting.is_one_number and waiting.fits_kernels
 
     def finish(self, step: PlannedStep, factor: Tensor | float | None) -> None:
         if factor is not None:
-            self._scale(step.columns["grads"], factor)
+            self._multiply(step.columns["grads"], factor)
 
 
 class _Measurer(Averaging):

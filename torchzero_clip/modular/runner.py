@@ -55,7 +55,7 @@ class Runner:
     parts: Parts | None = None
     """What the backward has updated since the last step, after `step_in_backward`."""
 
-    ended: Walk | None = None
+    untold: Walk | None = None
     """The last step, if the listener was not told yet that it has ended: see `tell`."""
 
     undo: Undo | None = None
@@ -222,7 +222,7 @@ class Runner:
             if self.shared.is_lost:
                 self.shared.refuse()
             if closure is not None:
-                self.begin(groups)  # raises before the closure is called
+                self.checked_settings(groups)  # raises before the closure is called
                 with torch.enable_grad():
                     result = closure()
                 loss = loss if result is None else partial(Loss, result, 1)
@@ -231,7 +231,7 @@ class Runner:
             if self.fast_way.plan is not None:
                 step = self._planned(groups, states, loss)
             if step is None:
-                settings = self.begin(groups)  # again, because a closure may change settings, or add groups
+                settings = self.checked_settings(groups)  # again, because a closure may change settings, or add groups
                 absent = Missing(self.nodes, groups, states) if self.has_meshes and not self.parts else None
                 step = self._ordinary(groups, states, self.fast_way, settings, loss())
             if self.policy.decides:
@@ -254,8 +254,8 @@ class Runner:
             return None
         if values:
             self.schedules.catch_up(groups)
-        is_watched = self.listener is not None or self.policy.has_gates
-        return self.fast_way.begin(groups, states, options, values, loss, self.listener, self.undo, is_watched)
+        is_seen = self.listener is not None or self.policy.has_gates
+        return self.fast_way.planned(groups, states, options, values, loss, self.listener, self.undo, is_seen)
 
     def _let_host_decide(self, groups: list[Group], step: AnyStep) -> None:
         """Take a step, or skip it, as the host decides."""
@@ -273,7 +273,7 @@ class Runner:
             else:
                 policy.idle.not_taken(step.walk, self.steps_taken)
         finally:
-            walk, metrics = step.walk if step.is_watched else None, self.step_metrics
+            walk, metrics = step.walk if step.is_seen else None, self.step_metrics
             if walk is not None and "error" not in walk.refused_by:
                 self.skipped_by = tuple(walk.refused_by)
                 # a skipped step has the numbers of gates, and none of an earlier step
@@ -287,7 +287,7 @@ class Runner:
             if values:
                 self.chain_state.show(groups)
             if self.listener is not None:
-                self.ended = walk
+                self.untold = walk
 
     def _let_device_decide(self, groups: list[Group], step: AnyStep) -> None:
         """Take a step, or skip it, as the device decides."""
@@ -305,7 +305,7 @@ class Runner:
             if self.undo is not None:
                 self.undo.tensors([decisions.counts])
             self.found_inf = decisions.found_inf
-            walk = step.walk if step.is_watched else None
+            walk = step.walk if step.is_seen else None
             policy.let_device_decide(step.gradient_norms, walk, params, decisions)
             step.decisions = decisions
             try:
@@ -315,9 +315,9 @@ class Runner:
                 raise
         finally:
             if self.listener is not None:
-                self.ended = step.walk
+                self.untold = step.walk
         self.step_metrics.compute = step.metrics
-        if step.is_watched and step.walk.asked:
+        if step.is_seen and step.walk.asked:
             self._step_reasons = [step.walk.asked]
         self.chain_state.show(groups)
         if not is_captured:
@@ -333,7 +333,7 @@ class Runner:
     def _look(self, decisions: DeviceDecisions) -> None:
         """Take over the counts of the host. Raise or warn of skipped steps, if counts of the device have arrived."""
         values = self.chain_state.values
-        decisions.begin(values[CONSECUTIVE])
+        decisions.continue_from(values[CONSECUTIVE])
         if (counts := decisions.arrived()) is not None:
             try:
                 self.policy.look(int(counts[2]), decisions.step_at(counts, self.steps_taken + values[SKIPPED]))
@@ -376,11 +376,11 @@ class Runner:
 
     def tell(self) -> None:
         """Tell the listener that the step has ended, also if it was refused or raised an error."""
-        ended, self.ended = self.ended, None
-        if ended is not None and self.listener is not None:
-            self.listener.end(ended)
+        untold, self.untold = self.untold, None
+        if untold is not None and self.listener is not None:
+            self.listener.end(untold)
 
-    def begin(self, groups: list[Group]) -> dict[str, list[Setting]]:
+    def checked_settings(self, groups: list[Group]) -> dict[str, list[Setting]]:
         """Take over what was written to the param groups since the last step, and return the settings by transform."""
         if self.chain_state.values:  # also if there are schedules
             self.schedules.catch_up(groups)
@@ -457,7 +457,7 @@ class Runner:
         return Load(self.nodes, self.schedules, self.chain_state, self.shared.group, new, dropped)
 
     def __getstate__(self) -> dict[str, Any]:
-        left_out = ("decisions", "found_inf", "listener", "parts", "ended", "undo", "fast_way", "_lengths")
+        left_out = ("decisions", "found_inf", "listener", "parts", "untold", "undo", "fast_way", "_lengths")
         return {key: value for key, value in vars(self).items() if key not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

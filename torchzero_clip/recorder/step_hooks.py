@@ -15,7 +15,7 @@ from torchzero_clip.engine.reported_loss import ReportedLoss
 from torchzero_clip.functional.norms import norms_of_each
 from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.other_optimizer.before_step import handle_of
-from torchzero_clip.other_optimizer.host import Depth, end_surely, unwrap_method, with_closure
+from torchzero_clip.other_optimizer.wrapping import Depth, end_surely, unwrap_method, with_closure
 from torchzero_clip.recorder.recording import FAILED, Recording, nothing
 from torchzero_clip.recorder.tape import Note
 

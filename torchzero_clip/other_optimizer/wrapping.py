@@ -26,15 +26,15 @@ class RefusedStep(BaseException):
     # no Exception, which an optimizer might catch
 
 
-def check_host(host: Any, transforms: Sequence[Transforms]) -> None:
+def check_optimizer(inner: Any, transforms: Sequence[Transforms]) -> None:
     """Raise if an optimizer cannot have transforms before its steps."""
-    name = type(host).__name__
-    inside = [key for key, value in getattr(host, "__dict__", {}).items() if isinstance(value, Optimizer)]
+    name = type(inner).__name__
+    inside = [key for key, value in getattr(inner, "__dict__", {}).items() if isinstance(value, Optimizer)]
     way_out = f": call before_step on optimizer.{inside[0]}" if inside else ""
-    if not isinstance(host, Optimizer):
+    if not isinstance(inner, Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {name}{way_out}")
     listed = list(flatten(transforms))
-    if isinstance(host, Modular):
+    if isinstance(inner, Modular):
         shown = ", ".join(map(repr, listed)) or "ClipNorm(1)"
         raise TypeError(f"this optimizer is a chain, which takes the transforms: Modular(params, {shown}, ...)")
     if not listed:
@@ -43,9 +43,9 @@ def check_host(host: Any, transforms: Sequence[Transforms]) -> None:
         raise TypeError(NOT_ZERO_REDUNDANCY)
     if inside:
         raise TypeError(f"{name} takes its steps by another optimizer{way_out}")
-    if not all(hasattr(host, f"_optimizer_{kind}_hooks") for kind in ("step_pre", "state_dict_post")):
+    if not all(hasattr(inner, f"_optimizer_{kind}_hooks") for kind in ("step_pre", "state_dict_post")):
         raise TypeError(f"{name} lacks hooks that optimizers of torch have: let it call Optimizer.__init__")
-    if needs_closure(type(host)):
+    if needs_closure(type(inner)):
         raise TypeError(
             f"{name} takes no step without a closure and may evaluate it several times in one step, but transforms "
             "that keep statistics act once a step: call clip_grad_norm_ in the closure"
