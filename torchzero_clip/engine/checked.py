@@ -127,17 +127,13 @@ def refuses(node: Node, norm: Tensor, step: Step) -> Tensor:
     return answer
 
 
-def record(node: Node, norm: Tensor, step: Step, *, taken: bool) -> None:
-    """Tell a gate whether the step is taken."""
+def record(node: Node, norm: Tensor, step: Step, taken: bool | Tensor) -> None:
+    """Tell a gate whether the step is taken: a 0-d boolean tensor if the device decides."""
     gate = cast(Gate, node.transform)
-    _called(gate.accept if taken else gate.refused, node, norm, step)
-    check_state(node, step)
-
-
-def record_decided(node: Node, norm: Tensor, step: Step, taken: Tensor) -> None:
-    """Let a gate record a step about which the device decides."""
-    gate = cast(Gate, node.transform)
-    _called(lambda norm, step: gate.record(norm, step, taken), node, norm, step)
+    if isinstance(taken, Tensor):
+        _called(lambda norm, step: gate.record(norm, step, taken), node, norm, step)
+    else:
+        _called(gate.accept if taken else gate.refused, node, norm, step)
     check_state(node, step)
 
 
