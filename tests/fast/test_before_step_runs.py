@@ -387,9 +387,9 @@ def test_a_recorder_leaves_the_factor_to_a_fused_optimizer(order, monkeypatch):
     recorder = Recorder(optimizer) if order == "before" else None
     handle = before_step(optimizer, ClipNorm(0.1, dim="global"))
     recorder = Recorder(optimizer) if order == "after" else recorder
-    scaled, original = [], handle._scale
+    scaled, original = [], handle._multiply
     monkeypatch.setattr(
-        handle.runner.delivery, "scale", lambda *args: (original(*args), scaled.append(optimizer.grad_scale))
+        handle.runner.delivery, "multiply", lambda *args: (original(*args), scaled.append(optimizer.grad_scale))
     )
     train(optimizer, params, gradients(params, 6))
     assert len(scaled) == 6

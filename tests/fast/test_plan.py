@@ -51,14 +51,14 @@ def compare(seed: str, clip: str, rule: str, steps: int) -> None:
 def planned(monkeypatch):
     """Counts the steps that followed a plan."""
     taken = []
-    begin = FastWay.begin
+    begin = FastWay.planned
 
     def counted(self, *args):
         results = begin(self, *args)
         taken.append(results is not None)
         return results
 
-    monkeypatch.setattr(FastWay, "begin", counted)
+    monkeypatch.setattr(FastWay, "planned", counted)
     return taken
 
 
@@ -301,7 +301,7 @@ def test_planned_steps_move_and_measure_long_averages_together(planned):
     params = parameters(shapes=[(70_000,)])
     optimizer = Modular(params, ClipNormByEMA(), AdamW())
     train(optimizer, params, gradients(params, 5))
-    assert "_moved" in {code.co_name for code in calls_of(optimizer.step)}
+    assert "_lerped" in {code.co_name for code in calls_of(optimizer.step)}
     assert planned[-1]
 
 

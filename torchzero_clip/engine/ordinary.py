@@ -4,9 +4,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import final
+from typing import NamedTuple, final
 
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from typing_extensions import override
 
 from torchzero_clip.core.chain import Chain
@@ -15,7 +16,6 @@ from torchzero_clip.engine.gradient_norms import GradientNorms
 from torchzero_clip.engine.idle import Idle
 from torchzero_clip.engine.listener import Listener
 from torchzero_clip.engine.nonfinite import StepPolicy
-from torchzero_clip.engine.options import StepOptions
 from torchzero_clip.engine.others import Others
 from torchzero_clip.engine.parts import Parts
 from torchzero_clip.engine.walk import RefusedByDevice, Walk
@@ -26,6 +26,16 @@ LACKS = (
     "If the device lacks this operation, let the CPU carry it out (PYTORCH_ENABLE_MPS_FALLBACK=1 for a GPU of Apple), "
     "or try fast=False, which takes other operations"
 )
+
+
+class StepOptions(NamedTuple):
+    """What decides about a step beside its chain and its tensors. A plan is of one of these."""
+
+    maximize: bool
+    keep_grads: bool
+    parts: Parts | None
+    """What the backward has updated, if the optimizer steps in the backward."""
+    process_group: ProcessGroup | None
 
 
 class AnyStep(ABC):

@@ -12,15 +12,14 @@ from typing_extensions import override
 from torchzero_clip.core.kinds import Gate, Scaling, UpdateRule
 from torchzero_clip.core.nodes import Node, Nodes
 from torchzero_clip.core.step import Step
-from torchzero_clip.core.transform import Transform, is_pure
+from torchzero_clip.core.transform import is_pure
 from torchzero_clip.core.undo import Undo
 from torchzero_clip.engine.end import End
 from torchzero_clip.engine.gradient_norms import GradientNorms, NormNeeds
 from torchzero_clip.engine.idle import Idle
 from torchzero_clip.engine.listener import Listener
 from torchzero_clip.engine.nonfinite import StepPolicy
-from torchzero_clip.engine.options import StepOptions
-from torchzero_clip.engine.ordinary import AnyStep, clones
+from torchzero_clip.engine.ordinary import AnyStep, StepOptions, clones
 from torchzero_clip.engine.reported_loss import Loss
 from torchzero_clip.engine.scaling import find_factors, unless_refused
 from torchzero_clip.engine.table import Table
@@ -200,7 +199,10 @@ class RepeatedScaling:
 
     def __init__(self, node: Node, group_of: list[int], *, may_read: bool) -> None:
         self.node, self.paths, self._group_of = node, {node.path}, group_of
-        self._joint_factor_of = _factor_of(node.transform) if may_read else None
+        scaling = cast(Scaling, node.transform)
+        is_joint = scaling.slicing.is_joint_l2 and is_pure(scaling)
+        # it saves many operations on one element
+        self._joint_factor_of = scaling.factor if may_read and is_joint and scaling.has_factor else None
         self._is_tried = False  # `Scaling.factor` was compared with the factors
         self.factor_of: Callable[[float, Setting], float] | None = None
         """`Scaling.factor`, if the factor follows from the joint norm alone."""
@@ -378,13 +380,6 @@ def acting(nodes: Nodes) -> list[Node]:
 
 def _measured_jointly(total: Tensor) -> Measured:
     return Measured(L2, [0], total.view(1), total, [total])
-
-
-def _factor_of(transform: Transform) -> Callable[[float, Setting], float] | None:
-    """`Scaling.factor` of a joint clip, which saves many operations on one element; None without."""
-    if not isinstance(transform, Scaling) or not transform.slicing.is_joint_l2:
-        return None
-    return transform.factor if transform.has_factor and is_pure(transform) else None
 
 
 def _left(waiting: Scale, step: PlannedStep) -> Tensor | None:

@@ -23,8 +23,7 @@ from torchzero_clip.engine.end import Deliver, Subtract
 from torchzero_clip.engine.gradient_norms import GradientNorms, NormNeeds
 from torchzero_clip.engine.listener import Listener
 from torchzero_clip.engine.nonfinite import Nonfinite, StepPolicy
-from torchzero_clip.engine.options import StepOptions
-from torchzero_clip.engine.ordinary import AnyStep, OrdinaryStep
+from torchzero_clip.engine.ordinary import AnyStep, OrdinaryStep, StepOptions
 from torchzero_clip.engine.others import Others
 from torchzero_clip.engine.parts import Parts
 from torchzero_clip.engine.readable import ReadableExecutor

@@ -35,12 +35,11 @@ from torchzero_clip.other_optimizer.wrapping import (
     Depth,
     RefusedStep,
     are_zero,
-    at_zero_grad,
     check_optimizer,
-    end_surely,
     takes_factor,
     unwrap_method,
     with_closure,
+    wrap_method,
 )
 from torchzero_clip.private_losses import refuse_loss
 from torchzero_clip.types import Group
@@ -81,8 +80,8 @@ class BeforeStep:
         # the step is over before the post-hooks of others, whose errors do not undo it
         optimizer._optimizer_step_post_hooks.move_to_end(around[1].id, last=False)  # pyright: ignore
         self._wrappers = {
-            "step": end_surely(optimizer, self.begin, self.finish),
-            "zero_grad": at_zero_grad(optimizer, self.runner.reported.zeroed),
+            "step": wrap_method(optimizer, "step", self._around_step),
+            "zero_grad": wrap_method(optimizer, "zero_grad", self._around_zero_grad),
         }
 
     @property
@@ -349,15 +348,21 @@ class BeforeStep:
         if not self._depth.leaves_base():
             self._end(optimizer, is_taken=True)
 
-    def begin(self, optimizer: Optimizer) -> None:
-        """The wrapper has been called, and catches a `RefusedStep`."""
-        self._end(optimizer, is_taken=False)  # the step before, if it raised an error and was called without it
+    def _around_step(self, optimizer: Optimizer, step: Callable[[], Any]) -> Any:
+        """Take a step of the optimizer. A refused one returns what the closure has returned."""
+        self._end(optimizer, is_taken=False)  # the step before, if it raised an error and was called without wrapper
         self._depth.is_wrapped = True
+        try:
+            return step()
+        except RefusedStep as refused:
+            return refused.args[0]
+        finally:
+            self._depth.is_wrapped = False
+            self._end(optimizer, is_taken=False)
 
-    def finish(self, optimizer: Optimizer) -> None:
-        """The wrapper ends."""
-        self._depth.is_wrapped = False
-        self._end(optimizer, is_taken=False)
+    def _around_zero_grad(self, optimizer: Optimizer, zero_grad: Callable[[], Any]) -> Any:
+        self.runner.reported.zeroed()
+        return zero_grad()
 
     def _end(self, optimizer: Optimizer, *, is_taken: bool) -> None:
         """End the step, unless it has ended. If the optimizer has raised, undo what the transforms did to state."""

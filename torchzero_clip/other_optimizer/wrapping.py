@@ -85,7 +85,7 @@ class Depth:
 
     def __init__(self) -> None:
         self.count = 0
-        self.is_wrapped = False  # True while the wrapper of `end_surely` runs, which sees how a step ends
+        self.is_wrapped = False  # True while the wrapper of `wrap_method` runs, which sees how a step ends
 
     def enters_base(self, optimizer: Optimizer) -> bool:
         """Called by a hook before a step: True, and one deeper, if it is the step of a base class."""
@@ -111,37 +111,11 @@ def with_closure(args: Args, kwargs: dict[str, Any], wrap: Callable[[Any], Any])
     return (*args[:1], wrap(closure), *args[2:]), kwargs
 
 
-def end_surely(optimizer: Optimizer, begin: Callable[[Any], object], finish: Callable[[Any], object]) -> Any:
-    """Wrap ``step`` of one optimizer, so that a step ends even if it raises, for which torch calls no hook.
+def wrap_method(optimizer: Optimizer, name: str, around: Callable[[Any, Callable[[], Any]], Any]) -> Any:
+    """Replace a method of one optimizer by ``around``, which gets the optimizer and what calls the method.
 
-    ``begin(optimizer)`` runs before the step, and ``finish(optimizer)`` after it. A `RefusedStep` returns what the
-    closure has returned.
+    So a step has an end even if it raises, for which torch calls no hook.
     """
-
-    def around(alive: Any, call: Callable[[], Any]) -> Any:
-        begin(alive)
-        try:
-            return call()
-        except RefusedStep as refused:
-            return refused.args[0]
-        finally:
-            finish(alive)
-
-    return _wrap_method(optimizer, "step", around)
-
-
-def at_zero_grad(optimizer: Optimizer, note: Callable[[], object]) -> Any:
-    """Wrap ``zero_grad`` of one optimizer, so that it calls ``note`` first."""
-
-    def around(_: Any, call: Callable[[], Any]) -> Any:
-        note()
-        return call()
-
-    return _wrap_method(optimizer, "zero_grad", around)
-
-
-def _wrap_method(optimizer: Optimizer, name: str, around: Callable[[Any, Callable[[], Any]], Any]) -> Any:
-    """Replace a method of one optimizer by ``around``, which gets the optimizer and what calls the method."""
     replaced: Any = vars(optimizer).get(name)
     call: Any = getattr(type(optimizer), name) if replaced is None else replaced
     reference = weakref.ref(optimizer)
