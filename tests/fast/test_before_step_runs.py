@@ -330,13 +330,13 @@ def is_before(kind, name, seed, steps=16):
 @pytest.fixture
 def scaled(monkeypatch):
     """Notes for each factor of all gradients whether the optimizer takes it."""
-    have_scaled, original = [], BeforeStep._scale
+    have_scaled, original = [], BeforeStep._multiply
 
     def scale(handle, grads, factor):
         original(handle, grads, factor)
-        have_scaled.append(handle._has_scaled)
+        have_scaled.append(handle._has_set_grad_scale)
 
-    monkeypatch.setattr(BeforeStep, "_scale", scale)
+    monkeypatch.setattr(BeforeStep, "_multiply", scale)
     return have_scaled
 
 
