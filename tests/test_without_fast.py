@@ -29,6 +29,9 @@ class FastWay:
 
     def executor(self, updates, columns):
         return ReadableExecutor(updates)
+
+    def learn(self, walk, options):
+        pass
 '''
 
 

@@ -59,14 +59,14 @@ def test_one_policy_needs_no_vector_of_answers():
 
 
 def test_skips_in_a_row_continue_those_of_the_host(decisions):
-    decisions.begin(4)
+    decisions.continue_from(4)
     decide(decisions, False, True)
-    decisions.begin(4)  # the host knows of no more
+    decisions.continue_from(4)  # the host knows of no more
     decide(decisions, False, True)
     answers = decisions.answers()
     assert answers is not None
     assert answers.in_a_row == 6
-    decisions.begin(0)  # the host has taken a step
+    decisions.continue_from(0)  # the host has taken a step
     decide(decisions, False, True)
     assert decisions.answers() == Answers(0, 1, 1, ("a gate",))
 

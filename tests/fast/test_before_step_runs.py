@@ -330,13 +330,13 @@ def is_before(kind, name, seed, steps=16):
 @pytest.fixture
 def scaled(monkeypatch):
     """Notes for each factor of all gradients whether the optimizer takes it."""
-    have_scaled, original = [], BeforeStep._scale
+    have_scaled, original = [], BeforeStep._multiply
 
     def scale(handle, grads, factor):
         original(handle, grads, factor)
-        have_scaled.append(handle._has_scaled)
+        have_scaled.append(handle._has_set_grad_scale)
 
-    monkeypatch.setattr(BeforeStep, "_scale", scale)
+    monkeypatch.setattr(BeforeStep, "_multiply", scale)
     return have_scaled
 
 
@@ -387,9 +387,9 @@ def test_a_recorder_leaves_the_factor_to_a_fused_optimizer(order, monkeypatch):
     recorder = Recorder(optimizer) if order == "before" else None
     handle = before_step(optimizer, ClipNorm(0.1, dim="global"))
     recorder = Recorder(optimizer) if order == "after" else recorder
-    scaled, original = [], handle._scale
+    scaled, original = [], handle._multiply
     monkeypatch.setattr(
-        handle.runner.delivery, "scale", lambda *args: (original(*args), scaled.append(optimizer.grad_scale))
+        handle.runner.delivery, "multiply", lambda *args: (original(*args), scaled.append(optimizer.grad_scale))
     )
     train(optimizer, params, gradients(params, 6))
     assert len(scaled) == 6

@@ -89,7 +89,7 @@ def test_an_interrupt_between_two_lines_leaves_no_scale(place, monkeypatch):
     writes = []
 
     def setter(target, name, value):
-        if name in ("_scale_before", "_has_scaled", "grad_scale"):
+        if name in ("_grad_scale_before", "_has_set_grad_scale", "grad_scale"):
             writes.append(name)
             if len(writes) == place + 1:
                 raise KeyboardInterrupt

@@ -51,14 +51,14 @@ def compare(seed: str, clip: str, rule: str, steps: int) -> None:
 def planned(monkeypatch):
     """Counts the steps that followed a plan."""
     taken = []
-    begin = FastWay.begin
+    begin = FastWay.planned
 
     def counted(self, *args):
         results = begin(self, *args)
         taken.append(results is not None)
         return results
 
-    monkeypatch.setattr(FastWay, "begin", counted)
+    monkeypatch.setattr(FastWay, "planned", counted)
     return taken
 
 
@@ -301,7 +301,7 @@ def test_planned_steps_move_and_measure_long_averages_together(planned):
     params = parameters(shapes=[(70_000,)])
     optimizer = Modular(params, ClipNormByEMA(), AdamW())
     train(optimizer, params, gradients(params, 5))
-    assert "_moved" in {code.co_name for code in calls_of(optimizer.step)}
+    assert "_lerped" in {code.co_name for code in calls_of(optimizer.step)}
     assert planned[-1]
 
 
@@ -333,12 +333,7 @@ def test_the_walk_of_a_planned_step_comes_before_its_norms():
     optimizer = Modular(params, ClipNorm(1.0), AdamW())
     train(optimizer, params, gradients(params, 5))
     runner = optimizer.runner
-    begun = [
-        runner.fast_way.begin(
-            optimizer.param_groups, optimizer.state, runner._options(), {}, runner.reported.loss, None, None
-        )
-        for _ in range(2)
-    ]
+    begun = [runner._planned(optimizer.param_groups, optimizer.state, runner.reported.loss) for _ in range(2)]
     assert begun[0].walk.gradient_norms is begun[0].gradient_norms
     _ = begun[1].gradient_norms
     with pytest.raises(RuntimeError, match="ask for the walk of a planned step before its gradient_norms"):

@@ -12,7 +12,7 @@ from torchzero_clip.functional.blocks import (
     IN_CACHE,
     SHORT,
     SHORT_BLOCK,
-    Moves,
+    Lerp,
     cut_into_blocks,
     in_blocks,
     joint_norm,
@@ -86,7 +86,7 @@ def test_moving_and_measuring_together_gives_the_bits_of_first_moving_then_measu
     tensors, ends = [tensor.clone() for tensor in tensors_of(sizes, dtype)], tensors_of(sizes, dtype, 1)
     weights = [0.1 + 0.05 * i for i in range(len(tensors))]
     moved = [torch.lerp(tensor, end, weight) for tensor, end, weight in zip(tensors, ends, weights, strict=True)]
-    found = joint_norm(tensors, Scratch(), beside=True, moves=Moves(tensors, ends, weights))
+    found = joint_norm(tensors, Scratch(), beside=True, lerp=Lerp(tensors, ends, weights))
     assert_equal([*tensors, *found], [*moved, *joint_norm(moved, Scratch(), beside=True)])
 
 

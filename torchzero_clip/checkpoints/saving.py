@@ -73,10 +73,10 @@ class Load:
         """Check and restore while torch loads: after the pre-hooks of the caller, and before its post-hooks."""
         before = optimizer.register_load_state_dict_pre_hook(
             # without the state by parameter, which torch would cast, and `restore` puts in its place
-            lambda host, state_dict: {**self.check(state_dict, host.param_groups), "state": {}}
+            lambda loading, state_dict: {**self.check(state_dict, loading.param_groups), "state": {}}
         )
         after = optimizer.register_load_state_dict_post_hook(
-            lambda host: self.restore(host.param_groups, host.state), prepend=True
+            lambda loading: self.restore(loading.param_groups, loading.state), prepend=True
         )
         try:
             yield

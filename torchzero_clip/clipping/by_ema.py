@@ -142,7 +142,7 @@ class ClipNormByEMA(NormStatistics):
             largest = tracked.limits(tracked.by_setting(_largest, tracked["prev"]))
             shrink = tracked.root(within(size, largest))
             scratch = tracked.step.tools.scratch_for(averages)
-            scale_(measured, tracked.factors(shrink), scratch, name=f"averages {id(self)}")
+            scale_(measured, tracked.factors(shrink), scratch, owner=f"averages {id(self)}")
             size = torch.minimum(size, largest)
         tracked.keep(prev=size)
         return size

@@ -114,7 +114,7 @@ class Scope:
                 "before_step model=model; or choose by a function, such as lambda param: param.ndim > 1"
             )
 
-    def idle_names(self, owner: object, params: Sequence[NamedParam]) -> dict[str, bool]:
+    def unmatched_names(self, owner: object, params: Sequence[NamedParam]) -> dict[str, bool]:
         """The warning about each pattern and each group name, with True if it matches no parameter or group."""
         # such a name is mistyped, or its parameters are added later
         names = [named.name for named in params if named.name is not None]

@@ -109,48 +109,44 @@ def take_step(node: Node, updates: list[Tensor], step: Step) -> None:
     check_state(node, step)
 
 
-def refusal(node: Node, norm: Tensor, step: Step) -> Tensor:
+def refuses(node: Node, norm: Tensor, step: Step) -> Tensor:
     """Whether a gate refuses the step: a 0-d boolean tensor."""
     gate = cast(Gate, node.transform)
     before = dict(step.global_state)
     then = versions(before.values())
-    refuses = _asked(gate.refuses, node, norm, step)
+    answer = _called(gate.refuses, node, norm, step)
     now = step.global_state
     is_kept = len(now) == len(before) and all(now.get(key) is value for key, value in before.items())
     if not is_kept or versions(before.values()) != then:
         raise RuntimeError(f"{gate!r}.refuses changed step.global_state: change it in accept, and in refused")
-    if not isinstance(refuses, Tensor) or refuses.dtype != torch.bool or refuses.ndim:
+    if not isinstance(answer, Tensor) or answer.dtype != torch.bool or answer.ndim:
         raise RuntimeError(
-            f"{gate!r}.refuses returned {described(refuses)} instead of a 0-d tensor of booleans: return a comparison "
+            f"{gate!r}.refuses returned {described(answer)} instead of a 0-d tensor of booleans: return a comparison "
             "of tensors, such as norm > limit, without bool() or .item()"
         )
-    return refuses
+    return answer
 
 
-def record(node: Node, norm: Tensor, step: Step, *, taken: bool) -> None:
-    """Tell a gate whether the step is taken."""
+def record(node: Node, norm: Tensor, step: Step, taken: bool | Tensor) -> None:
+    """Tell a gate whether the step is taken: a 0-d boolean tensor if the device decides."""
     gate = cast(Gate, node.transform)
-    _asked(gate.accept if taken else gate.refused, node, norm, step)
-    check_state(node, step)
-
-
-def record_decided(node: Node, norm: Tensor, step: Step, taken: Tensor) -> None:
-    """Let a gate record a step about which the device decides."""
-    gate = cast(Gate, node.transform)
-    _asked(lambda norm, step: gate.record(norm, step, taken), node, norm, step)
+    if isinstance(taken, Tensor):
+        _called(lambda norm, step: gate.record(norm, step, taken), node, norm, step)
+    else:
+        _called(gate.accept if taken else gate.refused, node, norm, step)
     check_state(node, step)
 
 
 def why(node: Node, norm: Tensor, step: Step) -> str:
     """What the gate says of why it refuses the step."""
     gate = cast(Gate, node.transform)
-    said: Any = _asked(gate.why, node, norm, step)
+    said: Any = _called(gate.why, node, norm, step)
     if not isinstance(said, str):
         raise RuntimeError(f"{gate!r}.why returned {described(said)} instead of a string")
     return said
 
 
-def _asked(method: Callable[[Tensor, Step], object], node: Node, norm: Tensor, step: Step) -> object:
+def _called(method: Callable[[Tensor, Step], object], node: Node, norm: Tensor, step: Step) -> object:
     if not cast(Gate, node.transform).needs_loss:
         step.loss = None
     check = _watched(node, step, {"the norm": [norm]}) if step.is_first else None

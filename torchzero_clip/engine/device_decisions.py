@@ -88,7 +88,7 @@ class DeviceDecisions:
         """True after a step was captured: from then on, replays may decide at any time."""
         self._on_their_way: deque[Arriving] = deque()
 
-    def begin(self, in_a_row: int) -> None:
+    def continue_from(self, in_a_row: int) -> None:
         """Continue from the count of the host, which may have decided about steps in between, or loaded it."""
         if in_a_row != self._known_in_a_row:
             self.forget_sent()

@@ -12,7 +12,7 @@ from torchzero_clip.core.kinds import FinalRule, Gate, Scaling, UpdateRule
 from torchzero_clip.core.learning_rate import LR
 from torchzero_clip.core.nodes import Node
 from torchzero_clip.engine.checked import take_step
-from torchzero_clip.engine.executor import DeliveredScale, WalkLike
+from torchzero_clip.engine.executor import Multiply, WalkLike
 from torchzero_clip.functional import foreach
 
 NO_RULE = "no update rule ends the chain"
@@ -94,7 +94,7 @@ class Deliver(End):
     """Writes the updates into the gradients, for another optimizer that takes the step."""
 
     into_grads: ClassVar[bool] = True
-    scale: DeliveredScale = foreach.multiply_  # multiplies the gradients if the updates are these times one factor
+    multiply: Multiply = foreach.multiply_  # changes the gradients if the updates are these times one factor
     over_grads: bool = False
     host_reasons: Callable[[], list[str]] = list
     """Why the optimizer cannot leave it to the device whether a step is taken; empty if it can."""
@@ -105,7 +105,7 @@ class Deliver(End):
 
     @override
     def deliver(self, walk: WalkLike, rows: list[int]) -> None:
-        walk.executor.deliver(rows, self.scale)
+        walk.executor.deliver(rows, self.multiply)
 
     @override
     def may_write_grads(self, rest: Sequence[Node]) -> bool:

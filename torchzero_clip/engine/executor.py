@@ -37,7 +37,7 @@ class WalkLike(Protocol):
         """Store the state and the metrics of a transform."""
 
 
-DeliveredScale: TypeAlias = Callable[[list[Tensor], Tensor | float], None]
+Multiply: TypeAlias = Callable[[list[Tensor], Tensor | float], None]
 """Multiplies gradients by one factor, now or in the step that follows."""
 
 
@@ -59,7 +59,7 @@ class Measurer(Tools):
 class Executor(Measurer):
     """Reads and changes the updates of one step."""
 
-    memory: Updates  # the updates, and the memory that they are in
+    updates: Updates  # the updates, and the memory that they are in
 
     @abstractmethod
     def host_reasons(self) -> list[str]:
@@ -71,7 +71,7 @@ class Executor(Measurer):
 
     @abstractmethod
     def flush(self, rows: Sequence[int]) -> None:
-        """Carry out all operations that wait on some rows, so that ``memory`` holds their updates."""
+        """Carry out all operations that wait on some rows, so that ``updates`` has them."""
 
     @abstractmethod
     def abandon(self) -> None:
@@ -90,8 +90,8 @@ class Executor(Measurer):
         """Change the parameters as an update rule and the ``rest`` of the chain would. Return the rows done."""
 
     @abstractmethod
-    def deliver(self, rows: list[int], scale: DeliveredScale) -> None:
-        """Write the updates of rows into their gradients. ``scale`` does it if one factor is all that is left to do."""
+    def deliver(self, rows: list[int], multiply: Multiply) -> None:
+        """Write the updates of rows into their gradients. ``multiply`` does it if only one factor is left to do."""
 
     @abstractmethod
     def states(self, node: Node, stored: list[State], begin: Callable[[int], State]) -> States:

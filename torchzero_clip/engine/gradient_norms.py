@@ -24,7 +24,7 @@ class NormNeeds:
 
     def __init__(self, nodes: Nodes) -> None:
         keepers = [node for node in nodes if node.transform.keeps_statistics]
-        self.is_asked = bool(keepers)  # True if a transform asks which gradients are finite and not zero
+        self.has_statistics = bool(keepers)  # True if a transform asks which gradients are finite and not zero
         self.asks_jointly = all(getattr(n.transform, "joint", False) and not n.scope.limited for n in keepers)
         """True if one answer for all gradients together is enough."""
         first = next((node for node in nodes if not node.outer and not isinstance(node.transform, Gate)), None)
@@ -39,7 +39,7 @@ class NormNeeds:
         self.dims_of: dict[str, DimsOf] = {path: partial(slice_dims, scaling) for path, scaling in overriding}
         """The methods that return the dimensions of a slice, by path. Only overriding ones, because calls take time."""
         not_enough = [path for path, s in scalings if not (self.asks_jointly and s.slicing.is_joint_l2)]
-        self.needs_each = set(not_enough if self.is_asked else ())
+        self.needs_each = set(not_enough if self.has_statistics else ())
         """The paths of scalings that have to measure each tensor, because statistics need more than the joint norm."""
 
 
@@ -118,7 +118,7 @@ class GradientNorms:
 
     def before_change(self, transform: Transform) -> None:
         """Called before a transform changes updates, because later statistics need the norms of the gradients."""
-        if self.norm_needs.is_asked and not _measures_gradients(transform):
+        if self.norm_needs.has_statistics and not _measures_gradients(transform):
             self.measure()
 
     def before_first(self, transform: Transform) -> None:
@@ -128,7 +128,7 @@ class GradientNorms:
 
     def before_closure(self) -> None:
         """Called before the gradients that a closure has left are changed."""
-        if self.norm_needs.is_asked:
+        if self.norm_needs.has_statistics:
             self.measure()
         self._note()
 
@@ -138,24 +138,27 @@ class GradientNorms:
 
     def measure_scaling(self, node: Node, updates: list[Tensor]) -> Measured:
         """The norms of the updates of a scaling on this process, which may be those of the gradients too."""
-        norms, count = self.norms, len(updates)
-        if node.path == self.norm_needs.joint_clip and norms is not None and len(norms) < count:
-            total = norms.squeeze(0)  # gates have measured the gradients jointly
+        needs, known, total, count = self.norm_needs, self.norms, self.norm_of_decision, len(updates)
+        if known is not None and node.path == needs.joint_clip and len(known) < count:
+            total = known.squeeze(0)  # gates have measured the gradients jointly
             return Measured(L2, list(range(count)), total.expand(count), total, memories(updates), joint=True)
-        beside = self.listens and self.before is None
-        each, slicing = node.path in self.norm_needs.needs_each, node.transform.slicing  # pyright: ignore
-        resources = self.measurer.resources(updates)._replace(name=node.path, beside=beside, each=each)
-        total, is_alone = self.norm_of_decision, self.measurer.process_group is None
-        if norms is not None and total is not None and node.path == self.norm_needs.first_scaling and is_alone:
-            is_known = not norms.is_cpu and len(norms) == count == len(self.grads)  # gates have measured each gradient
-            resources = resources._replace(norms=(total, norms) if is_known else None)
-        measured = measure(updates, slicing, self.norm_needs.dims_of.get(node.path), resources)
-        if self.norm_needs.is_asked and self.norms is None:
-            # these are gradients: see `before_change`
+        resources = self.measurer.resources(updates)
+        is_alone = self.measurer.process_group is None
+        if known is not None and total is not None and node.path == needs.first_scaling and is_alone:
+            is_of_each = not known.is_cpu and len(known) == count == len(
+                self.grads
+            )  # gates have measured each gradient
+            resources = resources._replace(norms=(total, known) if is_of_each else None)
+        each, beside = node.path in needs.needs_each, self.listens and self.before is None
+        resources = resources._replace(name=node.path, beside=beside, each=each)
+        slicing = node.transform.slicing  # pyright: ignore
+        measured = measure(updates, slicing, needs.dims_of.get(node.path), resources)
+        # the first updates that are measured are the gradients: see `before_change` and `before_first`
+        if known is None and needs.has_statistics:
             is_joint = not each and len(measured.vector) > 0
             self.norms = measured.first if is_joint else measured.tensor_norms
-            self.measure()
-        if beside:  # the same pass gave the listener its norms, unless they are of another metric
+            self.measure()  # if the scaling has not measured each tensor
+        if beside:
             self._note(measured.tensor_norms if measured.metric == L2 else None)
         return measured
 

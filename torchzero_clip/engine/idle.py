@@ -1,7 +1,5 @@
 """A warning after many steps in a row without gradients, or with gradients of 0."""
 
-from torch import Tensor
-
 from torchzero_clip.compat import never_compiled, warn_user
 from torchzero_clip.engine.walk import Walk
 
@@ -45,12 +43,6 @@ class Idle:
     def looks(self, steps_taken: int) -> bool:
         """True if a planned step should look at its norm."""
         return not steps_taken % EVERY or self._at == steps_taken - 1
-
-    def look(self, norm: Tensor | None, steps_taken: int) -> None:
-        """Note a planned step if this norm of its gradients is 0."""
-        # gates may have noted it. Callers have the norm on the CPU
-        if self._at != steps_taken and norm is not None and not norm.item():
-            self.zeros(steps_taken)
 
     def _count(self, reason: str, steps_taken: int, *, is_taken: bool = False, is_usual: bool = False) -> None:
         is_next = reason == self._reason and steps_taken == self._at + is_taken

@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import compress
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,12 +17,11 @@ from torchzero_clip.core.nodes import Node
 from torchzero_clip.core.scope import named_params
 from torchzero_clip.core.step import Step
 from torchzero_clip.core.transform import Transform, is_pure
-from torchzero_clip.engine.checked import record, record_decided, refusal, why
-from torchzero_clip.engine.company import Company, Walking
+from torchzero_clip.engine.checked import record, refuses, why
 from torchzero_clip.engine.device_decisions import MOST_LATE, DeviceDecisions
 from torchzero_clip.engine.gradient_norms import GradientNorms
 from torchzero_clip.engine.idle import Idle
-from torchzero_clip.engine.reported_loss import Loss
+from torchzero_clip.engine.walk import Walk
 from torchzero_clip.functional.bad import BadGradients, bad_gradients, labels
 from torchzero_clip.functional.dtypes import moved
 from torchzero_clip.functional.processes import gathered
@@ -34,15 +33,6 @@ Nonfinite: TypeAlias = Literal["propagate", "raise", "skip"]
 
 REMEMBERED = 10  # norms that an error shows
 WARNED_AFTER = 20  # refused steps in a row, for the first warning
-
-
-class Undecided(Walking, Protocol):
-    """What the decision sees of a step."""
-
-    company: Company | None  # who else takes part; None without others
-    loss: Loss  # the loss of the step
-    refused_by: list[str]  # who has refused the step
-    are_zero: bool  # set if the joint norm is 0
 
 
 class StepPolicy:
@@ -93,7 +83,7 @@ class StepPolicy:
         """The counters that this policy needs, at 0."""
         return {SKIPPED: 0, CONSECUTIVE: 0} if self.may_skip else {}
 
-    def allows(self, walk: Undecided, counts: State) -> bool:
+    def allows(self, walk: Walk, counts: State) -> bool:
         """Return True if the step is to be taken. It synchronizes with the GPU once.
 
         If no process has a gradient, the step is not taken, and does not count as skipped. The errors are those of
@@ -104,68 +94,72 @@ class StepPolicy:
         group, device = _group_of(walk)
         if any(gate.needs_loss for gate in self._gates.values()):
             walk.loss.join(device or norms.device, walk.table.all_params(), group)
-        scopes = {gate: walk.table.in_scope(walk.nodes.by_path[gate], walk.table.rows) for gate in self._gates}
         # with other processes a gate without rows is asked too, because all have to send equally many numbers
-        gates = [gate for gate, rows in scopes.items() if rows or group is not None]
-        (total, lost, *of_gates), taking_part = _joint_norms(walk, [scopes[gate] for gate in gates])
+        asked = self._asked(walk, everywhere=group is not None)
+        (total, is_bad, *of_gates), taking_part = _joint_norms(walk, [rows for _, rows in asked])
         # a joint clip that comes first takes this norm of all processes instead of one more exchange
         walk.gradient_norms.norm_of_decision = total
-        steps = [_step_of_gate(walk, walk.nodes.by_path[gate]) for gate in gates]
-        norms_of_gates = [_beside_state(norm, step) for norm, step in zip(of_gates, steps, strict=True)]
-        rows = zip(map(walk.nodes.by_path.__getitem__, gates), norms_of_gates, steps, strict=True)
-        judged = [(node, norm, refusal(node, norm, step)) for node, norm, step in rows]
-        refused = [answer.to(total.device) for _, _, answer in judged]
+        judged = [_judged(walk, node, norm) for (node, _), norm in zip(asked, of_gates, strict=True)]
         # gates decide by numbers that are equal on all processes, so the decisions are equal too
-        numbers = torch.stack([x.to(total.dtype) for x in (total, lost, *refused, *taking_part)])
+        answers = [answer.to(total.device) for _, _, answer in judged]
+        numbers = torch.stack([x.to(total.dtype) for x in (total, is_bad, *answers, *taking_part)])
         # one read for all gates and for the norm, because each read synchronizes with the GPU
-        joint, nonfinite, *answers = numbers.tolist()
-        refusals, flags = answers[: len(gates)], answers[len(gates) :]
-        has_gradients, *asked = flags or [True] * (1 + len(gates))
+        joint, is_bad, *flags = numbers.tolist()
+        refusing = flags[: len(judged)]
+        has_gradients, *acting = flags[len(judged) :] or [True] * (1 + len(judged))
         # a step without gradients changes no state and does not count as a skip, as on one process
         if not has_gradients:
             return False
         self._norms.append(joint)
         walk.are_zero = joint == 0
         # leave out the answers of gates whose scope has no gradient on any process
-        judged = list(compress(judged, asked))
-        walk.refused_by.extend(gate for gate, *said in zip(gates, refusals, asked, strict=True) if all(said))
-        if nonfinite and self.nonfinite != "propagate":
+        refusing, judged = list(compress(refusing, acting)), list(compress(judged, acting))
+        walk.refused_by.extend(node.path for node, _, _ in compress(judged, refusing))
+        if is_bad and self.nonfinite != "propagate":
             self._refuse(walk)
-        if walk.refused_by:
+        is_taken = not walk.refused_by
+        if not is_taken:
             # before the gates store anything, because it raises after too many skips
             self._count(walk, counts, judged)
-            self._record(walk, judged, taken=False)
-            return False
-        counts.update({CONSECUTIVE: 0} if self.may_skip else {})
-        self._record(walk, judged, taken=True)
-        return True
+        elif self.may_skip:
+            counts[CONSECUTIVE] = 0
+        for node, norm, _ in judged:
+            step = _step_of_gate(walk, node)
+            record(node, norm, step, is_taken)
+            walk.store(node, step)
+        return is_taken
 
     def let_device_decide(
-        self, gradient_norms: GradientNorms, walk: Undecided | None, params: list[Tensor], decisions: DeviceDecisions
+        self, gradient_norms: GradientNorms, walk: Walk | None, params: list[Tensor], decisions: DeviceDecisions
     ) -> None:
         """Let the device decide about a step with these parameters. It does not wait. Gates need the ``walk``."""
         total, finite = gradient_norms.total_and_finite()
         gradient_norms.norm_of_decision = total
-        asked = [] if walk is None else self._asked_of_device(walk, total)
+        asked = (
+            []
+            if walk is None
+            else [
+                (node, gradient_norms.joint_of(rows, total), _step_of_gate(walk, node))
+                for node, rows in self._asked(walk, everywhere=False)
+            ]
+        )
         passed = dict.fromkeys(self.names, torch.ones_like(finite)) if len(asked) < len(self._gates) else {}
-        passed |= {node.path: refusal(node, norm, step).logical_not() for node, norm, step in asked}
+        passed |= {node.path: refuses(node, norm, step).logical_not() for node, norm, step in asked}
         if self.nonfinite == "skip":
             passed["nonfinite"] = finite
             decisions.note_norms(finite, gradient_norms.measure(), params)
         decisions.decide(list(passed.values()))
         gradient_norms.taken = decisions.taken
         for node, norm, step in asked:
-            record_decided(node, norm, step, decisions.taken)
+            record(node, norm, step, decisions.taken)
             if walk is not None:
                 walk.store(node, step)
 
-    def _asked_of_device(self, walk: Undecided, total: Tensor) -> list[tuple[Node, Tensor, Step]]:
-        """The gates with a gradient in their scope, each with its joint norm. ``total`` is that of all gradients."""
-        table, norms = walk.table, walk.gradient_norms
-        scopes = [
-            (walk.nodes.by_path[gate], table.in_scope(walk.nodes.by_path[gate], table.rows)) for gate in self._gates
-        ]
-        return [(node, norms.joint_of(rows, total), _step_of_gate(walk, node)) for node, rows in scopes if rows]
+    def _asked(self, walk: Walk, *, everywhere: bool) -> list[tuple[Node, list[int]]]:
+        """The gates with a gradient in their scope, or all, each with the rows of its scope."""
+        nodes = [walk.nodes.by_path[gate] for gate in self._gates]
+        scopes = [(node, walk.table.in_scope(node, walk.table.rows)) for node in nodes]
+        return [(node, rows) for node, rows in scopes if rows or everywhere]
 
     def posts(self, steps: int) -> bool:
         """True if the counts of a step about which the device decides are sent to the host."""
@@ -199,9 +193,10 @@ class StepPolicy:
     def passes(self, norm: Tensor, counts: State) -> None:
         """Allow a step without gates whose gradients have this joint norm, which is finite."""
         self._norms.append(norm.item())
-        counts.update({CONSECUTIVE: 0} if self.may_skip else {})
+        if self.may_skip:
+            counts[CONSECUTIVE] = 0
 
-    def _refuse_capture(self, walk: Undecided) -> None:
+    def _refuse_capture(self, walk: Walk) -> None:
         """Raise while a CUDA graph is captured: it would repeat the decision of this step for all later gradients."""
         if walk.table.params and walk.table.params[0].is_cuda and is_capturing():
             who = ", ".join(map(repr, self._gates.values())) or f"nonfinite={self.nonfinite!r}"
@@ -210,7 +205,7 @@ class StepPolicy:
                 "capture the forward and the backward only, or leave the policy out"
             )
 
-    def _refuse(self, walk: Undecided) -> None:
+    def _refuse(self, walk: Walk) -> None:
         """Refuse a step for a gradient that is not finite, or raise."""
         walk.refused_by.append("nonfinite")
         self.bad_gradients = bad = _bad_gradients(walk)
@@ -220,13 +215,7 @@ class StepPolicy:
                 f"steps{bad.beside}"
             )
 
-    def _record(self, walk: Undecided, judged: Sequence[tuple[Node, Tensor, Tensor]], *, taken: bool) -> None:
-        for node, norm, _ in judged:
-            step = _step_of_gate(walk, node)
-            record(node, norm, step, taken=taken)
-            walk.store(node, step)
-
-    def _count(self, walk: Undecided, counts: State, judged: Sequence[tuple[Node, Tensor, Tensor]]) -> None:
+    def _count(self, walk: Walk, counts: State, judged: Sequence[tuple[Node, Tensor, Tensor]]) -> None:
         counts[SKIPPED] += 1
         counts[CONSECUTIVE] += 1
         skips = counts[CONSECUTIVE]
@@ -245,7 +234,7 @@ class StepPolicy:
                 f"{self.max_consecutive_skips}. The norms of the last gradients, the latest at the end: {shown}"
             )
 
-    def _reasons(self, walk: Undecided, judged: Sequence[tuple[Node, Tensor, Tensor]]) -> dict[str, str]:
+    def _reasons(self, walk: Walk, judged: Sequence[tuple[Node, Tensor, Tensor]]) -> dict[str, str]:
         """Why the step is refused, by who refuses it."""
         gates = [(node, norm) for node, norm, _ in judged if node.path in walk.refused_by]
         reasons = {repr(node.path): why(node, norm, _step_of_gate(walk, node)) for node, norm in gates}
@@ -268,26 +257,29 @@ def warn_of_skips(skips: int, reasons: Mapping[str, str], way_out: str) -> None:
     warn_user(f"{skips} steps in a row were skipped. {said}. The model does not train until you act: {way_out}")
 
 
-def _group_of(walk: Undecided) -> tuple[ProcessGroup | None, torch.device | None]:
+def _group_of(walk: Walk) -> tuple[ProcessGroup | None, torch.device | None]:
     """The processes that hold other parameters, and the device from which numbers are sent to them."""
     company = walk.company
     return (None, None) if company is None else (company.group, company.device)
 
 
-def _step_of_gate(walk: Undecided, node: Node) -> Step:
+def _step_of_gate(walk: Walk, node: Node) -> Step:
     """The `Step` of a gate, which decides also on a process that has no gradients in its scope."""
     rows = walk.table.in_scope(node, walk.table.rows)
     stand_in = None if walk.company is None else walk.company.stand_in
     return walk.step_for(node, rows) if rows or stand_in is None else stand_in.step_for(node, [0])
 
 
-def _beside_state(norm: Tensor, step: Step) -> Tensor:
-    """The norm on the device of a gate's state, that of the first parameter. The first gradient may be elsewhere."""
+def _judged(walk: Walk, node: Node, norm: Tensor) -> tuple[Node, Tensor, Tensor]:
+    """A gate, the norm on the device of its state, and whether the gate refuses the step."""
+    step = _step_of_gate(walk, node)
+    # state is where the first parameter is, and the first gradient may be elsewhere
     state = next((value for value in step.global_state.values() if isinstance(value, Tensor)), norm)
-    return moved(norm, state.device)
+    norm = moved(norm, state.device)
+    return node, norm, refuses(node, norm, step)
 
 
-def _joint_norms(walk: Undecided, scopes: Sequence[list[int]]) -> tuple[list[Tensor], list[Tensor]]:
+def _joint_norms(walk: Walk, scopes: Sequence[list[int]]) -> tuple[list[Tensor], list[Tensor]]:
     """What `GradientNorms.for_decision` returns, equal on all processes, and which parts of the chain have a gradient.
 
     The second list has a 1 if there is one, for the whole chain and then for each scope; it is empty without a group.
@@ -304,7 +296,7 @@ def _joint_norms(walk: Undecided, scopes: Sequence[list[int]]) -> tuple[list[Ten
     return [joint_of_norms(column, 2.0) for column in joint], list(taking_part.amax(dim=1).unbind())
 
 
-def _bad_gradients(walk: Undecided) -> BadGradients:
+def _bad_gradients(walk: Walk) -> BadGradients:
     """The names of the gradients that are not finite. All processes call it, because they have decided together."""
     table = walk.table
     names = _names(table.groups)

@@ -10,7 +10,7 @@ from typing_extensions import override
 from torchzero_clip.compat import any_distributed
 from torchzero_clip.core.nodes import Node
 from torchzero_clip.core.states import States
-from torchzero_clip.engine.executor import DeliveredScale, Executor, WalkLike
+from torchzero_clip.engine.executor import Executor, Multiply, WalkLike
 from torchzero_clip.engine.updates import Updates
 from torchzero_clip.functional.measure import Measured, scale_
 from torchzero_clip.functional.norms import JointNorm, joint_norm_of_meshes
@@ -25,7 +25,7 @@ from torchzero_clip.types import State
 class ReadableExecutor(Executor):
     """Does everything at once, with whole tensors. It says what any other executor has to compute."""
 
-    memory: Updates
+    updates: Updates
     runs_formulas = True
 
     @override
@@ -34,7 +34,7 @@ class ReadableExecutor(Executor):
 
     @override
     def read(self, rows: list[int], *, writable: bool = False) -> list[Tensor]:
-        return self.memory.current(rows, writable=writable)
+        return self.updates.current(rows, writable=writable)
 
     @override
     def flush(self, rows: Sequence[int]) -> None:
@@ -48,10 +48,10 @@ class ReadableExecutor(Executor):
     def scale(self, rows: list[int], measured: Measured, factors: Tensor, over_grads: bool) -> None:
         extremes = extent(factors) if may_look(factors) else None
         if extremes == (1.0, 1.0):
-            self.memory.mark(rows)
+            self.updates.mark(rows)
             return
         # the measured tensors may be the gradients themselves: multiply the copies
-        scale_(measured.with_targets(self.memory.writable(rows, over_grads)), factors, extremes=extremes)
+        scale_(measured.with_targets(self.updates.writable(rows, over_grads)), factors, extremes=extremes)
 
     @override
     def defer(self, walk: WalkLike, node: Node, rows: list[int]) -> bool:
@@ -62,8 +62,8 @@ class ReadableExecutor(Executor):
         return set()
 
     @override
-    def deliver(self, rows: list[int], scale: DeliveredScale) -> None:
-        self.memory.write_back(rows)
+    def deliver(self, rows: list[int], multiply: Multiply) -> None:
+        self.updates.write_back(rows)
 
     @override
     def joint_norm(self, grads: list[Tensor], *, beside: bool) -> JointNorm | None:

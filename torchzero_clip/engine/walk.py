@@ -127,11 +127,11 @@ class Walk:
         transform = node.transform
         if self.undecided is not None:
             self._ask_before(node, end)
-        if self.gradient_norms.norm_needs.is_asked:
+        if self.gradient_norms.norm_needs.has_statistics:
             self.gradient_norms.before_change(transform)
         # a transform with target="grad" writes to .grad, which a rule may have returned as its update
         if "grad" in self.nodes.targets:
-            self.executor.memory.keep(rows)
+            self.executor.updates.keep(rows)
         if transform.target != "update":
             # what waits on these updates comes first, because the target may be memory that it reads, such as .grad
             self.executor.flush(rows)
@@ -143,7 +143,7 @@ class Walk:
         elif not self.executor.defer(self, node, rows):
             # a rule only reads, so it may get the gradients themselves: a copy would cost a pass over memory
             updates = self.executor.read(rows, writable=not isinstance(transform, UpdateRule))
-            self.executor.memory.put(rows, self.apply(node, rows, updates))
+            self.executor.updates.put(rows, self.apply(node, rows, updates))
 
     def _ask_before(self, node: Node, end: End | None) -> None:
         """Ask for the decision, if a transform does more in a refused step than to change updates."""
@@ -156,7 +156,7 @@ class Walk:
     def _change_target(self, node: Node, rows: list[int]) -> None:
         """Apply a transform with another target than "update". Those of "closure" have acted already."""
         params, grads, *_ = self.table.picked(rows)
-        put, apply = self.executor.memory.put, partial(self.apply, node, rows)
+        put, apply = self.executor.updates.put, partial(self.apply, node, rows)
         match node.transform.target:
             case "grad":
                 foreach.copy_(grads, apply(foreach.clone(grads)))
@@ -176,7 +176,7 @@ class Walk:
         """Return the result of one transform for tensors. It may write to them, unless it is an update rule."""
         transform = node.transform
         if isinstance(transform, Chain):
-            with self.executor.memory.inside(rows, updates):
+            with self.executor.updates.inside(rows, updates):
                 self.run(transform, f"{node.path}/", rows)
                 return self.executor.read(rows, writable=True)
         if isinstance(transform, Scaling):

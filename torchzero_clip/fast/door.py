@@ -6,11 +6,11 @@ from typing import Any
 
 from torch import Tensor
 
-from torchzero_clip.engine.options import StepOptions
+from torchzero_clip.engine.ordinary import StepOptions
 from torchzero_clip.engine.walk import Walk
 from torchzero_clip.fast.fast import Fast
 from torchzero_clip.fast.plan import Plan
-from torchzero_clip.fast.repeated import Planned
+from torchzero_clip.fast.repeated import PlannedStep
 from torchzero_clip.fast.workspace import Workspace
 from torchzero_clip.types import Group, State
 
@@ -47,10 +47,10 @@ class FastWay:
             self._beside[key] = FastWay(workspace)
         return self._beside[key]
 
-    def begin(
+    def planned(
         self, groups: list[Group], kept: Mapping[Tensor, State], options: StepOptions, *rest: Any
-    ) -> Planned | None:
-        """Begin a step by the plan; ``rest`` are the arguments of `Planned` from ``chain_state`` on.
+    ) -> PlannedStep | None:
+        """Begin a step by the plan; ``rest`` are the arguments of `PlannedStep` from ``chain_state`` on.
 
         Return None, before any change, if there is no plan or it does not fit. Raise if a setting is out of range.
         """
@@ -62,7 +62,8 @@ class FastWay:
             return None
         self.plan, self._workspace.layout = plan, plan.course.layout
         self._uses += 1
-        return Planned(plan.course, plan.settings.of_groups, groups, *gathered, self._workspace, *rest)
+        scratch = self._workspace.scratch.knowing(gathered[0]["grads"], plan.course.layout)
+        return PlannedStep(plan.course, plan.settings.of_groups, groups, *gathered, self._workspace, scratch, *rest)
 
     def learn(self, walk: Walk, options: StepOptions) -> None:
         """Make a plan of a step, if a kernel took it for all parameters and the steps before looked the same."""

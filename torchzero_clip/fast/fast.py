@@ -17,7 +17,7 @@ from torchzero_clip.core.kinds import Fused, Kernel, Shifting, UpdateRule
 from torchzero_clip.core.nodes import Node
 from torchzero_clip.core.states import States
 from torchzero_clip.core.step import Step
-from torchzero_clip.engine.executor import DeliveredScale, Executor, Measurer, WalkLike
+from torchzero_clip.engine.executor import Executor, Measurer, Multiply, WalkLike
 from torchzero_clip.engine.updates import Updates
 from torchzero_clip.fast.kernels import Delivered, Ended, run_kernel
 from torchzero_clip.fast.ops import Average, Op, Pointwise, Queues, Scale, Shift
@@ -26,7 +26,7 @@ from torchzero_clip.fast.trial import try_out
 from torchzero_clip.fast.vectors import VectorStates
 from torchzero_clip.fast.workspace import Workspace
 from torchzero_clip.functional import foreach
-from torchzero_clip.functional.blocks import SHORT, Moves
+from torchzero_clip.functional.blocks import SHORT, Lerp
 from torchzero_clip.functional.measure import Measured, scale_
 from torchzero_clip.functional.norms import JointNorm, joint_norm, norms_of_each
 from torchzero_clip.functional.scratch import Scratch
@@ -61,11 +61,11 @@ class Averaging(Measurer):
             op = Pointwise(Average(from_update), each, [averages], Flags(usable, started), into=[into])
             run_pieces([op], updates, each, self._scratch, writes=False)
             return None
-        may_move = max(map(Tensor.numel, averages)) > SHORT and may_look(usable)
-        all_move = may_move and bool((usable.logical_and(started) if from_update else usable).all())
-        if all_move and foreach.fit_kernels([averages, updates]):
-            moves = Moves(averages, updates, [1 - setting["beta"] for setting in each])
-            return joint_norm(into, self._scratch, plain=True, beside=True, moves=moves)
+        may_lerp = max(map(Tensor.numel, averages)) > SHORT and may_look(usable)
+        all_lerp = may_lerp and bool((usable.logical_and(started) if from_update else usable).all())
+        if all_lerp and foreach.fit_kernels([averages, updates]):
+            lerp = Lerp(averages, updates, [1 - setting["beta"] for setting in each])
+            return joint_norm(into, self._scratch, plain=True, beside=True, lerp=lerp)
         return super().average_(averages, updates, runs, usable, started, into=into, from_update=from_update)
 
 
@@ -73,8 +73,8 @@ class Averaging(Measurer):
 class Fast(Averaging, Executor):
     """Lets operations wait, and carries out several in one pass over memory."""
 
-    def __init__(self, workspace: Workspace, memory: Updates, columns: dict[str, list[Tensor]] | None) -> None:
-        self.memory = memory
+    def __init__(self, workspace: Workspace, updates: Updates, columns: dict[str, list[Tensor]] | None) -> None:
+        self.updates = updates
         self._columns = columns  # parameters, gradients and state by key, if they have the layout of the workspace
         self._layout = None if columns is None else workspace.layout
         self._vectors = workspace.vectors
@@ -83,14 +83,14 @@ class Fast(Averaging, Executor):
         if columns is not None:
             self._scratch = workspace.scratch.knowing(columns["grads"], self._layout)
         self._queues = Queues()
-        self._last_read: list[Tensor] = []
+        self._last_read: list[Tensor] = []  # compared as one object, because to compare its tensors takes time
         self.ended: Ended | Delivered | None = None
         """How the step ended, if a kernel has taken it for all parameters, or all updates were delivered; else None."""
 
     @property
     def _has_layout(self) -> bool:
         """True if updates have the layout of the parameters: until a transform returns other tensors."""
-        return self._layout is not None and self.memory.untouched
+        return self._layout is not None and self.updates.untouched
 
     def _are_like(self, node: Node, keys: Iterable[str]) -> bool:
         """True if the state of a transform under these keys has the layout of the parameters."""
@@ -114,7 +114,7 @@ class Fast(Averaging, Executor):
     def read(self, rows: list[int], *, writable: bool = False) -> list[Tensor]:
         if self._queues:
             self.flush(rows)
-        self._last_read = self.memory.current(rows, writable=writable)
+        self._last_read = self.updates.current(rows, writable=writable)
         return self._last_read
 
     @override
@@ -152,10 +152,10 @@ class Fast(Averaging, Executor):
     def _carry_out(self, op: Op, rows: list[int]) -> None:
         if isinstance(op, Scale):
             if not op.does_nothing:
-                waiting = op.measured.with_targets(self.memory.writable(rows, op.over_grads))
-                scale_(waiting, op.factors, self._scratch, extremes=op.extent, name=str(rows[0]))
+                waiting = op.measured.with_targets(self.updates.writable(rows, op.over_grads))
+                scale_(waiting, op.factors, self._scratch, extremes=op.extent, owner=rows[0])
             return
-        updates = self.memory.writable(rows, False)
+        updates = self.updates.writable(rows, False)
         if isinstance(op, Shift):
             foreach.subtract_plain_(updates, self._scratch.elements(op.numbers.to(updates[0].dtype)))
             return
@@ -166,19 +166,19 @@ class Fast(Averaging, Executor):
         self._queues.wait(rows, Scale(measured, factors, over_grads))
 
     @override
-    def deliver(self, rows: list[int], scale: DeliveredScale) -> None:
+    def deliver(self, rows: list[int], multiply: Multiply) -> None:
         queue, columns = self._queues.on(rows), self._columns
         # other tensors, which a transform has returned, have to be written into the gradients
-        alone = queue.ops[0] if queue is not None and len(queue.ops) == 1 and self.memory.untouched else None
+        alone = queue.ops[0] if queue is not None and len(queue.ops) == 1 and self.updates.untouched else None
         if self._layout is not None and columns is not None and len(rows) == len(columns["params"]):
-            self.ended = Delivered(self._layout, columns, scale)
+            self.ended = Delivered(self._layout, columns, multiply)
             if queue is not None and isinstance(alone, Scale) and alone.is_one_number and alone.fits_kernels:
                 self._queues.remove(queue)
                 if not alone.does_nothing:
-                    scale(self.memory.current(rows), alone.factor)
+                    multiply(self.updates.current(rows), alone.factor)
                 return
         self.flush(rows)
-        self.memory.write_back(rows)
+        self.updates.write_back(rows)
 
     @override
     def defer(self, walk: WalkLike, node: Node, rows: list[int]) -> bool:
@@ -186,7 +186,7 @@ class Fast(Averaging, Executor):
         transform = node.transform
         if isinstance(transform, Elementwise):
             self._try_out(transform, walk.settings[node.path], walk.table.params, rows)
-        if self._layout is None or not self._layout.runs_in_pieces or not self.memory.untouched:
+        if self._layout is None or not self._layout.runs_in_pieces or not self.updates.untouched:
             return False
         if isinstance(transform, Shifting):
             return self._shift(transform, rows)
@@ -194,7 +194,7 @@ class Fast(Averaging, Executor):
 
     def _shift(self, transform: Shifting, rows: list[int]) -> bool:
         updates = self.read(rows)
-        numbers = transform.shifts(updates, self._scratch) if self.memory.untouched else None
+        numbers = transform.shifts(updates, self._scratch) if self.updates.untouched else None
         if numbers is not None:
             self._queues.wait(rows, Shift(numbers))
         return numbers is not None
@@ -223,14 +223,14 @@ class Fast(Averaging, Executor):
         if transform.reads_tensors or queue is None:
             self.flush(rows)
             queue = None
-            if not self.memory.untouched:
+            if not self.updates.untouched:
                 return False
         columns = map(step.stored.column, transform.keys)
         if not self._are_like(node, transform.keys) and not _fit_pieces(step.params, list(columns)):
             return False
         drafts = [step.stored.draft(key) for key in transform.keys]
         state, into = [now for now, _ in drafts], [after for _, after in drafts]
-        updates = self._last_read = self.memory.current(rows)
+        updates = self._last_read = self.updates.current(rows)
         flags = transform.flags(updates, step, None)
         flags = flags if transform.has_change else flags.of_formula()
         # False on other devices, where reading factors would wait
@@ -305,7 +305,7 @@ class Fast(Averaging, Executor):
         """True if parameters, updates and state are laid out as a kernel needs them."""
         if self._has_layout and self._are_like(node, fused.state):
             return True
-        columns = [step.params, self.memory.current(rows), *map(step.column, fused.state)]
+        columns = [step.params, self.updates.current(rows), *map(step.column, fused.state)]
         return foreach.fit_kernels([locals_of(column) for column in columns])
 
     def _run(self, fused: Fused, kernel: Kernel, rows: list[int], step: Step) -> None:
@@ -319,13 +319,13 @@ class Fast(Averaging, Executor):
         ops = self._claimed(rows)
         over_grads = all(isinstance(op, Scale) and op.over_grads for op in ops)
         if self._layout is not None and self._layout.runs_in_pieces and not over_grads:
-            run_pieces(ops, self.memory.current(rows), settings, self._scratch, kernel, [params, *state])
+            run_pieces(ops, self.updates.current(rows), settings, self._scratch, kernel, [params, *state])
             return
         factors = next((op.factor for op in ops if isinstance(op, Scale)), None)
-        updates = self.memory.current(rows, writable=factors is not None, over_grads=over_grads)
+        updates = self.updates.current(rows, writable=factors is not None, over_grads=over_grads)
         columns = [params, updates, *state]
         columns = columns if self._layout is not None else list(map(locals_of, columns))
-        run_kernel(kernel, columns, runs, factors, self._scratch, str(rows[0]))
+        run_kernel(kernel, columns, runs, factors, self._scratch, rows[0])
 
     def _claimed(self, rows: list[int]) -> list[Op]:
         """Return the operations on these rows if a kernel can take them. Otherwise carry them out, and return none."""

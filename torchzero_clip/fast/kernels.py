@@ -8,7 +8,7 @@ from torch import Tensor
 
 from torchzero_clip.core.kinds import Fused, Kernel
 from torchzero_clip.core.nodes import Node
-from torchzero_clip.engine.executor import DeliveredScale
+from torchzero_clip.engine.executor import Multiply
 from torchzero_clip.fast.workspace import StepLayout
 from torchzero_clip.functional import foreach, short_tensors
 from torchzero_clip.functional.clip import inverse
@@ -35,13 +35,13 @@ class Delivered(NamedTuple):
 
     layout: StepLayout
     columns: dict[str, list[Tensor]]  # as in `Ended`
-    scale: DeliveredScale
+    multiply: Multiply
 
 
 def run_kernel(
-    kernel: Kernel, columns: Columns, runs: Runs, factors: Tensor | float | None, scratch: Scratch, name: str
+    kernel: Kernel, columns: Columns, runs: Runs, factors: Tensor | float | None, scratch: Scratch, owner: int = 0
 ) -> None:
-    """Multiply updates by their factors, in place, and take the step; ``name`` is as in `multiply_short_`.
+    """Multiply updates by their factors, in place, and take the step; ``owner`` is as in `multiply_short_`.
 
     ``columns`` are parameters, updates, and a list for each key of state. ``factors`` are a vector with one for each
     update; or one for all, as a 0-d tensor or, except in float64, as a number; or None for 1.
@@ -53,11 +53,11 @@ def run_kernel(
         scale = inverse(factors)
     elif factors is not None:
         if params[0].dtype == torch.float64 and factors.ndim and not factors.is_cpu:
-            short_tensors.multiply_each_(updates, factors, scratch, name=name)  # the kernels divide in float32
+            short_tensors.multiply_each_(updates, factors, scratch, owner=owner)  # the kernels divide in float32
         elif params[0].dtype == torch.float64:
             foreach.multiply_each_(updates, factors.expand(len(updates)))
         elif factors.ndim and not factors.is_cpu:
-            long = short_tensors.multiply_short_(updates, factors, scratch, LONG, name=name)
+            long = short_tensors.multiply_short_(updates, factors, scratch, LONG, owner=owner)
             inverses = inverse(factors) if long else factors
             alone = {i: inverses.select(0, i) for i in long}
         elif not factors.ndim:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from torchzero_clip.core.kinds import Scaling
 from torchzero_clip.core.transform import is_pure
-from torchzero_clip.engine.options import StepOptions
+from torchzero_clip.engine.ordinary import StepOptions
 from torchzero_clip.engine.walk import Walk
 from torchzero_clip.fast.compared import SameSettings, SameTensors
 from torchzero_clip.fast.kernels import Delivered, Ended
@@ -45,7 +45,8 @@ class Plan(NamedTuple):
         first = [node for node in acts[:1] if isinstance(node.transform, Scaling)]
         last = [ended.node, *ended.rest] if isinstance(ended, Ended) else []
         # state that is new enters the optimizer after the step, so the next one gathers other tensors
-        if not options.is_alone or not acts or acts != [*first, *last] or table.new_states:
+        is_alone = options.parts is None and options.process_group is None
+        if not is_alone or not acts or acts != [*first, *last] or table.new_states:
             return None
         if any(node.transform.scope.limited or node.transform.target != "update" for node in walk.nodes):
             return None

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, cast
+from typing import Any, cast, final
 
 import torch
 from torch import Tensor
@@ -12,14 +12,14 @@ from typing_extensions import override
 from torchzero_clip.core.kinds import Gate, Scaling, UpdateRule
 from torchzero_clip.core.nodes import Node, Nodes
 from torchzero_clip.core.step import Step
-from torchzero_clip.core.transform import Transform, is_pure
+from torchzero_clip.core.transform import is_pure
 from torchzero_clip.core.undo import Undo
-from torchzero_clip.engine.device_decisions import DeviceDecisions
 from torchzero_clip.engine.end import End
 from torchzero_clip.engine.gradient_norms import GradientNorms, NormNeeds
+from torchzero_clip.engine.idle import Idle
 from torchzero_clip.engine.listener import Listener
 from torchzero_clip.engine.nonfinite import StepPolicy
-from torchzero_clip.engine.options import StepOptions
+from torchzero_clip.engine.ordinary import AnyStep, StepOptions, clones
 from torchzero_clip.engine.reported_loss import Loss
 from torchzero_clip.engine.scaling import find_factors, unless_refused
 from torchzero_clip.engine.table import Table
@@ -37,9 +37,6 @@ from torchzero_clip.functional.measure import L2, Effect, Measured, by_setting, 
 from torchzero_clip.functional.norms import norms_of_each
 from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.types import Group, Metrics, Setting, State
-
-SCRATCH_NAME = "0"
-"""The name under which an ordinary step of all parameters has memory, so that planned steps use the same."""
 
 
 @dataclass(eq=False)
@@ -60,6 +57,8 @@ class Course:
         """True if updates are the gradients themselves; else they need memory beside them."""
         self.may_read = self.layout.is_on_cpu
         """True if the host may read numbers of a step. On CUDA this would synchronize with the GPU."""
+        self.tells_zeros = self.may_read and bool(self.norm_needs.norm_metric)
+        """True if the host may find by the metrics that all gradients are 0."""
 
     def divides_in_kernel(self, measured: Measured, factors: Tensor) -> bool:
         """True if the kernel itself divides by the factors, so that gradients stay as they are in a refused step."""
@@ -76,8 +75,9 @@ class Course:
         return reasons
 
 
+@final
 @dataclass(eq=False)
-class Planned:
+class PlannedStep(AnyStep):
     """A step that follows a plan. What only some steps need is made when it is asked for."""
 
     course: Course
@@ -87,21 +87,25 @@ class Planned:
     states: list[State]
     counters: list[Tensor]  # the step counts that a kernel reads: a vector for each key
     workspace: Workspace
+    scratch: Scratch  # memory for intermediate results of the gradients
     chain_state: State
     loss: Callable[[], Loss]
     listener: Listener | None
-    undo: Undo | None = None  # as in a `Walk`
-    is_watched: bool = False  # somebody has asked for ``walk``
+    undo: Undo | None  # as in a `Walk`
+    is_seen: bool
     is_measured: bool = False  # `measure` was called, by a step whose factor follows from the joint norm alone
     total: Tensor | None = None  # the joint norm of the gradients, if it was measured, is finite and not extreme
-    metrics: Metrics | None = None  # computes the metrics, once the step was taken
     effect: Effect | None = None  # of the scaling, for a listener that computes the metrics later
-    decisions: DeviceDecisions | None = None  # set if the device decides whether the step is taken
+    takes_part = True
+
+    # pyright does not take a cached_property for an attribute
+    @cached_property
+    def params(self) -> list[Tensor]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.columns["params"]
 
     @cached_property
     def table(self) -> Table:
-        columns = self.columns
-        return Table(self.groups, columns["params"], columns["grads"], self.states, self.course.group_of)
+        return Table(self.groups, self.params, self.columns["grads"], self.states, self.course.group_of)
 
     @cached_property
     def executor(self) -> Fast:
@@ -109,100 +113,85 @@ class Planned:
         return Fast(self.workspace, updates, self.columns)
 
     @cached_property
-    def gradient_norms(self) -> GradientNorms:
+    def gradient_norms(self) -> GradientNorms:  # pyright: ignore[reportIncompatibleVariableOverride]
         grads = self.columns["grads"]
-        in_place = self.course.in_place and not self.is_watched
-        measurer = _Measurer(grads, self.scratch()) if in_place else self.executor
+        in_place = self.course.in_place and not self.is_seen
+        measurer = _Measurer(grads, self.scratch) if in_place else self.executor
         return GradientNorms(self.course.norm_needs, grads, measurer, listens=self.listener is not None)
 
     @cached_property
-    def walk(self) -> Walk:
-        """The step as a policy and a listener see it. Ask for it before a step is taken.
-
-        Raises:
-            RuntimeError: If the norms of the gradients exist, because they were measured for a step that nobody sees.
-        """
-        if "gradient_norms" in vars(self):
+    def walk(self) -> Walk:  # pyright: ignore[reportIncompatibleVariableOverride]
+        # norms that exist were measured for a step that nobody sees
+        if not self.is_seen and "gradient_norms" in vars(self):
             raise RuntimeError("ask for the walk of a planned step before its gradient_norms")
-        self.is_watched = True
+        self.is_seen = True
         course, table, executor, loss = self.course, self.table, self.executor, self.loss()
         return Walk(
             course.nodes, self.settings, table, self.chain_state, executor, self.gradient_norms, course.end, loss
         )
-
-    def scratch(self) -> Scratch:
-        """Memory for intermediate results of the gradients."""
-        return self.workspace.scratch.knowing(self.columns["grads"], self.course.layout)
 
     def measure(self) -> Tensor | None:
         """Measure the ``total`` once, and return it. None if a step by this plan does not need it alone."""
         scaling = self.course.scaling
         if scaling is not None and scaling.factor_of is not None and not self.is_measured:
             self.is_measured = True
-            if self.is_watched:
+            if self.is_seen:
                 self.total = self.gradient_norms.total()
             # the gradients are plain, float32 and on CPU, so blocks measure them
-            elif (joint := joint_norm(self.columns["grads"], self.scratch())) is not None:
+            elif (joint := joint_norm(self.columns["grads"], self.scratch)) is not None:
                 self.total = joint[0]
         return self.total
 
-    def run(self) -> Metrics:
-        """Change parameters and state, and return what computes the metrics."""
-        course, factor = self.course, None
+    @override
+    def host_reasons(self) -> list[str]:
+        return self.course.host_reasons()
+
+    @override
+    def is_allowed(self, policy: StepPolicy, counts: State) -> bool:
+        total = None if self.is_seen else self.measure()
+        if total is None:
+            return policy.allows(self.walk, counts)
+        policy.passes(total, counts)
+        return True
+
+    @override
+    def run(self) -> bool:
+        course, listener, factor = self.course, self.listener, None
+        if listener is not None:
+            self.walk.decisions = self.decisions
+            listener.begin(self.walk)
         metrics: Metrics = dict
-        if course.scaling is not None:
-            factor, metrics = course.scaling.find(self)
-        elif self.listener is not None:
-            self.gradient_norms.before_first(acting(course.nodes)[0].transform)
-        course.ending.finish(self, factor)
-        self.metrics = metrics
-        return metrics
-
-    def run_by_device(self, policy: StepPolicy, decisions: DeviceDecisions) -> Metrics:
-        """Take the step, or skip it, as the device decides. Return what computes the metrics."""
-        listener = self.listener
-        walk = self.walk if policy.has_gates or listener is not None else None
-        policy.let_device_decide(self.gradient_norms, walk, self.columns["params"], decisions)
-        self.decisions = decisions
-        of_gates = {} if walk is None else walk.metrics
         try:
-            if walk is not None and listener is not None:
-                walk.decisions = decisions
-                listener.begin(walk)
-            metrics = self.run()
+            if course.scaling is not None:
+                factor, metrics = course.scaling.find(self)
+            elif listener is not None:
+                self.gradient_norms.before_first(acting(course.nodes)[0].transform)
+            course.ending.finish(self, factor)
         except BaseException:
-            decisions.uncount()
-            if walk is not None:
-                walk.refused_by.append("error")
+            if self.is_seen:
+                self.walk.refused_by.append("error")
             raise
-        if walk is not None and listener is not None:
-            metrics = self._shown(walk, metrics)
-        # metrics of gates may be state, which the next step changes
-        return lambda: {**{name: value.clone() for name, value in of_gates.items()}, **metrics()}
+        self.metrics = self._shown(metrics) if self.is_seen else metrics
+        self.may_be_zero = course.tells_zeros and self.total is None
+        return True
 
-    def run_watched(self) -> None:
-        """Take a step that has a ``walk``, which the listener sees."""
-        walk, listener = self.walk, self.listener
-        if listener is not None:
-            listener.begin(walk)
-        try:
-            metrics = self.run()
-        except BaseException:
-            walk.refused_by.append("error")
-            raise
-        of_gates = walk.metrics
-        if listener is not None:
-            metrics = self._shown(walk, metrics)
-        self.metrics = lambda: {**of_gates, **metrics()}
-
-    def _shown(self, walk: Walk, metrics: Metrics) -> Metrics:
-        """The metrics, after a listener was given them, or the `Effect` from which it computes them later."""
-        walk.effect = self.effect
-        if self.effect is None:
+    def _shown(self, metrics: Metrics) -> Metrics:
+        """The metrics beside those of gates. A listener gets them now, or an `Effect` to compute them from later."""
+        walk = self.walk
+        of_gates, walk.effect = walk.metrics, self.effect
+        if self.listener is not None and self.effect is None:
             computed = metrics()
             metrics = partial(dict, computed)
-            walk.metrics = {**walk.metrics, **computed}
-        return metrics
+            walk.metrics = {**of_gates, **computed}
+        return lambda: {**clones(of_gates), **metrics()}
+
+    @override
+    def note_zeros(self, idle: Idle, steps_taken: int) -> None:
+        # if ``total`` is set, it is not 0
+        if self.metrics is not None and (self.is_measured or idle.looks(steps_taken)):
+            norm = self.metrics().get(self.course.norm_needs.norm_metric)
+            if norm is not None and not norm.item():
+                idle.zeros(steps_taken)
 
 
 class RepeatedScaling:
@@ -210,7 +199,10 @@ class RepeatedScaling:
 
     def __init__(self, node: Node, group_of: list[int], *, may_read: bool) -> None:
         self.node, self.paths, self._group_of = node, {node.path}, group_of
-        self._joint_factor_of = _factor_of(node.transform) if may_read else None
+        scaling = cast(Scaling, node.transform)
+        is_joint = scaling.slicing.is_joint_l2 and is_pure(scaling)
+        # it saves many operations on one element
+        self._joint_factor_of = scaling.factor if may_read and is_joint and scaling.has_factor else None
         self._is_tried = False  # `Scaling.factor` was compared with the factors
         self.factor_of: Callable[[float, Setting], float] | None = None
         """`Scaling.factor`, if the factor follows from the joint norm alone."""
@@ -226,7 +218,7 @@ class RepeatedScaling:
         are_numbers = not any(isinstance(value, Tensor) for value in self._settings[0].values())
         self.factor_of = self._joint_factor_of if len(by_setting(self._settings)) == 1 and are_numbers else None
 
-    def find(self, step: Planned) -> tuple[Tensor | float | None, Metrics]:
+    def find(self, step: PlannedStep) -> tuple[Tensor | float | None, Metrics]:
         """The factors that the end has to apply, and the metrics. No factors if all are 1, or wait in the executor."""
         if self.factor_of is not None and (total := step.measure()) is not None:
             factor = self.factor_of(total.item(), self._settings[0])
@@ -242,7 +234,7 @@ class RepeatedScaling:
         # not torch.tensor(factor), which would be on the default device of the user
         return self.node.qualified(effect(measured, torch.full_like(measured.vector, factor)))
 
-    def _try_out(self, factor: float, total: Tensor, step: Planned) -> None:
+    def _try_out(self, factor: float, total: Tensor, step: PlannedStep) -> None:
         """Raise if the factor as a number is not the one that the ordinary step computes."""
         transform, measured = cast(Scaling, self.node.transform), _measured_jointly(total)
         expected = transform.factors(measured, step.columns["grads"], self._seen(step)).flatten()[0].item()
@@ -253,7 +245,7 @@ class RepeatedScaling:
             )
         self._is_tried = True
 
-    def _seen(self, step: Planned) -> Step:
+    def _seen(self, step: PlannedStep) -> Step:
         """What the transform sees. `Walk.step_for` would take five times as long."""
         columns, node, settings = step.columns, self.node, self._settings
         params, grads = columns["params"], columns["grads"]
@@ -268,7 +260,7 @@ class RepeatedScaling:
         loss = None if node.transform.pure else step.loss().value
         return Step(params, grads, loss, states, settings, state, tools=step.gradient_norms.measurer)
 
-    def _by_tensors(self, step: Planned) -> tuple[Tensor | None, Metrics]:
+    def _by_tensors(self, step: PlannedStep) -> tuple[Tensor | None, Metrics]:
         node, course, seen = self.node, step.course, self._seen(step)
         rows = list(range(len(seen.grads)))
         updates = seen.grads if course.in_place else step.executor.read(rows)
@@ -319,7 +311,7 @@ class ByRule:
         """True if the end may multiply by the factors of a scaling."""
         return waiting.fits_kernels
 
-    def finish(self, step: Planned, factor: Tensor | float | None) -> None:
+    def finish(self, step: PlannedStep, factor: Tensor | float | None) -> None:
         """Multiply the gradients by their factor, None for 1, and do the rest of the step."""
         decisions, kernel = step.decisions, self._kernel
         one: Any = 1
@@ -333,12 +325,12 @@ class ByRule:
             state = [columns[key] for key in self._state]
             if step.course.in_place:
                 scratch = step.workspace.scratch
-                run_kernel(kernel, [params, grads, *state], self._runs, factor, scratch, SCRATCH_NAME)
+                run_kernel(kernel, [params, grads, *state], self._runs, factor, scratch)
             elif factor is None:
                 step.executor.run(kernel, step.table.rows, params, state, self._settings, self._runs)
             else:
                 scale = Scale.by_number(float(factor))
-                run_pieces([scale], grads, self._settings, step.scratch(), kernel, [params, *state])
+                run_pieces([scale], grads, self._settings, step.scratch, kernel, [params, *state])
         except BaseException:
             for counter in step.counters:
                 counter.add_(-1 if decisions is None else -decisions.taken.to(counter.dtype))
@@ -352,14 +344,14 @@ class ByDelivery:
     takes_found_inf = True  # if the optimizer does, which `Deliver` asks
 
     def __init__(self, ended: Delivered) -> None:
-        self._scale = ended.scale
+        self._multiply = ended.multiply
 
     def applies(self, waiting: Scale) -> bool:
         return waiting.is_one_number and waiting.fits_kernels
 
-    def finish(self, step: Planned, factor: Tensor | float | None) -> None:
+    def finish(self, step: PlannedStep, factor: Tensor | float | None) -> None:
         if factor is not None:
-            self._scale(step.columns["grads"], factor)
+            self._multiply(step.columns["grads"], factor)
 
 
 class _Measurer(Averaging):
@@ -390,19 +382,12 @@ def _measured_jointly(total: Tensor) -> Measured:
     return Measured(L2, [0], total.view(1), total, [total])
 
 
-def _factor_of(transform: Transform) -> Callable[[float, Setting], float] | None:
-    """`Scaling.factor` of a joint clip, which saves many operations on one element; None without."""
-    if not isinstance(transform, Scaling) or not transform.slicing.is_joint_l2:
-        return None
-    return transform.factor if transform.has_factor and is_pure(transform) else None
-
-
-def _left(waiting: Scale, step: Planned) -> Tensor | None:
+def _left(waiting: Scale, step: PlannedStep) -> Tensor | None:
     """The factors of a scaling that the end has to apply, None for 1."""
     if step.course.may_read and waiting.does_nothing:
         return None
     if step.course.ending.applies(waiting):
         return waiting.factor
     # a statistic has changed its state, so an ordinary step is too late: multiply here
-    scale_(waiting.measured, waiting.factors, step.workspace.scratch, extremes=waiting.extent, name=SCRATCH_NAME)
+    scale_(waiting.measured, waiting.factors, step.workspace.scratch, extremes=waiting.extent)
     return None

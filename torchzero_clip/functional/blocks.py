@@ -39,7 +39,7 @@ class Chunk(NamedTuple):
     blocks: Tensor  # the same memory as a matrix with one block in each row
 
 
-class Moves(NamedTuple):
+class Lerp(NamedTuple):
     """The measured tensors are first set to ``lerp(starts, ends, weights)``, piece by piece, in the cache."""
 
     starts: Sequence[Tensor]  # these tensors themselves, or others that keep their values
@@ -123,14 +123,14 @@ def norms_of_each(tensors: Sequence[Tensor], scratch: Scratch, p: float = 2.0) -
 
 
 def joint_norm(
-    tensors: Sequence[Tensor], scratch: Scratch, *, beside: bool = False, moves: Moves | None = None
+    tensors: Sequence[Tensor], scratch: Scratch, *, beside: bool = False, lerp: Lerp | None = None
 ) -> tuple[Tensor, Tensor | None] | None:
     """The L2 norm of all tensors together, 0-d, and ``beside`` it that of each: one pass, in which they may move.
 
     None if it is extreme or not finite.
     """
     cut = scratch.plan("blocks", tensors, lambda: cut_into_blocks(tensors, None, scratch))
-    values = _reduced(tensors, cut, 2.0, moves)
+    values = _reduced(tensors, cut, 2.0, lerp)
     total = torch.linalg.vector_norm(values)
     if not SMALLEST < total.item() < LARGEST:
         return None
@@ -143,14 +143,14 @@ def sums_of_each(tensors: Sequence[Tensor], scratch: Scratch) -> Tensor:
     return _joined(_reduced(tensors, cut, None), cut, None)
 
 
-def _reduced(tensors: Sequence[Tensor], cut: Cut, p: float | None, moves: Moves | None = None) -> Tensor:
+def _reduced(tensors: Sequence[Tensor], cut: Cut, p: float | None, lerp: Lerp | None = None) -> Tensor:
     """The p-norm of each block, or its sum if p is None: a float64 vector. For slices p is 2."""
     reduce = _REDUCE[p]
     results: list[Tensor] = []
     for chunk in cut.chunks:
-        if moves is not None:
+        if lerp is not None:
             for i in chunk.indices:
-                torch.lerp(moves.starts[i], moves.ends[i], moves.weights[i], out=tensors[i])
+                torch.lerp(lerp.starts[i], lerp.ends[i], lerp.weights[i], out=tensors[i])
         if cut.is_whole and len(cut.chunks) > 1:
             chunk.blocks.zero_()  # another chunk has written to the ends of blocks
         are_all = len(chunk.views) == len(tensors)
@@ -158,7 +158,7 @@ def _reduced(tensors: Sequence[Tensor], cut: Cut, p: float | None, moves: Moves 
         results.append(reduce(chunk.blocks) if cut.is_whole else reduce(chunk.blocks).double())  # as those below
     for i in cut.others:
         if cut.is_whole:
-            results += map(reduce, _blocks_of(tensors[i]) if moves is None else _moved(tensors[i], moves, i))
+            results += map(reduce, _blocks_of(tensors[i]) if lerp is None else _lerped(tensors[i], lerp, i))
         elif _are_rows(tensors[i], cut.dims[i]):
             results.append(slices.norm_along(tensors[i].reshape(cut.counts[i], -1), 2.0, 1).view(-1))
         else:
@@ -238,11 +238,11 @@ def _largest(blocks: Tensor) -> Tensor:
 _REDUCE = {2.0: _NORMS, math.inf: _largest, None: partial(torch.sum, dim=1)}
 
 
-def _moved(tensor: Tensor, moves: Moves, i: int) -> Iterator[Tensor]:
+def _lerped(tensor: Tensor, lerp: Lerp, i: int) -> Iterator[Tensor]:
     """The blocks of a long tensor, some at a time, which are still in the cache after they have moved."""
-    for matrices in zip(*map(_blocks_of, (tensor, moves.starts[i], moves.ends[i])), strict=True):
+    for matrices in zip(*map(_blocks_of, (tensor, lerp.starts[i], lerp.ends[i])), strict=True):
         for blocks, starts, ends in zip(*(matrix.split(IN_CACHE) for matrix in matrices), strict=True):
-            yield torch.lerp(starts, ends, moves.weights[i], out=blocks)
+            yield torch.lerp(starts, ends, lerp.weights[i], out=blocks)
 
 
 def in_chunks(

@@ -474,11 +474,12 @@ def scale_(
     scratch: Scratch | None = None,
     *,
     extremes: tuple[float, float] | None = None,
-    name: str = "",
+    owner: int | str = 0,
 ) -> None:
     """Multiply every slice by its factor, in place; with memory this takes few launches, see `short_tensors`.
 
-    ``extremes`` are the smallest and the largest factor, if these were read before.
+    ``extremes`` are the smallest and the largest factor, if these were read before, and ``owner`` is as in
+    `multiply_short_`.
     """
     if extremes is None and may_look(factors):
         extremes = extent(factors)
@@ -491,7 +492,7 @@ def scale_(
             changed = [i for i, factor in enumerate(factors.tolist()) if factor != 1] if is_mixed else None
             foreach.multiply_each_(measured.targets, factors, scratch, changed)
         else:
-            short_tensors.multiply_each_(measured.targets, factors, scratch, name=name)
+            short_tensors.multiply_each_(measured.targets, factors, scratch, owner=owner)
         return
     if measured.slices is not None and not is_beyond:
         measured.slices.scale_(measured.targets, factors)

@@ -128,7 +128,7 @@ def joint_norm(
     *,
     plain: bool = False,
     beside: bool = False,
-    moves: blocks.Moves | None = None,
+    lerp: blocks.Lerp | None = None,
 ) -> JointNorm | None:
     """The L2 norm of all dense tensors together: a 0-d float64 tensor, with ``beside`` also the norm of each.
 
@@ -141,7 +141,7 @@ def joint_norm(
     if way_of(tensors, 2.0) != "blocks":
         return None
     if scratch is not None:
-        return blocks.joint_norm(tensors, scratch, beside=beside, moves=moves)
+        return blocks.joint_norm(tensors, scratch, beside=beside, lerp=lerp)
     total = blocks.joint_norm_once(tensors)
     return (total, None) if SMALLEST < total.item() < LARGEST else None
 

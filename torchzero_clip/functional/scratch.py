@@ -2,6 +2,7 @@
 
 import operator
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -19,24 +20,20 @@ class _Plan(NamedTuple):
     result: Any
 
 
+@dataclass(eq=False)
 class Scratch:
     """Memory for intermediate results, undefined after a call, and plans of how to use it."""
 
     # every optimizer has its own, because two threads that shared one would overwrite each other's numbers
 
+    _memory: dict[Hashable, Tensor] = field(default_factory=dict)
+    _plans: dict[str, _Plan] = field(default_factory=dict)
     _tensors: Sequence[Tensor] = ()
     _layout: object = None  # that of ``_tensors``
 
-    def __init__(self) -> None:
-        self._memory: dict[Hashable, Tensor] = {}
-        self._plans: dict[str, _Plan] = {}
-
     def knowing(self, tensors: Sequence[Tensor], layout: object) -> "Scratch":
         """The same memory and plans, for tensors of a known layout: `plan` compares the object that stands for it."""
-        knowing = object.__new__(Scratch)
-        knowing._memory, knowing._plans = self._memory, self._plans
-        knowing._tensors, knowing._layout = tensors, layout
-        return knowing
+        return Scratch(self._memory, self._plans, tensors, layout)
 
     def held(self) -> object:
         """All memory of now."""

@@ -21,16 +21,19 @@ MOST = 2**24  # elements of all blocks together, 64 MiB of float32
 
 
 def multiply_short_(
-    tensors: Sequence[Tensor], factors: Tensor, scratch: Scratch, most: int, *, name: str = ""
+    tensors: Sequence[Tensor], factors: Tensor, scratch: Scratch, most: int, *, owner: int | str = 0
 ) -> list[int]:
-    """Multiply each tensor of at most ``most`` elements by its factor, in place. Return the indices of the others."""
-    # plain tensors of one dtype on one device; other tensors of the same step need another name for their plan
+    """Multiply each tensor of at most ``most`` elements by its factor, in place. Return the indices of the others.
+
+    They are plain tensors of one dtype on one device. ``owner`` is the row of the first one, or another name of them:
+    other tensors of the same step have another plan in ``scratch``.
+    """
     tensors = [tensor if tensor.ndim else tensor.view(1) for tensor in tensors]
     wide = foreach.wide_dtype(tensors[0].dtype)
     factors = foreach.as_factors(factors, wide)
-    plan = scratch.plan(f"short {wide} {name}", tensors, lambda: _planned(tensors, factors, scratch, most), most)
-    for chunk, owner in plan:
-        spread = factors.index_select(0, owner).unsqueeze(1)
+    plan = scratch.plan(f"short {wide} {owner}", tensors, lambda: _planned(tensors, factors, scratch, most), most)
+    for chunk, places in plan:
+        spread = factors.index_select(0, places).unsqueeze(1)
         short = [tensors[i] for i in chunk.indices]
         if tensors[0].dtype == wide:
             foreach.copy_plain_([chunk.blocks], [spread.expand_as(chunk.blocks)])
@@ -42,9 +45,9 @@ def multiply_short_(
     return [i for i, tensor in enumerate(tensors) if tensor.numel() > most]
 
 
-def multiply_each_(tensors: Sequence[Tensor], factors: Tensor, scratch: Scratch, *, name: str = "") -> None:
+def multiply_each_(tensors: Sequence[Tensor], factors: Tensor, scratch: Scratch, *, owner: int | str = 0) -> None:
     """Multiply each tensor by its factor, in place, with the arguments of `multiply_short_`."""
-    for i in multiply_short_(tensors, factors, scratch, SHORT, name=name):
+    for i in multiply_short_(tensors, factors, scratch, SHORT, owner=owner):
         foreach.multiply_each_([tensors[i]], factors.narrow(0, i, 1))
 
 

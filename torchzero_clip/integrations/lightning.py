@@ -97,11 +97,13 @@ class LightningCallback(Callback):
         check_trained(trainer.optimizers, pl_module, raises=bool(chains))
         if self._to_record is None:
             return
-        hosts = [*map(unwrap, chains.values()), *map(unwrap, trainer.optimizers)]
-        recorded = self._to_record.optimizer if isinstance(self._to_record, Recorder) else hosts[0]
-        host = next((host for host in hosts if host is recorded), hosts[0])
+        inner = [*map(unwrap, chains.values()), *map(unwrap, trainer.optimizers)]
+        recorded = self._to_record.optimizer if isinstance(self._to_record, Recorder) else inner[0]
+        optimizer = next((one for one in inner if one is recorded), inner[0])
         log, step = partial(_log, trainer.loggers), trainer.global_step if len(trainer.optimizers) == 1 else 0
-        self.recorder = started(self._to_record, self.recorder, host, pl_module, log=log, saved=self._loaded, step=step)
+        self.recorder = started(
+            self._to_record, self.recorder, optimizer, pl_module, log=log, saved=self._loaded, step=step
+        )
         self._loaded = None
 
     @override

@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 from torchzero_clip.checks import count
 from torchzero_clip.compat import at_end_of_backward, current_graph_task_id, never_compiled, warn_user
 from torchzero_clip.engine.parts import Parts, second_gradient
+from torchzero_clip.modular.backward_checks import check_backward_steps
 from torchzero_clip.modular.modular import Modular
-from torchzero_clip.modular.refusals import refuse
 from torchzero_clip.modular.wrappers import unwrap
 from torchzero_clip.types import Group, Setting
 
@@ -124,8 +124,8 @@ class StepInBackward:
     def _begin(self, task: int) -> None:
         """Check everything before the first update of a backward."""
         optimizer = self._optimizer
-        refuse(optimizer)
-        self._settings = optimizer.begin()
+        check_backward_steps(optimizer)
+        self._settings = optimizer.checked_settings()
         self._attach()
         self._waiting, self._bytes = {}, 0  # left by a backward that failed: `step` takes these gradients
         if task != -1:
@@ -243,5 +243,5 @@ def step_in_backward(optimizer: Optimizer, *, bucket_bytes: int = 2**23) -> Step
     count("bucket_bytes", bucket_bytes)
     if modular.runner.parts is not None:
         raise RuntimeError("this optimizer steps in the backward already: call remove() of its handle first")
-    refuse(modular)
+    check_backward_steps(modular)
     return StepInBackward(modular, bucket_bytes)

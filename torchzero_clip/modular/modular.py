@@ -254,13 +254,13 @@ class Modular(Explained, ClassMaker, Optimizer):
                 self._check_schedulers()
             return runner.step(self.param_groups, self.state, closure)
         finally:
-            if runner.ended is not None:
+            if runner.untold is not None:
                 runner.tell()
 
-    def begin(self) -> dict[str, list[Setting]]:
+    def checked_settings(self) -> dict[str, list[Setting]]:
         """Check everything before the first update of a step, and return the settings by transform."""
         self._check_schedulers()
-        return self.runner.begin(self.param_groups)
+        return self.runner.checked_settings(self.param_groups)
 
     def _check_schedulers(self) -> None:
         """Raise if an lr has two schedules."""

@@ -23,12 +23,11 @@ from torchzero_clip.engine.end import Deliver, Subtract
 from torchzero_clip.engine.gradient_norms import GradientNorms, NormNeeds
 from torchzero_clip.engine.listener import Listener
 from torchzero_clip.engine.nonfinite import Nonfinite, StepPolicy
-from torchzero_clip.engine.options import StepOptions
+from torchzero_clip.engine.ordinary import AnyStep, OrdinaryStep, StepOptions
 from torchzero_clip.engine.others import Others
 from torchzero_clip.engine.parts import Parts
 from torchzero_clip.engine.readable import ReadableExecutor
 from torchzero_clip.engine.reported_loss import Loss, ReportedLoss
-from torchzero_clip.engine.run_chain import run_chain
 from torchzero_clip.engine.table import Table, refuse_unusable
 from torchzero_clip.engine.updates import Updates
 from torchzero_clip.engine.walk import Walk
@@ -40,7 +39,7 @@ from torchzero_clip.modular import validation
 from torchzero_clip.modular.missing import Missing
 from torchzero_clip.modular.param_groups import accepted, all_or_none, check_disjoint, split
 from torchzero_clip.modular.step_metrics import StepMetrics
-from torchzero_clip.types import Group, Metrics, Setting, StateByParam
+from torchzero_clip.types import Group, Setting, StateByParam
 
 
 class Runner:
@@ -55,7 +54,7 @@ class Runner:
     parts: Parts | None = None
     """What the backward has updated since the last step, after `step_in_backward`."""
 
-    ended: Walk | None = None
+    untold: Walk | None = None
     """The last step, if the listener was not told yet that it has ended: see `tell`."""
 
     undo: Undo | None = None
@@ -69,7 +68,7 @@ class Runner:
 
     skipped_by: tuple[str, ...] = ()
     steps_taken: int = 0
-    _asked: Sequence[str] = ("no step was taken yet",)  # why the host has decided about the last ordinary step
+    _step_reasons: Sequence[str] = ("no step was taken yet",)  # why the host has decided about the last step
     _posting = 0  # steps about which the device has decided, as the host has called them
     has_meshes = False  # if a parameter is distributed
     _lengths: Sequence[int] = ()  # how many keys each param group had in the last step
@@ -192,7 +191,7 @@ class Runner:
         if not self.policy.decides:
             return ()
         plan = self.fast_way.plan
-        of_step = self._asked if plan is None else plan.course.host_reasons()
+        of_step = self._step_reasons if plan is None else plan.course.host_reasons()
         return (*self._host_reasons(), *of_step)
 
     def _host_reasons(self) -> list[str]:
@@ -214,129 +213,114 @@ class Runner:
         if refused_by:
             self.reported.clear()
 
-    def set_counts(self, steps_taken: int, is_behind: bool) -> None:
-        """Go back to these counts."""
-        self.steps_taken, self.schedules.is_behind = steps_taken, is_behind
-
     def step(self, groups: list[Group], states: StateByParam, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step, as `Modular.step`. Call it in `torch.no_grad`, and afterwards `tell` if a step has ended."""
+        result, loss, step, absent = None, self.reported.loss, None, None
         try:
             self.skipped_by, self.found_inf = (), None
             if self.shared.is_lost:
                 self.shared.refuse()
-            if closure is None and self.fast_way.plan is not None and self._repeat(groups, states, self.reported.loss):
-                return None
-            if closure is None and "closure" in self.nodes.targets:
-                raise ValueError("a transform with target='closure' needs a closure: call step(closure)")
-            settings = self.begin(groups)
-
-            result, walk, loss = None, None, self.reported.loss
             if closure is not None:
+                self.checked_settings(groups)  # raises before the closure is called
                 with torch.enable_grad():
                     result = closure()
                 loss = loss if result is None else partial(Loss, result, 1)
-                if self.fast_way.plan is not None and self._repeat(groups, states, loss):
-                    return result
-                # the closure may have changed them, or added groups
-                settings = self.nodes.checked_settings(groups)
-
-            absent = Missing(self.nodes, groups, states) if self.has_meshes and not self.parts else None
-            try:
-                walk = self._walk(groups, states, self.fast_way, settings, loss())
-                if self.parts is not None:
-                    self.parts.refuse_second(walk.table.params)
-                if self.policy.decides:
-                    self._asked = _reasons_of(walk)
-                if self.policy.may_skip and not (self._asked or self._host_reasons()):
-                    self._run_by_device(groups, states, walk)
-                else:
-                    self._take_or_skip(groups, states, walk)
-            finally:
-                if absent is not None:
-                    absent.put_back(walk)
+            elif "closure" in self.nodes.targets:
+                raise ValueError("a transform with target='closure' needs a closure: call step(closure)")
+            if self.fast_way.plan is not None:
+                step = self._planned(groups, states, loss)
+            if step is None:
+                settings = self.checked_settings(groups)  # again, because a closure may change settings, or add groups
+                absent = Missing(self.nodes, groups, states) if self.has_meshes and not self.parts else None
+                step = self._ordinary(groups, states, self.fast_way, settings, loss())
+            if self.policy.decides:
+                self._step_reasons = step.host_reasons()
+            if self.policy.may_skip and not (self._step_reasons or self._host_reasons()):
+                self._let_device_decide(groups, step)
+            else:
+                self._let_host_decide(groups, step)
             return result
         finally:
+            if absent is not None:
+                absent.put_back(None if step is None else step.walk)
             if self.reported.count:
                 self.reported.clear()
 
-    def _take_or_skip(
-        self, groups: list[Group], states: StateByParam, walk: Walk, go: Callable[[], object] | None = None
-    ) -> None:
-        """Take a step, or skip it. A planned step passes ``go``, which takes it."""
+    def _planned(self, groups: list[Group], states: StateByParam, loss: Callable[[], Loss]) -> AnyStep | None:
+        """A step by the plan. None if it does not fit; then nothing has changed."""
+        options, values = self._options(), self.chain_state.values
+        if options is None:
+            return None
+        if values:
+            self.schedules.catch_up(groups)
+        is_seen = self.listener is not None or self.policy.has_gates
+        return self.fast_way.planned(groups, states, options, values, loss, self.listener, self.undo, is_seen)
+
+    def _let_host_decide(self, groups: list[Group], step: AnyStep) -> None:
+        """Take a step, or skip it, as the host decides."""
         if self.decisions is not None and not is_capturing():
             self.read_decisions(groups)
             self.skipped_by = ()
-        values, parts = self.chain_state.values, self.parts
-        is_taken = False
+        policy, values, is_taken = self.policy, self.chain_state.values, False
         try:
-            has_updated = parts is not None and len(parts.updated) > 0
-            takes_part = len(walk.table.params) > 0 or self.shared.group is not None or has_updated
-            is_taken = takes_part and (not self.policy.decides or self.policy.allows(walk, values))
-            if is_taken and go is not None:
-                go()
-            elif is_taken:
-                is_taken = run_chain(walk, self.chain, states=states, listener=self.listener, parts=parts)
+            is_allowed = step.takes_part and (not policy.decides or step.is_allowed(policy, values))
+            is_taken = is_allowed and step.run()
             if is_taken:
-                if go is None and not isinstance(walk.executor, ReadableExecutor):
-                    # before the schedules write the next settings, because a plan stores those of this step
-                    self.fast_way.learn(walk, self._options())
                 self._count_taken(groups)
-                if walk.are_zero:
-                    self.policy.idle.zeros(self.steps_taken)
+                if step.may_be_zero:
+                    step.note_zeros(policy.idle, self.steps_taken)
             else:
-                self.policy.idle.not_taken(walk, self.steps_taken)
+                policy.idle.not_taken(step.walk, self.steps_taken)
         finally:
-            if "error" not in walk.refused_by:
+            walk, metrics = step.walk if step.is_seen else None, self.step_metrics
+            if walk is not None and "error" not in walk.refused_by:
                 self.skipped_by = tuple(walk.refused_by)
                 # a skipped step has the numbers of gates, and none of an earlier step
-                if (go is None or not is_taken) and self.policy.raising.isdisjoint(walk.refused_by):
-                    metrics = self.step_metrics
+                if step.metrics is None and policy.raising.isdisjoint(walk.refused_by):
                     metrics.values.clear()
                     metrics.values.update(
-                        walk.metrics if parts is None or not is_taken else parts.end(self.nodes, groups)
+                        walk.metrics if self.parts is None or not is_taken else self.parts.end(self.nodes, groups)
                     )
                     metrics.compute = None
+            metrics.compute = step.metrics or metrics.compute
             if values:
                 self.chain_state.show(groups)
             if self.listener is not None:
-                self.ended = walk
+                self.untold = walk
 
-    def _repeat(self, groups: list[Group], states: StateByParam, loss: Callable[[], Loss]) -> bool:
-        """Take a step by the plan. Return False if it does not fit; then nothing has changed."""
-        options, policy, values = self._options(), self.policy, self.chain_state.values
-        if not options.may_be_fast:
-            return False
-        if values:
-            self.schedules.catch_up(groups)
-        step = self.fast_way.begin(groups, states, options, values, loss, self.listener, self.undo)
-        if step is None:
-            return False
-        # on a CPU, where the host may read, no reasons are listed
-        if policy.may_skip and not (step.course.may_read or step.course.host_reasons() or self._host_reasons()):
-            try:
-                self._let_device_decide(groups, step.columns["params"], partial(step.run_by_device, policy))
-            finally:
-                if self.listener is not None and step.is_watched:
-                    self.ended = step.walk
-            return True
-        total = step.measure() if policy.decides and not policy.has_gates and self.listener is None else None
-        if self.listener is not None or (policy.decides and total is None):
-            self._take_or_skip(groups, states, step.walk, step.run_watched)
-        else:
-            if total is not None:
-                policy.passes(total, values)
+    def _let_device_decide(self, groups: list[Group], step: AnyStep) -> None:
+        """Take a step, or skip it, as the device decides."""
+        policy, params, decisions, is_captured = self.policy, step.params, self.decisions, is_capturing()
+        try:
+            if decisions is None or not decisions.may_note_norms_of(params):
+                self.read_decisions(groups)  # before the norms of the last bad gradients are lost
+                self.skipped_by = ()
+            if decisions is None or decisions.found_inf.device != params[0].device:
+                decisions = self.decisions = DeviceDecisions(policy.names, params[0].device)
+            if is_captured:
+                decisions.is_captured = True
+            else:
+                self._look(decisions)
+            if self.undo is not None:
+                self.undo.tensors([decisions.counts])
+            self.found_inf = decisions.found_inf
+            walk = step.walk if step.is_seen else None
+            policy.let_device_decide(step.gradient_norms, walk, params, decisions)
+            step.decisions = decisions
             try:
                 step.run()
-                self._count_taken(groups)
-            finally:
-                if values:
-                    self.chain_state.show(groups)
-        self.step_metrics.compute = step.metrics or self.step_metrics.compute
-        key, idle = self._norm_needs.norm_metric, policy.idle  # if ``step.total`` is set, it is not 0
-        looks = step.course.may_read and (step.is_measured or idle.looks(self.steps_taken))
-        if step.total is None and key and looks:
-            idle.look(self.step_metrics.read().get(key), self.steps_taken)
-        return True
+            except BaseException:
+                decisions.uncount()
+                raise
+        finally:
+            if self.listener is not None:
+                self.untold = step.walk
+        self.step_metrics.compute = step.metrics
+        if step.is_seen and step.walk.asked:
+            self._step_reasons = [step.walk.asked]
+        self.chain_state.show(groups)
+        if not is_captured:
+            self._post(decisions)
 
     def _count_taken(self, groups: list[Group]) -> None:
         """Count a step that was taken, and let schedules write the settings of the next one."""
@@ -345,55 +329,10 @@ class Runner:
         if SCHEDULE_STEP in self.chain_state.values:
             self.schedules.advance(groups)
 
-    def _let_device_decide(
-        self, groups: list[Group], params: list[Tensor], run: Callable[[DeviceDecisions], Metrics]
-    ) -> None:
-        """Take a step, or skip it, as the device decides. ``run`` takes it, and returns what computes the metrics."""
-        policy, decisions, is_captured = self.policy, self.decisions, is_capturing()
-        if decisions is None or not decisions.may_note_norms_of(params):
-            self.read_decisions(groups)  # before the norms of the last bad gradients are lost
-            self.skipped_by = ()
-        if decisions is None or decisions.found_inf.device != params[0].device:
-            decisions = self.decisions = DeviceDecisions(policy.names, params[0].device)
-        if is_captured:
-            decisions.is_captured = True
-        else:
-            self._look(decisions)
-        if self.undo is not None:
-            self.undo.tensors([decisions.counts])
-        self.found_inf = decisions.found_inf
-        self.step_metrics.compute = run(decisions)
-        self.chain_state.show(groups)
-        if not is_captured:
-            self._post(decisions)
-
-    def _run_by_device(self, groups: list[Group], states: StateByParam, walk: Walk) -> None:
-        """Take an ordinary step, or skip it, as the device decides."""
-        params = walk.table.params
-
-        def run(decisions: DeviceDecisions) -> Metrics:
-            self.policy.let_device_decide(walk.gradient_norms, walk, params, decisions)
-            walk.decisions = walk.undecided = decisions
-            try:
-                run_chain(walk, self.chain, states=states, listener=self.listener, parts=None)
-            except BaseException:
-                decisions.uncount()
-                raise
-            self.fast_way.learn(walk, self._options())
-            self._asked = [walk.asked] if walk.asked else []
-            metrics = walk.metrics  # they may be state, which the next step changes
-            return lambda: {name: value.clone() for name, value in metrics.items()}
-
-        try:
-            self._let_device_decide(groups, params, run)
-        finally:
-            if self.listener is not None:
-                self.ended = walk
-
     def _look(self, decisions: DeviceDecisions) -> None:
         """Take over the counts of the host. Raise or warn of skipped steps, if counts of the device have arrived."""
         values = self.chain_state.values
-        decisions.begin(values[CONSECUTIVE])
+        decisions.continue_from(values[CONSECUTIVE])
         if (counts := decisions.arrived()) is not None:
             try:
                 self.policy.look(int(counts[2]), decisions.step_at(counts, self.steps_taken + values[SKIPPED]))
@@ -425,23 +364,22 @@ class Runner:
 
     def counts_put_back(self) -> Callable[[], None]:
         """What puts counts back that a step changes on the host."""
-        values = self.chain_state.values
+        values, steps_taken, is_behind = self.chain_state.values, self.steps_taken, self.schedules.is_behind
         numbers = {key: value for key, value in values.items() if not isinstance(value, Tensor)}
-        set_counts = partial(self.set_counts, self.steps_taken, self.schedules.is_behind)
 
         def put_back() -> None:
             values.update(numbers)
-            set_counts()
+            self.steps_taken, self.schedules.is_behind = steps_taken, is_behind
 
         return put_back
 
     def tell(self) -> None:
         """Tell the listener that the step has ended, also if it was refused or raised an error."""
-        ended, self.ended = self.ended, None
-        if ended is not None and self.listener is not None:
-            self.listener.end(ended)
+        untold, self.untold = self.untold, None
+        if untold is not None and self.listener is not None:
+            self.listener.end(untold)
 
-    def begin(self, groups: list[Group]) -> dict[str, list[Setting]]:
+    def checked_settings(self, groups: list[Group]) -> dict[str, list[Setting]]:
         """Take over what was written to the param groups since the last step, and return the settings by transform."""
         if self.chain_state.values:  # also if there are schedules
             self.schedules.catch_up(groups)
@@ -451,18 +389,18 @@ class Runner:
             validation.warn_of_unread_keys(groups, self.nodes, self.chain_state.keys)
         return self.nodes.checked_settings(groups)
 
-    def _walk(
+    def _ordinary(
         self,
         groups: list[Group],
         states: StateByParam,
         fast_way: FastWay,
         settings: dict[str, list[Setting]],
         loss: Loss,
-    ) -> Walk:
-        """Start a walk with the parameters that have a gradient. Raise before any change if a parameter is unusable."""
-        table, values = Table.of(groups, states), self.chain_state.values
-        is_fast = self.fast and self._options().may_be_fast
-        columns = fast_way.columns(table) if is_fast else None
+    ) -> OrdinaryStep:
+        """A step of the parameters that have a gradient. Raise before any change if a parameter is unusable."""
+        table, values, parts = Table.of(groups, states), self.chain_state.values, self.parts
+        options = self._options() if self.fast else None
+        columns = None if options is None else fast_way.columns(table)
         if columns is None:  # else the fast way has checked these tensors already
             refuse_unusable(groups)
             validation.check_tensors(self.nodes, table, self._fitting)
@@ -472,20 +410,38 @@ class Runner:
         is_repeated = columns is None and len(set(map(id, table.params))) < len(table.params)
         end = self.delivery or Subtract(self.keep_grads or "grad" in self.nodes.targets or is_repeated)
         updates = Updates(table, values, maximize=self.maximize, over_grads=end.over_grads)
-        executor = fast_way.executor(updates, columns) if is_fast and not is_repeated else ReadableExecutor(updates)
+        options = None if is_repeated else options
+        executor = ReadableExecutor(updates) if options is None else fast_way.executor(updates, columns)
         gradient_norms = GradientNorms(self._norm_needs, table.grads, executor, listens=self.listener is not None)
         walk = Walk(self.nodes, settings, table, values, executor, gradient_norms, end, loss, self.undo)
-        walk.company = None if self.parts is None else OtherParts()
+        takes_part = len(table.params) > 0
+        if parts is not None:
+            parts.refuse_second(table.params)
+            walk.company, takes_part = OtherParts(), takes_part or len(parts.updated) > 0
         if (group := self.shared.group) is not None:
             Others(group, device_of(table.all_params(), group), has_schedules=self._has_joint_schedules).join(walk)
-        return walk
+            takes_part = True
+        return OrdinaryStep(
+            self.chain,
+            states,
+            parts,
+            fast_way.learn,
+            options,
+            self.listener,
+            takes_part,
+            walk,
+            gradient_norms,
+            table.params,
+        )
 
-    def _options(self) -> StepOptions:
+    def _options(self) -> StepOptions | None:
+        """What decides about a step. None if operations may not wait and be combined."""
         # The compiler combines operations itself. Memory that is made in inference mode cannot be used outside of it. A
         # transform with target="grad" would change gradients that waiting operations still have to read.
         usable = not (torch.compiler.is_compiling() or torch.is_inference_mode_enabled())
-        may_be_fast = self.fast and usable and "grad" not in self.nodes.targets
-        return StepOptions(self.maximize, self.keep_grads, may_be_fast, self.parts, self.shared.group)
+        if not (self.fast and usable and "grad" not in self.nodes.targets):
+            return None
+        return StepOptions(self.maximize, self.keep_grads, self.parts, self.shared.group)
 
     @torch.no_grad()
     def step_part(
@@ -493,27 +449,16 @@ class Runner:
     ) -> None:
         """Take the step of the parameters in these groups, for `step_in_backward`; `step` ends it."""
         # parameters that come together are the same in most steps, so the id of the first one names them
-        walk = self._walk(groups, states, self.fast_way.beside(first), settings, self.reported.loss())
-        run_chain(walk, self.chain, states=states, listener=self.listener, parts=self.parts)
+        self._ordinary(groups, states, self.fast_way.beside(first), settings, self.reported.loss()).run()
 
     def new_load(self, new: str | Iterable[str], dropped: str | Iterable[str]) -> Load:
         """A load of one checkpoint, with the arguments of `Modular.load_state_dict`."""
         return Load(self.nodes, self.schedules, self.chain_state, self.shared.group, new, dropped)
 
     def __getstate__(self) -> dict[str, Any]:
-        left_out = ("decisions", "found_inf", "listener", "parts", "ended", "undo", "fast_way", "_lengths")
+        left_out = ("decisions", "found_inf", "listener", "parts", "untold", "undo", "fast_way", "_lengths")
         return {key: value for key, value in vars(self).items() if key not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self.fast_way = FastWay()
-
-
-def _reasons_of(walk: Walk) -> list[str]:
-    """Why the host has to decide about an ordinary step, for reasons of its tensors; empty if the device may."""
-    reasons = walk.executor.host_reasons()
-    if walk.table.new_states:
-        reasons.append("a parameter takes its first step")
-    if walk.company is not None:
-        reasons.append("others take part in the step")
-    return reasons

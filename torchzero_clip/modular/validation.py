@@ -110,11 +110,11 @@ def _check_last(rule: FinalRule, before: Sequence[Transform], after: Sequence[Tr
             raise ValueError(f"{rule!r} takes the step by itself, {way_out}")
 
 
-def idle_names(nodes: Nodes, params: Sequence[NamedParam]) -> dict[str, bool]:
+def unmatched_names(nodes: Nodes, params: Sequence[NamedParam]) -> dict[str, bool]:
     """The warnings about names that match no parameter or group, and transforms without any; True if one applies."""
     warnings: dict[str, bool] = {}
     for node in nodes:
-        warnings |= node.transform.scope.idle_names(node.transform, params)
+        warnings |= node.transform.scope.unmatched_names(node.transform, params)
     if params and not any(warnings.values()):  # else these names are the reason
         warnings |= {f"{n.path!r} acts on no parameter: {n.transform!r}": _is_empty(n, params) for n in nodes}
     return warnings
@@ -209,7 +209,7 @@ def agree(
 ) -> tuple[dict[str, bool], bool]:
     """The warning about each pattern, with True if it is idle on all processes; and if any process has schedules."""
     # all processes of a group call this together, and all raise if their chains would not exchange the same numbers
-    idle = idle_names(nodes, params)
+    idle = unmatched_names(nodes, params)
     if group is None:
         return idle, has_schedules
     # the arguments and transforms that decide which numbers a step exchanges, one line for each

@@ -17,7 +17,7 @@ def unwrap(optimizer: Any) -> Any:
     return innermost
 
 
-def unwrapped_host(optimizer: Any) -> Any:
+def without_wrappers(optimizer: Any) -> Any:
     """The optimizer in wrappers of Accelerate and Lightning. Other wrappers may change gradients or count steps."""
     while type(optimizer).__module__.partition(".")[0] in ("accelerate", "lightning", "pytorch_lightning"):
         optimizer = optimizer.optimizer

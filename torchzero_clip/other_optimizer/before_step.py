@@ -28,19 +28,18 @@ from torchzero_clip.functional.dtypes import widened
 from torchzero_clip.functional.lists import params_of
 from torchzero_clip.hints import explained
 from torchzero_clip.modular.modular import Modular
-from torchzero_clip.modular.wrappers import unwrap, unwrapped_host
+from torchzero_clip.modular.wrappers import unwrap, without_wrappers
 from torchzero_clip.other_optimizer.entries import Entries
 from torchzero_clip.other_optimizer.followed import Followed, runner_before
-from torchzero_clip.other_optimizer.host import (
+from torchzero_clip.other_optimizer.wrapping import (
     Depth,
     RefusedStep,
     are_zero,
-    at_zero_grad,
-    check_host,
-    end_surely,
+    check_optimizer,
     takes_factor,
     unwrap_method,
     with_closure,
+    wrap_method,
 )
 from torchzero_clip.private_losses import refuse_loss
 from torchzero_clip.types import Group
@@ -67,13 +66,13 @@ class BeforeStep:
         self.runner = followed.runner
         """What takes the steps of the transforms."""
         self._spares = Spares()
-        delivery.scale, delivery.host_reasons = self._scale, self._host_reasons
+        delivery.multiply, delivery.host_reasons = self._multiply, self._host_reasons
         entries.begin(optimizer)
         self._infs = 0  # steps in a row that a gradient scaler has refused
         self._depth = Depth()
         self._hidden: list[tuple[Tensor, Tensor]] = []  # parameters and their gradients, in a refused step of this kind
-        self._has_scaled = False  # this step has set ``grad_scale`` of the optimizer
-        self._scale_before: Any = None  # its value before the step
+        self._has_set_grad_scale = False  # this step has set ``grad_scale`` of the optimizer
+        self._grad_scale_before: Any = None  # its value before the step
         self._has_found_inf = False  # this step has set ``found_inf`` of the optimizer
         entry_hooks = entries.register(optimizer)
         around = optimizer.register_step_pre_hook(self.before), optimizer.register_step_post_hook(self.after)
@@ -81,8 +80,8 @@ class BeforeStep:
         # the step is over before the post-hooks of others, whose errors do not undo it
         optimizer._optimizer_step_post_hooks.move_to_end(around[1].id, last=False)  # pyright: ignore
         self._wrappers = {
-            "step": end_surely(optimizer, self.begin, self.finish),
-            "zero_grad": at_zero_grad(optimizer, self.runner.reported.zeroed),
+            "step": wrap_method(optimizer, "step", self._around_step),
+            "zero_grad": wrap_method(optimizer, "zero_grad", self._around_zero_grad),
         }
 
     @property
@@ -271,7 +270,7 @@ class BeforeStep:
         undo.members([state, followed.state, *followed.param_groups])
         if state:
             undo.tensors([value for value in state.values() if isinstance(value, Tensor)])
-        undo.then(partial(runner.set_counts, runner.steps_taken, runner.schedules.is_behind))
+        undo.then(runner.counts_put_back())
         return undo
 
     def _restore(self, *, is_taken: bool) -> None:
@@ -281,8 +280,8 @@ class BeforeStep:
         if undo is not None and not is_taken and not runner.skipped_by:  # a refused step keeps its counts
             undo.restore()
             runner.step_metrics.forget()
-            if runner.ended is not None:
-                runner.ended.refused_by.append("error")
+            if runner.untold is not None:
+                runner.untold.refused_by.append("error")
 
     def _unscale(self, optimizer: Any) -> bool:
         """Divide by the scale of a gradient scaler. Return False if it has found gradients that are not finite."""
@@ -300,28 +299,28 @@ class BeforeStep:
         if scale is not None:
             grads = [param.grad for param in params_of(optimizer.param_groups)]
             foreach.multiply_([grad for grad in grads if grad is not None], widened(scale).reciprocal())
-            self._set_scale(optimizer, None)
+            self._set_grad_scale(optimizer, None)
         return True
 
-    def _set_scale(self, optimizer: Any, scale: Tensor | None) -> None:
+    def _set_grad_scale(self, optimizer: Any, scale: Tensor | None) -> None:
         """Let the step divide the gradients by ``scale``. `_end` restores what was there."""
-        if not self._has_scaled:  # noted first, so that an interrupt leaves nothing behind
-            self._scale_before = vars(optimizer).get("grad_scale", _ABSENT)
-            self._has_scaled = True
+        if not self._has_set_grad_scale:  # noted first, so that an interrupt leaves nothing behind
+            self._grad_scale_before = vars(optimizer).get("grad_scale", _ABSENT)
+            self._has_set_grad_scale = True
         optimizer.grad_scale = scale
 
-    def _restore_scale(self, optimizer: Any) -> None:
-        if self._scale_before is _ABSENT:  # GradScaler takes None for a scale
+    def _restore_grad_scale(self, optimizer: Any) -> None:
+        if self._grad_scale_before is _ABSENT:  # GradScaler takes None for a scale
             vars(optimizer).pop("grad_scale", None)
         else:
-            optimizer.grad_scale = self._scale_before
-        self._has_scaled, self._scale_before = False, None
+            optimizer.grad_scale = self._grad_scale_before
+        self._has_set_grad_scale, self._grad_scale_before = False, None
 
-    def _scale(self, grads: list[Tensor], factor: Tensor | float) -> None:
+    def _multiply(self, grads: list[Tensor], factor: Tensor | float) -> None:
         """Multiply gradients by one factor. The fused optimizers of torch do it in the step, which saves a pass."""
         optimizer = self._reference()
         if grads[0].dtype != torch.float64 and takes_factor(optimizer, self._hooks[0].id, len(grads)):
-            self._set_scale(optimizer, inverse(factor))
+            self._set_grad_scale(optimizer, inverse(factor))
         else:
             # one tensor for all takes a quarter of the time of one Python number
             number = factor if isinstance(factor, Tensor) else torch.full((), factor, dtype=torch.float64, device="cpu")
@@ -349,22 +348,28 @@ class BeforeStep:
         if not self._depth.leaves_base():
             self._end(optimizer, is_taken=True)
 
-    def begin(self, optimizer: Optimizer) -> None:
-        """The wrapper has been called, and catches a `RefusedStep`."""
-        self._end(optimizer, is_taken=False)  # the step before, if it raised an error and was called without it
+    def _around_step(self, optimizer: Optimizer, step: Callable[[], Any]) -> Any:
+        """Take a step of the optimizer. A refused one returns what the closure has returned."""
+        self._end(optimizer, is_taken=False)  # the step before, if it raised an error and was called without wrapper
         self._depth.is_wrapped = True
+        try:
+            return step()
+        except RefusedStep as refused:
+            return refused.args[0]
+        finally:
+            self._depth.is_wrapped = False
+            self._end(optimizer, is_taken=False)
 
-    def finish(self, optimizer: Optimizer) -> None:
-        """The wrapper ends."""
-        self._depth.is_wrapped = False
-        self._end(optimizer, is_taken=False)
+    def _around_zero_grad(self, optimizer: Optimizer, zero_grad: Callable[[], Any]) -> Any:
+        self.runner.reported.zeroed()
+        return zero_grad()
 
     def _end(self, optimizer: Optimizer, *, is_taken: bool) -> None:
         """End the step, unless it has ended. If the optimizer has raised, undo what the transforms did to state."""
         if not self._depth.count:
             return
-        if self._has_scaled:
-            self._restore_scale(optimizer)
+        if self._has_set_grad_scale:
+            self._restore_grad_scale(optimizer)
         if self._has_found_inf:
             vars(optimizer).pop(FOUND_INF, None)
             self._has_found_inf = False
@@ -378,7 +383,7 @@ class BeforeStep:
             if param.grad is None:  # else there is a new one, if the step raised
                 param.grad = grad
         self._hidden = []
-        if self.runner.ended is not None:
+        if self.runner.untold is not None:
             with torch.no_grad():
                 self.runner.tell()
 
@@ -447,9 +452,9 @@ def before_step(
         >>> round(handle.metrics()["clip_norm/norm"].item(), 4)
         5.0
     """
-    host = unwrapped_host(optimizer)
-    check_host(host, transforms)
-    if handle_of(host) is not None:
+    inner = without_wrappers(optimizer)
+    check_optimizer(inner, transforms)
+    if handle_of(inner) is not None:
         raise RuntimeError(
             "this optimizer already has transforms before its steps: first call remove() of their handle"
         )
@@ -464,11 +469,11 @@ def before_step(
         process_group=process_group,
         fast=fast,
     )
-    followed = Followed(runner, host.param_groups, model)
-    handle = BeforeStep(host, delivery, followed, Entries(followed, new=new, dropped=dropped))
+    followed = Followed(runner, inner.param_groups, model)
+    handle = BeforeStep(inner, delivery, followed, Entries(followed, new=new, dropped=dropped))
     _warn_of_copies()
     _HANDLES.add(handle)
-    recorder = hook_owner(host, HasListener)
+    recorder = hook_owner(inner, HasListener)
     runner.listener = None if recorder is None else recorder.listener
     return handle
 
@@ -487,8 +492,8 @@ def _have_begun(optimizer: Any) -> bool:
 
 def chain_of(optimizer: Any) -> Modular | BeforeStep | None:
     """The transforms of an optimizer, which may have wrappers, or of a handle; None if there are none."""
-    host = optimizer if isinstance(optimizer, BeforeStep) else unwrap(optimizer)
-    return host if isinstance(host, Modular | BeforeStep) else handle_of(host)
+    inner = optimizer if isinstance(optimizer, BeforeStep) else unwrap(optimizer)
+    return inner if isinstance(inner, Modular | BeforeStep) else handle_of(inner)
 
 
 def handle_of(optimizer: Optimizer) -> BeforeStep | None:

@@ -26,7 +26,7 @@ ALIKE, WITHOUT_PLAN = 3, 12
 """How many steps in a row have to look the same before a step is captured, with a plan and without one."""
 FEW, MOST_CAPTURES = 10, 3
 """After so many captures in a row with fewer replays each, steps stay ordinary."""
-LONG = 50
+WARNED_AFTER = 50
 """After so many ordinary steps in a row, a warning says why no step was captured."""
 IGNORED = {"params", "param_names", "name", "initial_lr", *COUNTERS}
 """Keys of param groups that do not change what a captured step does."""
@@ -137,11 +137,11 @@ class CapturedStep:
 
     def _refuse(self) -> None:
         """Raise if no step of the optimizer can be captured."""
-        reason = self._refusal()
+        reason = self._why_never()
         if reason is not None:
             raise ValueError(f"the steps of this {type(self.optimizer).__name__} cannot be captured: {reason}")
 
-    def _refusal(self) -> str | None:
+    def _why_never(self) -> str | None:
         """Why no step can be captured, with the way out."""
         optimizer, runner = self.optimizer, self._runner
         if (runner is not None and runner.listener) or hook_owner(optimizer, HasListener) is not None:
@@ -249,11 +249,11 @@ class CapturedStep:
             self._drop()
         if self._is_ready():
             self._prepare()
-        elif self._ordinary == LONG:
+        elif self._ordinary == WARNED_AFTER:
             reasons = [] if self._chain is None else self._chain.host_decides
             reasons = ["a transform may read the loss"] if self._has_loss else reasons
             why = next(iter(reasons), f"{differing[0]} changes" if differing else "steps differ")
-            warn_user(f"no step was captured in {LONG} steps, because {why}{_way_out(why)}")
+            warn_user(f"no step was captured in {WARNED_AFTER} steps, because {why}{_way_out(why)}")
 
     def _is_ready(self) -> bool:
         runner = self._runner

@@ -95,8 +95,8 @@ class Recorder(Readable):
         log: Any = None,
         log_every: int = 10,
     ) -> None:
-        host = unwrap(optimizer)
-        if not isinstance(host, Optimizer):
+        inner = unwrap(optimizer)
+        if not isinstance(inner, Optimizer):
             way_out = ": write Recorder(optimizer, model=model)" if isinstance(optimizer, nn.Module) else ""
             raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}{way_out}")
         if isinstance(by, nn.Module):
@@ -107,14 +107,14 @@ class Recorder(Readable):
             steps(name, number)
         if model is not None:
             instance("model", model, nn.Module)
-            if set(model.parameters()).isdisjoint(p for g in host.param_groups for p in g["params"]):
+            if set(model.parameters()).isdisjoint(p for g in inner.param_groups for p in g["params"]):
                 raise ValueError("model has none of the parameters of the optimizer")
-        if isinstance(host, Modular) and host.runner.parts is not None:
+        if isinstance(inner, Modular) and inner.runner.parts is not None:
             raise RuntimeError(
                 "a recorder needs all gradients at once, but this optimizer steps in the backward. First call remove() "
                 "of the handle that step_in_backward returned"
             )
-        if (host.runner.listener if isinstance(host, Modular) else hook_owner(host, StepHooks)) is not None:
+        if (inner.runner.listener if isinstance(inner, Modular) else hook_owner(inner, StepHooks)) is not None:
             raise ValueError("optimizer already has a recorder: call close() of that recorder first")
         flush_every = min(flush_every, keep)
         live = None if log is None else Live(log, min(log_every, keep))
@@ -123,12 +123,12 @@ class Recorder(Readable):
             file = Log(Path(path), by, flush_every, keep)
             take_over(file.path)
             file.is_new = not FirstProcess() or not check(Path(path))
-        self.optimizer = host  # the optimizer that is recorded, without its wrappers
+        self.optimizer = inner  # the optimizer that is recorded, without its wrappers
         self._recording = Recording(by, keep, ratios_every, model, Output(file, live, flush_every, keep))
         self._log = file
         self.is_closed = False  # True after `close`
-        self._hooks = None if isinstance(host, Modular) else StepHooks(self._recording, host)
-        chain = chain_of(host)
+        self._hooks = None if isinstance(inner, Modular) else StepHooks(self._recording, inner)
+        chain = chain_of(inner)
         if chain is not None:
             chain.runner.listener = self._recording
 

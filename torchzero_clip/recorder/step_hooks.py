@@ -15,7 +15,7 @@ from torchzero_clip.engine.reported_loss import ReportedLoss
 from torchzero_clip.functional.norms import norms_of_each
 from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.other_optimizer.before_step import handle_of
-from torchzero_clip.other_optimizer.host import Depth, end_surely, unwrap_method, with_closure
+from torchzero_clip.other_optimizer.wrapping import Depth, unwrap_method, with_closure, wrap_method
 from torchzero_clip.recorder.recording import FAILED, Recording, nothing
 from torchzero_clip.recorder.tape import Note
 
@@ -27,7 +27,7 @@ class StepHooks(HasListener):
         self.reported = ReportedLoss()
         self._handles = optimizer.register_step_pre_hook(self.before), optimizer.register_step_post_hook(self.after)
         self._depth = Depth()
-        self._wrapper = end_surely(optimizer, partial(self._around, True), partial(self._around, False))
+        self._wrapper = wrap_method(optimizer, "step", self._around)
         self._optimizer = weakref.ref(optimizer)
         self._recording = self.listener = run
         self._scratch = Scratch()
@@ -38,9 +38,13 @@ class StepHooks(HasListener):
         if (optimizer := self._optimizer()) is not None:
             unwrap_method(optimizer, "step", self._wrapper)
 
-    def _around(self, begins: bool, optimizer: Optimizer) -> None:
-        """The wrapper of the step begins or ends."""
-        self._depth.count, self._depth.is_wrapped = 0, begins
+    def _around(self, optimizer: Optimizer, step: Callable[[], Any]) -> Any:
+        """Take a step of the optimizer."""
+        self._depth.count, self._depth.is_wrapped = 0, True
+        try:
+            return step()
+        finally:
+            self._depth.count, self._depth.is_wrapped = 0, False
 
     @never_compiled
     def before(

@@ -26,15 +26,15 @@ class RefusedStep(BaseException):
     # no Exception, which an optimizer might catch
 
 
-def check_host(host: Any, transforms: Sequence[Transforms]) -> None:
+def check_optimizer(inner: Any, transforms: Sequence[Transforms]) -> None:
     """Raise if an optimizer cannot have transforms before its steps."""
-    name = type(host).__name__
-    inside = [key for key, value in getattr(host, "__dict__", {}).items() if isinstance(value, Optimizer)]
+    name = type(inner).__name__
+    inside = [key for key, value in getattr(inner, "__dict__", {}).items() if isinstance(value, Optimizer)]
     way_out = f": call before_step on optimizer.{inside[0]}" if inside else ""
-    if not isinstance(host, Optimizer):
+    if not isinstance(inner, Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {name}{way_out}")
     listed = list(flatten(transforms))
-    if isinstance(host, Modular):
+    if isinstance(inner, Modular):
         shown = ", ".join(map(repr, listed)) or "ClipNorm(1)"
         raise TypeError(f"this optimizer is a chain, which takes the transforms: Modular(params, {shown}, ...)")
     if not listed:
@@ -43,9 +43,9 @@ def check_host(host: Any, transforms: Sequence[Transforms]) -> None:
         raise TypeError(NOT_ZERO_REDUNDANCY)
     if inside:
         raise TypeError(f"{name} takes its steps by another optimizer{way_out}")
-    if not all(hasattr(host, f"_optimizer_{kind}_hooks") for kind in ("step_pre", "state_dict_post")):
+    if not all(hasattr(inner, f"_optimizer_{kind}_hooks") for kind in ("step_pre", "state_dict_post")):
         raise TypeError(f"{name} lacks hooks that optimizers of torch have: let it call Optimizer.__init__")
-    if needs_closure(type(host)):
+    if needs_closure(type(inner)):
         raise TypeError(
             f"{name} takes no step without a closure and may evaluate it several times in one step, but transforms "
             "that keep statistics act once a step: call clip_grad_norm_ in the closure"
@@ -85,7 +85,7 @@ class Depth:
 
     def __init__(self) -> None:
         self.count = 0
-        self.is_wrapped = False  # True while the wrapper of `end_surely` runs, which sees how a step ends
+        self.is_wrapped = False  # True while the wrapper of `wrap_method` runs, which sees how a step ends
 
     def enters_base(self, optimizer: Optimizer) -> bool:
         """Called by a hook before a step: True, and one deeper, if it is the step of a base class."""
@@ -111,52 +111,28 @@ def with_closure(args: Args, kwargs: dict[str, Any], wrap: Callable[[Any], Any])
     return (*args[:1], wrap(closure), *args[2:]), kwargs
 
 
-def end_surely(optimizer: Optimizer, begin: Callable[[Any], object], finish: Callable[[Any], object]) -> Any:
-    """Wrap ``step`` of one optimizer, so that a step ends even if it raises, for which torch calls no hook.
+def wrap_method(optimizer: Optimizer, name: str, around: Callable[[Any, Callable[[], Any]], Any]) -> Any:
+    """Replace a method of one optimizer by ``around``, which gets the optimizer and what calls the method.
 
-    ``begin(optimizer)`` runs before the step, and ``finish(optimizer)`` after it. A `RefusedStep` returns what the
-    closure has returned.
+    So a step has an end even if it raises, for which torch calls no hook.
     """
-    replaced: Any = vars(optimizer).get("step")
-    call: Any = type(optimizer).step if replaced is None else replaced
+    replaced: Any = vars(optimizer).get(name)
+    call: Any = getattr(type(optimizer), name) if replaced is None else replaced
     reference = weakref.ref(optimizer)
 
-    def step(alive: Any, *args: Any, **kwargs: Any) -> Any:
-        begin(alive)
-        try:
-            return call(alive, *args, **kwargs) if replaced is None else call(*args, **kwargs)
-        except RefusedStep as refused:
-            return refused.args[0]
-        finally:
-            finish(alive)
+    def method(alive: Any, *args: Any, **kwargs: Any) -> Any:
+        bound = (alive, *args) if replaced is None else args
+        return around(alive, functools.partial(call, *bound, **kwargs))
 
     @functools.wraps(call)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         alive = reference()  # weak, as in the wrapper of torch's schedulers
         if alive is None:
-            raise ReferenceError("the optimizer of this step was deleted: keep the optimizer beside its step")
-        return step(alive, *args, **kwargs)
+            raise ReferenceError(f"the optimizer of this {name} was deleted: keep the optimizer beside its {name}")
+        return method(alive, *args, **kwargs)
 
-    vars(wrapper)["__func__"] = step  # of a bound method, where schedulers look for it
-    optimizer.step = wrapper
-    return wrapper
-
-
-def at_zero_grad(optimizer: Optimizer, note: Callable[[], object]) -> Any:
-    """Wrap ``zero_grad`` of one optimizer, so that it calls ``note`` first."""
-    replaced: Any = vars(optimizer).get("zero_grad")
-    call: Any = type(optimizer).zero_grad if replaced is None else replaced
-    reference = weakref.ref(optimizer)
-
-    @functools.wraps(call)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        alive = reference()
-        if alive is None:
-            raise ReferenceError("the optimizer of this zero_grad was deleted: keep the optimizer")
-        note()
-        return call(alive, *args, **kwargs) if replaced is None else call(*args, **kwargs)
-
-    optimizer.zero_grad = wrapper
+    vars(wrapper)["__func__"] = method  # of a bound method, where schedulers look for it
+    setattr(optimizer, name, wrapper)
     return wrapper
 
 

@@ -10,7 +10,7 @@ from torchzero_clip.functional.lists import params_of
 from torchzero_clip.modular.modular import Modular
 
 
-def refuse(optimizer: Modular) -> None:
+def check_backward_steps(optimizer: Modular) -> None:
     """Raise if a step cannot be taken parameter by parameter."""
     for node in optimizer.runner.nodes:
         _refuse_transform(node)
