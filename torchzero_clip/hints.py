@@ -182,6 +182,7 @@ def explanation(error: Exception, who: str, lookups: Mapping[str, Iterable[str]]
         meant = did_you_mean(key, [name for names in keys.values() for name in names], listed=False) or "."
         listed = "; ".join(f"{kind}: {', '.join(names) or 'none'}" for kind, names in keys.items())
         return f"{who} looked up {key!r}, which does not exist{meant} It has these {listed}"
+    # by their texts, because Python has no class of its own for these errors
     if isinstance(error, TypeError) and "indices must be integers or slices, not str" in str(error):
         return (
             f"{who} looked up a key in a list. step.settings and step.states have a dict for each parameter: zip them "

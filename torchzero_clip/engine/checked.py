@@ -308,6 +308,7 @@ def _explain(error: Exception, node: Node, step: Step) -> NoReturn:
     if text is not None:
         raise RuntimeError(text) from error
     error.add_note(f"in {transform!r}")
+    # by its text, because the operations that get None raise errors of several classes
     if step.loss is None and "'NoneType'" in str(error):
         way_out = "call optimizer.report_loss(loss) before step(), or pass step a closure that returns the loss"
         if isinstance(transform, Gate) and not transform.needs_loss:

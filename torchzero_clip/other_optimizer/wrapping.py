@@ -71,7 +71,7 @@ def takes_factor(optimizer: Any, hook: int, count: int) -> bool:
     # the step would also divide the gradients of frozen parameters, which transforms leave alone
     if count < len(held) and any(param.grad is not None and not param.requires_grad for param in held):
         return False
-    hooks = optimizer._optimizer_step_pre_hooks
+    hooks = optimizer._optimizer_step_pre_hooks  # torch has no public way to list them
     for key in reversed(hooks):
         if key == hook:
             break
