@@ -145,9 +145,8 @@ class GradientNorms:
         resources = self.measurer.resources(updates)
         is_alone = self.measurer.process_group is None
         if known is not None and total is not None and node.path == needs.first_scaling and is_alone:
-            is_of_each = not known.is_cpu and len(known) == count == len(
-                self.grads
-            )  # gates have measured each gradient
+            # gates have measured each gradient
+            is_of_each = not known.is_cpu and len(known) == count == len(self.grads)
             resources = resources._replace(norms=(total, known) if is_of_each else None)
         each, beside = node.path in needs.needs_each, self.listens and self.before is None
         resources = resources._replace(name=node.path, beside=beside, each=each)
