@@ -1,7 +1,10 @@
 """Public docstrings say what the signatures say, and show an example that runs (the doctests are part of the run)."""
 
+import builtins
 import inspect
 import re
+import tokenize
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +19,13 @@ METHODS = {
     for key, method in vars(obj).items()
     if inspect.isfunction(method) and not key.startswith("_")
 }
+PACKAGE = Path(torchzero_clip.__file__).parent
+OF_OTHERS = {
+    *("fully_shard", "OneCycleLR", "CyclicLR", "GradScaler", "LBFGS", "SummaryWriter", "native_batch_norm_backward"),
+    *("use_experts_implementation", "max_grad_norm_ratio", "num_workers", "clip_norm_by_ema", "clip_norm_2"),
+    *("LEVELS", "groupby", "skip_file_prefixes"),
+}
+"""Names in docstrings and comments that are no names in the code of the package."""
 
 
 def section(doc, title):
@@ -65,3 +75,32 @@ def test_raised_errors_are_documented(name):
     source = written_source(PUBLIC[name])
     for error in set(re.findall(r"raise (\w+)\(", source)):
         assert error in doc
+
+
+def tokens_of(path):
+    with tokenize.open(path) as file:
+        return list(tokenize.generate_tokens(file.readline))
+
+
+def test_names_in_docstrings_and_comments_exist():
+    tokens = {path: tokens_of(path) for path in PACKAGE.rglob("*.py")}
+    is_prose = {tokenize.STRING: '"""', tokenize.COMMENT: "#"}
+    known, used, prose = {*dir(builtins), *OF_OTHERS}, set(), []
+    for path, found in tokens.items():
+        for token in found:
+            if token.type == tokenize.NAME:
+                known.add(token.string)
+            elif token.string.startswith(is_prose.get(token.type, "\0")):
+                prose += [(path, token.start[0], token.string)]
+            elif token.type == tokenize.STRING:  # keys of param groups and of records
+                known.update(re.findall(r"\w+", token.string))
+    wrong = []
+    for path, line, text in prose:
+        names = re.findall(r"(?<!`)`([A-Za-z_][\w.]*)(?:\(\))?`(?!`)", text) + re.findall(r"``([a-z_]\w*)``", text)
+        for name in names:
+            last = name.rpartition(".")[2]
+            used.add(last)
+            if last not in known and not name.startswith("torch.") and not (path.parent / name).exists():
+                wrong.append(f"{path.relative_to(PACKAGE)}:{line}: {name}")
+    assert not wrong
+    assert used >= OF_OTHERS

@@ -19,16 +19,8 @@ from torchzero_clip.types import Group, NewState, Schedule, Setting, State, Targ
 
 CALLED = {
     *("apply_tensors", "apply_tensor", "factors", "formula", "start", "change", "refuses", "accept", "refused", "why"),
-    *(
-        "take_step",
-        "shifts",
-        "record",
-        "keeps_refused",
-        "init_state",
-        "possible_state",
-        "init_global_state",
-        "slice_dims",
-    ),
+    *("take_step", "shifts", "record", "keeps_refused", "slice_dims"),
+    *("init_state", "possible_state", "init_global_state"),
 }
 """Methods that the optimizer calls with positional arguments."""
 

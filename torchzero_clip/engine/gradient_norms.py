@@ -32,7 +32,7 @@ class NormNeeds:
         """The path of the first transform, if it needs just the joint norm that gates may have measured."""
         self.first_scaling = first.path if first is not None and _scales_all_gradients(first.transform) else None
         """The path of the first transform, if it measures the gradients of all parameters."""
-        self.norm_metric = "" if first is None else f"{first.path}/norm" * _tells_zeros(first.transform)
+        self.norm_metric = "" if first is None or not _tells_zeros(first.transform) else f"{first.path}/norm"
         """The metric that is 0 only if all gradients are 0; empty if there is none."""
         scalings = [(node.path, node.transform) for node in nodes if isinstance(node.transform, Scaling)]
         overriding = [(path, s) for path, s in scalings if type(s).slice_dims is not Scaling.slice_dims]

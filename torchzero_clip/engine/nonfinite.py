@@ -33,6 +33,7 @@ Nonfinite: TypeAlias = Literal["propagate", "raise", "skip"]
 
 REMEMBERED = 10  # norms that an error shows
 WARNED_AFTER = 20  # refused steps in a row, for the first warning
+WAY_OUT = "go back to a checkpoint, or change a limit that refuses good steps. max_consecutive_skips= ends such a run"
 
 
 class StepPolicy:
@@ -135,14 +136,10 @@ class StepPolicy:
         """Let the device decide about a step with these parameters. It does not wait. Gates need the ``walk``."""
         total, finite = gradient_norms.total_and_finite()
         gradient_norms.norm_of_decision = total
-        asked = (
-            []
-            if walk is None
-            else [
-                (node, gradient_norms.joint_of(rows, total), _step_of_gate(walk, node))
-                for node, rows in self._asked(walk, everywhere=False)
-            ]
-        )
+        asked: list[tuple[Node, Tensor, Step]] = []
+        if walk is not None:
+            gates = self._asked(walk, everywhere=False)
+            asked = [(node, gradient_norms.joint_of(rows, total), _step_of_gate(walk, node)) for node, rows in gates]
         passed = dict.fromkeys(self.names, torch.ones_like(finite)) if len(asked) < len(self._gates) else {}
         passed |= {node.path: refuses(node, norm, step).logical_not() for node, norm, step in asked}
         if self.nonfinite == "skip":
@@ -175,7 +172,7 @@ class StepPolicy:
                 self._warned_at = in_a_row
                 warn_user(
                     f"{in_a_row} steps in a row were skipped at step {at_step}. {who}. The model does not train until "
-                    "you act: change the limit, or go back to a checkpoint. max_consecutive_skips= ends such a run"
+                    f"you act: {WAY_OUT}"
                 )
         elif in_a_row > self.max_consecutive_skips:
             raise RuntimeError(
@@ -221,10 +218,7 @@ class StepPolicy:
         skips = counts[CONSECUTIVE]
         if self.max_consecutive_skips is None:
             if is_worth_a_warning(skips):
-                reasons = self._reasons(walk, judged)
-                has_limit = any("limit" in reason for reason in reasons.values())  # no limit lets a NaN pass
-                way_out = "go back to a checkpoint. max_consecutive_skips= ends such a run"
-                warn_of_skips(skips, reasons, f"change the limit, or {way_out}" if has_limit else way_out)
+                warn_of_skips(skips, self._reasons(walk, judged), WAY_OUT)
         elif skips > self.max_consecutive_skips:
             shown = ", ".join(f"{norm:.4g}" for norm in self._norms)
             bad = self.bad_gradients if "nonfinite" in walk.refused_by else None

@@ -29,7 +29,7 @@ LACKS = (
 
 
 class StepOptions(NamedTuple):
-    """What decides about a step beside its chain and its tensors. A plan is of one of these."""
+    """The options of a step. A plan holds for one set of options."""
 
     maximize: bool
     keep_grads: bool
@@ -44,11 +44,11 @@ class AnyStep(ABC):
     walk: Walk  # the step as a policy and a listener see it
     gradient_norms: GradientNorms
     params: list[Tensor]  # that take part
-    is_seen: bool  # somebody sees the ``walk``
+    is_seen: bool  # a listener or a gate uses the ``walk``
     takes_part: bool  # False if this process has no gradient, and no other process takes part
     decisions: DeviceDecisions | None = None  # set before `run` if the device decides
     metrics: Metrics | None = None  # computes the metrics after `run`; None if those of the walk are read at once
-    may_be_zero: bool = False  # after `run`: True if all gradients may be 0, as far as the host knows
+    may_be_zero: bool = False  # after `run`: True unless the host knows that a gradient is not 0
 
     @abstractmethod
     def host_reasons(self) -> list[str]:

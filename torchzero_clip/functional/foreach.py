@@ -227,7 +227,10 @@ def as_factors(factors: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def is_one_number(vector: Tensor) -> bool:
-    """Whether a vector was expanded from a single number."""
+    """Whether a vector was expanded from a single number, as the factors of a joint clip are.
+
+    The strides say so without a look at the numbers, for which the host would wait.
+    """
     return vector.numel() == 1 or vector.stride() == (0,)
 
 

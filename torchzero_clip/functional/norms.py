@@ -133,7 +133,7 @@ def joint_norm(
     """The L2 norm of all dense tensors together: a 0-d float64 tensor, with ``beside`` also the norm of each.
 
     Return None if the norm is very large, very small or not finite, and for devices and dtypes without a faster way
-    than `norms_of_each`. ``beside`` and ``moves`` need ``scratch``. ``plain`` says that all tensors are known to be
+    than `norms_of_each`. ``beside`` and ``lerp`` need ``scratch``. ``plain`` says that all tensors are known to be
     plain.
     """
     if not (plain or foreach.are_plain(tensors)):

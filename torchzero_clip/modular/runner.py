@@ -424,18 +424,18 @@ class Runner:
         return OrdinaryStep(
             self.chain,
             states,
-            parts,
-            fast_way.learn,
-            options,
-            self.listener,
-            takes_part,
-            walk,
-            gradient_norms,
-            table.params,
+            parts=parts,
+            learn=fast_way.learn,
+            options=options,
+            listener=self.listener,
+            takes_part=takes_part,
+            walk=walk,
+            gradient_norms=gradient_norms,
+            params=table.params,
         )
 
     def _options(self) -> StepOptions | None:
-        """What decides about a step. None if operations may not wait and be combined."""
+        """The options of a step. None if operations may not wait and be combined."""
         # The compiler combines operations itself. Memory that is made in inference mode cannot be used outside of it. A
         # transform with target="grad" would change gradients that waiting operations still have to read.
         usable = not (torch.compiler.is_compiling() or torch.is_inference_mode_enabled())

@@ -67,6 +67,7 @@ def check_added(nodes: Nodes, params: Sequence[NamedParam], process_group: Proce
 def _check_not_local(params: Sequence[NamedParam]) -> None:
     """Raise if parameters are shards but not DTensors: norms and skipped steps would be those of one process."""
     for i, named in enumerate(params):
+        # FSDP1 marks its parameters in no other way
         if getattr(named.param, "_is_flat_param", False) or getattr(named.param, "_fsdp_flattened", False):
             raise ValueError(
                 f"{named.name or f'parameter {i}'} belongs to FSDP1 (FullyShardedDataParallel), which keeps a part of "

@@ -60,6 +60,7 @@ def are_zero(groups: Sequence[Group]) -> bool:
 
 def takes_factor(optimizer: Any, hook: int, count: int) -> bool:
     """True if the step of a fused optimizer of torch divides ``count`` gradients, and no later hook reads them."""
+    # torch gives its fused optimizers this mark for GradScaler, and no public one
     is_fused = getattr(optimizer, "_step_supports_amp_scaling", False)
     if not is_fused or not type(optimizer).__module__.startswith("torch.optim."):
         return False
@@ -91,13 +92,13 @@ class Depth:
         """Called by a hook before a step: True, and one deeper, if it is the step of a base class."""
         # after a step that raised outside of the wrapper, ``count`` is still 1, but the next is no step of a base class
         is_of_base = self.count > 0 and (self.is_wrapped or may_call_base(optimizer))
-        self.count += is_of_base
+        self.count += 1 if is_of_base else 0
         return is_of_base
 
     def leaves_base(self) -> bool:
         """Called by a hook after a step: True if it was the step of a base class."""
         is_of_base = self.count > 1
-        self.count -= is_of_base
+        self.count -= 1 if is_of_base else 0
         return is_of_base
 
 
@@ -112,7 +113,7 @@ def with_closure(args: Args, kwargs: dict[str, Any], wrap: Callable[[Any], Any])
 
 
 def wrap_method(optimizer: Optimizer, name: str, around: Callable[[Any, Callable[[], Any]], Any]) -> Any:
-    """Replace a method of one optimizer by ``around``, which gets the optimizer and what calls the method.
+    """Replace a method of one optimizer by ``around``, which gets the optimizer and a function that calls the method.
 
     So a step has an end even if it raises, for which torch calls no hook.
     """
@@ -131,7 +132,7 @@ def wrap_method(optimizer: Optimizer, name: str, around: Callable[[Any, Callable
             raise ReferenceError(f"the optimizer of this {name} was deleted: keep the optimizer beside its {name}")
         return method(alive, *args, **kwargs)
 
-    vars(wrapper)["__func__"] = method  # of a bound method, where schedulers look for it
+    vars(wrapper)["__func__"] = method  # torch's schedulers read it, as on a bound method
     setattr(optimizer, name, wrapper)
     return wrapper
 
