@@ -91,7 +91,7 @@ class RowsLayer(Layer, ABC):
 
 
 Make: TypeAlias = Callable[[int, Callable[[], bool] | None], Tensor]
-"""Makes so many copies of a value, for rows in no order. The rest is the ``on_shared`` of the `Call`."""
+"""Makes so many copies of a value, for rows in no order. The second argument becomes `Call.on_shared`."""
 
 
 class BroadcastRow(Tensor):
@@ -164,7 +164,7 @@ def is_row(value: Any) -> bool:
 
 
 def row_of(layer: RowsLayer, each: Tensor) -> Tensor:
-    """Return one row, the output of a layer for its real input, of ``each``, samples first. One sample needs no row."""
+    """Return the first of ``each`` as a row. ``each`` has the output for every sample. One sample needs no row."""
     row = each[0] if len(each) else each.new_zeros(each.shape[1:])
     return _as_row(_refusing(layer, row.detach().clone()).clone(), each, layer)
 
@@ -322,7 +322,8 @@ class _Use:
             return output
         kind = self.name.strip("_")
         if kind in EXPANSIONS and first.fits(output.ndim, dim := layer.capture.batch_dim):
-            # to the batch, and not, in this call or an earlier one, to another size
+            # the size of the batch means one entry for each sample, as in `token.expand(len(x), -1)`. If the same
+            # expansion ever had another size, as in `token.expand(length, -1)`, its sizes are equal by chance
             expansion, size = (kind, tuple(first.shape), output.ndim), output.shape[dim]
             others = layer.learnt.expanded
             if size not in (1, self._count):
@@ -364,8 +365,9 @@ class _Use:
             return made if all(map(has_layers, made)) else []
         own = capture.own_storages()
         data = [x for x in found if x.is_floating_point() and x.ndim > 1 and len(x) > 1 and not storages_of((x,)) & own]
-        data = [x for x in data if not _is_diagonal(x)]  # with which products of reflections begin
-        # where a proof cannot find that samples share data, a module alone, such as PReLU, is taken to get no table
+        # such as the identity, which a product of reflections multiplies first
+        data = [x for x in data if not _is_diagonal(x)]
+        # without such proofs, only a module without submodules, such as PReLU, is trusted to get data and no table
         may_be = capture.proofs_may_share or not [*self.layer.module.children()]
         return data if may_be and not any(self.layer.shared.is_table(x) for x in data) else []
 

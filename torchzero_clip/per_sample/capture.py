@@ -77,7 +77,7 @@ class Capture(ABC):
         """The layer that runs, the innermost one."""
         self.forward = Forward()
         self.given: GivenRows | None = None
-        """What the user says of rows, in a block of `rows`."""
+        """The sample of each row, as the user gave it to `rows`."""
         self.outputs: list[weakref.ref[Tensor]] = []
         """What layers and the model have returned."""
         self.reruns: set[str] = set()

@@ -108,7 +108,7 @@ class Classic:
             edge = GradientEdge(*root)
             torch.autograd.backward([edge], [self._sent], inputs=[capture.anchor], retain_graph=True)
 
-        # the graph may need a proof now, or if one more backward brings a gradient to calls that were silent before
+        # prove now, or run one more backward to see whether silent calls get a gradient
         due = self._is_due or (self._proves and not is_first)
         proof = prover.planned(graph, due=due) if count > 1 else None
         silent = [call for call in graph.calls if call.is_silent] if proof is None and count > 1 else []

@@ -36,7 +36,8 @@ from torchzero_clip.per_sample.samples.prover import Prover, Schedule, Verify
 from torchzero_clip.per_sample.whole import Whole
 
 PRIVATE = 16  # in private training, every 16th step is proved again
-IS_PACKED = partial(type.__instancecheck__, PackedSequence)  # not in Python, because it sees all that forwards get
+IS_PACKED = partial(type.__instancecheck__, PackedSequence)
+"""`isinstance` for `PackedSequence`, without a Python function: torch calls it for each argument of each forward."""
 
 
 class Engine(Capture):
@@ -313,10 +314,9 @@ class Engine(Capture):
     def _refuse_outside(self, name: str, grad: Tensor) -> None:
         """The hook of a parameter, which gets a gradient only from outside of the captured layers."""
         if self.enabled and self.attached and not self.pauses:
-            ran, reruns = (
-                bool(self.call_counts),
-                bool(self.tasks - {current_graph_task_id()}),
-            )  # a backward in a backward
+            ran = bool(self.call_counts)
+            # a backward in a backward
+            reruns = bool(self.tasks - {current_graph_task_id()})
             self.clear()
             raise outside_error(self.attachment.layers, self, name, ran=ran, reruns=reruns)
 

@@ -13,16 +13,19 @@ from torchzero_clip.per_sample.samples.call import LayerInput
 class SharedInputs:
     """Which inputs of one layer all samples share.
 
-    A proof finds it first, if a row gets gradients from several samples, and calls `note` or `note_table`. These refuse
-    what may be of samples, which is then an error. In later steps, `is_row`, `is_known` and `is_table` tell it before
-    the layer runs.
+    A proof is the first to find them: rows that get gradients from several samples. It calls `note` or `note_table`.
+    They return False for what may belong to samples; the proof then raises. In later steps, `is_row`, `is_known` and
+    `is_table` recognize such an input before the layer runs. They learn from what they see: a row of positions is one
+    in later calls too, and a table that once had other values is data from then on.
     """
 
     def __init__(self, capture: Capture) -> None:
         self._capture = capture
-        # by their numbers of dimensions: all, and those before a position (0 for tables that the layer uses itself);
-        # None for one that was found to be of data
         self._values: dict[tuple[int, int], Tensor | None] = {}
+        """The values of shared inputs, or None for inputs that turned out to be data.
+
+        The key has the number of dimensions, and how many are before those of a position: 0 for a table.
+        """
         self._ndims_of_rows: set[int] = set()  # of inputs with one row that all samples share
         self._had_indices_of_samples = False  # in an argument of the model
 
@@ -67,7 +70,7 @@ class SharedInputs:
             return True  # also if it has as many rows as there are samples
         if leading and not self.may_be(input):
             return False
-        if earlier.shape == input.shape:  # of data
+        if earlier.shape == input.shape:  # other values of the same shape, so it is data, in later calls too
             self._values[input.ndim, leading] = None
             return False
         return leading > 0

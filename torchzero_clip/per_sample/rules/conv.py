@@ -26,7 +26,7 @@ class ConvRule(Rule):
     @override
     def run(self, layer: CapturedLayer, input: Tensor) -> Tensor:
         module: Any = layer.module
-        # without a batch there are 0 leading dimensions, which `samples` refuses
+        # without a batch there are 0 leading dimensions, which `find_samples` refuses
         found = layer.find_samples(input, min(1, input.ndim - module.weight.ndim + 1))
         options, bias = Options.of(module), None if module.bias is None else module.bias.detach()
         return layer.watch_params(

@@ -57,9 +57,9 @@ class Stage(Enum):
 
 
 class Proof:
-    """The proof of one graph. ``like`` has the dtype of factors. LayerInput of ``half`` get NaN first, then the others.
+    """The proof of one graph. ``like`` has the dtype of factors.
 
-    A ``strict`` proof raises if values could let a gradient pass from one sample to another, or if a row is not proved.
+    First the samples in ``half`` get NaN, then the others. A ``strict`` proof raises if values could let a gradient pass from one sample to another, or if a row is not proved.
     ``late`` has what the ordinary backward has brought to some calls, if only these are proved.
     """
 
