@@ -297,14 +297,14 @@ class _Use:
             return NotImplemented
         tensors = {i: x for i, x in enumerate(self.leaves) if isinstance(x, Tensor) and i not in self.rows}
         places = {i: Place(0) for i, x in tensors.items() if x.ndim and len(x) == count}
-        return _Call(self, places, copies).of_batch_or_not()
+        return _WithCopies(self, places, copies).of_batch_or_not()
 
     def _by_sample(self, squares: bool) -> Any:
         """A function of tensors of the batch, with a copy for each sample."""
         places = self._places(squares)
         if not places or (self.changes and 0 not in places):
             return NotImplemented
-        return _Call(self, places).of_batch_or_not()
+        return _WithCopies(self, places).of_batch_or_not()
 
     def _alone(self) -> Any:
         """A function of rows, and of nothing else that is of samples: the output is a row too."""
@@ -316,7 +316,7 @@ class _Use:
             return NotImplemented
         if self.changes:
             target = self._args[0]
-            return _Call(self).changed(target) if isinstance(target, BroadcastRow) else self._written(target)
+            return _WithCopies(self).changed(target) if isinstance(target, BroadcastRow) else self._written(target)
         output = self.plain()
         if not any(x.requires_grad for x in tensors_in(output)) or output is first:
             return output
@@ -333,14 +333,14 @@ class _Use:
                 if kind == "repeat":
                     return copies.repeat(*(b // max(a, 1) for a, b in zip(copies.shape, output.shape, strict=True)))
                 return copies.expand_as(output)
-        return _Call(self).of_each(output)
+        return _WithCopies(self).of_each(output)
 
     def _written(self, target: Tensor) -> Any:
         """Write rows into a tensor that is of no sample. The module of the parameters then uses a row in its place."""
         written: dict[int, Any] | None = self.layer.written
         if written is None:
             return NotImplemented
-        each = _alike(_Call(self, {0: Place(0)}), target.expand(self._count, *target.shape))
+        each = _alike(_WithCopies(self, {0: Place(0)}), target.expand(self._count, *target.shape))
         output = self.plain()
         written[id(target)] = target, _as_row(target.as_subclass(Tensor), each, self.layer)
         return output
@@ -358,7 +358,7 @@ class _Use:
         """The tensors whose rows may be of samples in no order: those that layers have made, or else data."""
         capture = self.layer.capture
         found = [x for x in self._others.values() if x.ndim]
-        if capture.forward.direct or all(len(x) == self._count for x in found):
+        if capture.forward.outside_model or all(len(x) == self._count for x in found):
             return []
         if made := [x for x in found if x.requires_grad]:
             # of trainable tensors outside of the model, all samples share the rows
@@ -382,7 +382,7 @@ class _Use:
             is_own = not x.requires_grad and storages_of((x,)) & own  # copies of a parameter lie in its memory too
             is_own = is_own or (not x.requires_grad and layer.shared.is_table(x))
             is_own = is_own or (counts_up(x) and not forward.holds(x))  # positions
-            if not x.ndim or is_own or (forward.direct and count == 1):
+            if not x.ndim or is_own or (forward.outside_model and count == 1):
                 continue
             sizes = [d for d, size in enumerate(x.shape) if size == count]
             square = x.ndim == 2 and x.shape[0] == x.shape[1] and not x.requires_grad and not squares
@@ -407,7 +407,7 @@ def has_layers(x: Tensor) -> bool:
     return x.requires_grad and any(call_of(node) is not None for node in nodes_of([x]))
 
 
-class _Call:
+class _WithCopies:
     """The use of a function with copies, and tensors of the batch in some places among the leaves of its arguments."""
 
     def __init__(
@@ -465,7 +465,7 @@ class _Call:
         def made(output: int, count: int, on_shared: Callable[[], bool] | None) -> Tensor:
             if versions != [x._version for x in tensors]:
                 use.layer.refuse_row()
-            call = _Call(use, copies=[make(count, on_shared) for make in makes])
+            call = _WithCopies(use, copies=[make(count, on_shared) for make in makes])
             return pytree.tree_leaves(_alike(call))[output]
 
         return [functools.partial(made, i) for i in range(outputs)]
@@ -546,7 +546,7 @@ def by_vmap(function: Callable[..., Any], *tensors: Any, attends: bool = True, r
         return torch.vmap(function, randomness=randomness)(*tensors)
 
 
-def _alike(call: _Call, *tensors: Tensor) -> Any:
+def _alike(call: _WithCopies, *tensors: Tensor) -> Any:
     """The output of a function of copies, which may draw no random numbers, because one row stands for all of them."""
     return by_vmap(call, *call.copies, *tensors, attends=False, randomness="error")
 

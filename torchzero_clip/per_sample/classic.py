@@ -80,9 +80,9 @@ class Classic:
 
     def _samples_of(self, forward: Forward, grad: Tensor) -> tuple[Tensor, int] | None:
         """The sample of each row of an output, and their number; None if it does not have the declared dimension."""
-        given, dim, shape = forward.given, self._capture.batch_dim, grad.shape
-        if given is not None and len(shape) and len(grad) in given.of:
-            return given.of[len(grad)].view(-1, *[1] * (grad.ndim - 1)).to(grad.device), given.batch_size
+        declared, dim, shape = forward.declared_rows, self._capture.batch_dim, grad.shape
+        if declared is not None and len(shape) and len(grad) in declared.of:
+            return declared.of[len(grad)].view(-1, *[1] * (grad.ndim - 1)).to(grad.device), declared.batch_size
         count = forward.batch_size
         if count is None and grad.ndim:
             count = shape[min(dim, grad.ndim - 1)]
@@ -166,7 +166,8 @@ class Classic:
     def _where(self, call: Call, grad: Tensor, before: tuple[Node | None, int]) -> tuple[Place | Tensor, int]:
         """Where the samples of a call are, and their number."""
         forward, dim = call.forward, self._capture.batch_dim
-        given, count = forward.given, forward.batch_size if forward.batch_size is not None else self._count
+        declared = forward.declared_rows
+        count = forward.batch_size if forward.batch_size is not None else self._count
         if count is not None and count < 2 and call.where is None:
             return Place(0, call.shape[0] if count else 1), count
         if call.where is not None and count is not None:
@@ -177,12 +178,12 @@ class Classic:
             if bool((grad != 0).any()):
                 raise call.layer.unknown_rows(ELSEWHERE)
             return some_place(torch.full(call.shape, ZERO, device=grad.device), count), count
-        if given is not None and len(call.shape) == 1 and call.shape[0] in given.of:
-            return given.of[call.shape[0]].to(grad.device), given.batch_size
+        if declared is not None and len(call.shape) == 1 and call.shape[0] in declared.of:
+            return declared.of[call.shape[0]].to(grad.device), declared.batch_size
         if call.reduce is not None and count is not None and call.shape[0] == count:  # sequences in their order
             return Place(0), count
         if call.reduce is None:
-            if forward.direct and given is None:  # each row counts as a sample
+            if forward.outside_model and declared is None:  # each row counts as a sample
                 place = Place(min(dim, len(call.shape) - 1))
                 return place, call.shape[place.dim]
             if count is not None and (place := call.usual_place(dim, count)) is not None:

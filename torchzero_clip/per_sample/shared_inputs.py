@@ -45,7 +45,7 @@ class SharedInputs:
     def are_positions(self, index: Tensor) -> bool:
         """True for the index of an embedding if all samples share it, such as positions and their distances."""
         forward, dim = self._capture.forward, self._capture.batch_dim
-        if not index.ndim or index.shape[min(dim, index.ndim - 1)] == 1 or forward.direct:
+        if not index.ndim or index.shape[min(dim, index.ndim - 1)] == 1 or forward.outside_model:
             return False
         if forward.batch_size in (None, 0, 1):
             return False
@@ -82,7 +82,7 @@ class SharedInputs:
     def may_be(self, input: Tensor, forward: Forward | None = None) -> bool:
         """True for an input that is not known to depend on samples."""
         forward = self._capture.forward if forward is None else forward
-        if not self._is_free(input, forward) or forward.given is not None or not forward.batch_size:
+        if not self._is_free(input, forward) or forward.declared_rows is not None or not forward.batch_size:
             return False
         # data of the batch may be neither an argument nor have a graph, but have its size
         size = input.shape[min(self._capture.batch_dim, input.ndim - 1)]
@@ -110,7 +110,7 @@ class SharedInputs:
 
     def _is_free(self, input: Tensor, forward: Forward) -> bool:
         """True for a tensor of no layer and no argument."""
-        return not (input.requires_grad or forward.direct or not self._capture.may_share or forward.holds(input))
+        return not (input.requires_grad or forward.outside_model or not self._capture.may_share or forward.holds(input))
 
     def _is_buffer(self, input: Tensor) -> bool:
         return bool(storages_of((input,)) & storages_of(self._capture.model.buffers()))
@@ -118,7 +118,7 @@ class SharedInputs:
 
 def _may_be_row(input: Tensor, forward: Forward) -> bool:
     """True for an input with one row that is not known to depend on samples."""
-    if input.requires_grad or forward.direct or input.is_sparse:
+    if input.requires_grad or forward.outside_model or input.is_sparse:
         return False
     return not storages_of((input,)) & forward.storages_of_values
 

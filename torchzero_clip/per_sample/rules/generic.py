@@ -42,7 +42,7 @@ from torchzero_clip.per_sample.modes import Mode
 from torchzero_clip.per_sample.processes.sharding import storages_of
 from torchzero_clip.per_sample.rules.copies import EMPTY, Bare, copy_of
 from torchzero_clip.per_sample.rules.outside import find_functions, hook_modules
-from torchzero_clip.per_sample.rules.state import State
+from torchzero_clip.per_sample.rules.state import ModuleState
 from torchzero_clip.per_sample.samples.graph import CHECKPOINT
 
 WARN = 2 << 30  # bytes of per-sample gradients of one module, above which a warning tells of them
@@ -230,11 +230,11 @@ class _One:
 
 
 @contextmanager
-def _alone(layer: CapturedLayer, one: _One) -> Generator[State]:
+def _alone(layer: CapturedLayer, one: _One) -> Generator[ModuleState]:
     """A block in which the module runs for one sample at a time. An error leaves its state as before."""
     layer.capture.inside, caches = True, parametrize._cache_enabled
     parametrize._cache_enabled = 0  # under parametrize.cached(), a run would get the weights of another run
-    state = State(layer)
+    state = ModuleState(layer)
     try:
         yield state
     except BaseException as error:
@@ -320,7 +320,7 @@ def _refuse_reentrant(layer: CapturedLayer, outputs: Iterable[Tensor], inputs: I
 
 
 def _compare(
-    layer: CapturedLayer, state: State, output: object, args: tuple[object, ...], kwargs: dict[str, object]
+    layer: CapturedLayer, state: ModuleState, output: object, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> None:
     """Run the module once more, on its batch, and raise unless it gives the same output as sample by sample.
 
@@ -384,7 +384,7 @@ def _batch_size(layer: CapturedLayer, leaves: Sequence[object], counts: set[int]
 
 def _mapped(
     layer: CapturedLayer,
-    state: State,
+    state: ModuleState,
     one: _One,
     copies: dict[str, Tensor],
     inputs: Sequence[Tensor],

@@ -69,7 +69,7 @@ class GroupNormRule(NormalizationRule):
         dtypes, lower = {x.dtype for x in (input, *affine)}, torch.is_autocast_enabled(input.device.type)
         fits = len(dtypes) == 1 and dtypes <= {torch.float32, torch.float64} and not lower
         found = layer.find_samples(input, 1) if fits and len(affine) == 2 and input.numel() else None
-        if found is None or found.had_dim is not None:
+        if found is None or found.is_shared:
             return super().run(layer, input)
         x, own = found.tensor, {id(value): param for param, value in layer.values}
         weight, bias = (

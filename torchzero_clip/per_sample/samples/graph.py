@@ -45,7 +45,10 @@ class Graph:
         self.count = count
         self.calls: list[Call] = []
         self.sites: list[tuple[Node, Sequence[int]]] = []
-        """Functions that move rows along some dimensions."""
+        """Functions that move rows along some dimensions of their output, such as ``x[index]``, with these dimensions.
+
+        A proof looks whether the samples are in one of them.
+        """
         self.ends: list[Any] = []
         """The forwards of the other outputs of the model at which the walk has ended."""
         self.has_checkpoint = False

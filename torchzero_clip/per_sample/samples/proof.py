@@ -59,8 +59,9 @@ class Stage(Enum):
 class Proof:
     """The proof of one graph. ``like`` has the dtype of factors.
 
-    First the samples in ``half`` get NaN, then the others. A ``strict`` proof raises if values could let a gradient pass from one sample to another, or if a row is not proved.
-    ``late`` has what the ordinary backward has brought to some calls, if only these are proved.
+    First the samples in ``half`` get NaN, then the others. A ``strict`` proof raises if values could let a gradient
+    pass from one sample to another, or if a row is not proved. ``late`` has what the ordinary backward has brought to
+    some calls, if only these are proved.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class Proof:
         self.graph, self.known, self.count, self._strict = graph, known, len(half), strict
         self._powers = Powers(self.count, random, narrow=graph.is_narrow)
         self._half, self._exact = half, graph.is_exact
-        self._has_nan = strict or not known.varies
+        self._has_nan = strict or not known.needs_each_step
         self.traces = dict(late or {})
         """What the backwards have brought to each call, in the order in which the ordinary one has reached them."""
         self._is_late = bool(late)
@@ -96,7 +97,7 @@ class Proof:
 
     def hook_sites(self) -> None:
         """Hook the sites from the next backward on, unless rows are known to move."""
-        if not self.known.varies:
+        if not self.known.needs_each_step:
             self._handles = [
                 node.register_prehook(self._site_hook(i, _leading(node, axes)))
                 for i, (node, axes) in enumerate(self.graph.sites)
@@ -148,8 +149,8 @@ class Proof:
         ``backward`` finds the samples that an error names. With ``may_share``, it also finds what each sample gives to
         rows that all of them share.
         """
-        if not (self.known.varies or self._is_late) and self._sites_move():
-            self.known.varies = True
+        if not (self.known.needs_each_step or self._is_late) and self._sites_move():
+            self.known.needs_each_step = True
         may_share = may_share and backward is not None
         shared: list[Call] = []
         of_several: list[tuple[Call, Tensor]] = []
@@ -166,7 +167,7 @@ class Proof:
             else:
                 if is_gated and self._strict:
                     raise gated(call.layer)
-                self.known.varies = self.known.varies or is_gated
+                self.known.needs_each_step = self.known.needs_each_step or is_gated
                 if self._strict:
                     self._check_told(call, trace, rows)
                 self._learn(call, samples)
@@ -266,7 +267,7 @@ class Proof:
         Such a sample is left out. But where values move rows, it may hide those of others.
         """
         untold = rows == UNTOLD
-        if bool(untold.any()) and (self.known.varies or bool((untold & trace.is_finite()).any())):
+        if bool(untold.any()) and (self.known.needs_each_step or bool((untold & trace.is_finite()).any())):
             raise too_small(call.layer, "In private training, each row has to be proved")
 
     def _learn(self, call: Call, samples: Tensor) -> None:
@@ -281,7 +282,7 @@ class Proof:
             if any(pattern.place(call.shape, self.count) == call.where for pattern in found):
                 return
             self.known.learn(key, None)
-            has_moved, self.known.varies = self.known.varies, True
+            has_moved, self.known.needs_each_step = self.known.needs_each_step, True
             if self.known.is_trusted and not has_moved:  # an earlier step may have been wrong
                 raise rows_moved(call.layer)
         elif not found or (len(found) == 1 and _tells(samples) and key not in patterns):
