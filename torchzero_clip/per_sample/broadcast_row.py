@@ -29,6 +29,7 @@ from torchzero_clip.per_sample.gradients.autograd_graph import nodes_of
 from torchzero_clip.per_sample.gradients.contributions import Dense
 from torchzero_clip.per_sample.gradients.row_norms import wide
 from torchzero_clip.per_sample.layer import Layer
+from torchzero_clip.per_sample.modes import attribute_read
 from torchzero_clip.per_sample.processes.sharding import storages_of
 from torchzero_clip.per_sample.samples.call import Contribute, LayerInput, call_of, rows_first
 from torchzero_clip.per_sample.samples.pattern import Place
@@ -41,6 +42,10 @@ EXPANSIONS = {"expand", "expand_as", "broadcast_to", "repeat"}
 TRANSPOSED = {"T", "mT", "H", "mH", "real", "imag"}
 _EMBEDDING = inspect.signature(F.embedding)
 CANNOT = IndexError, RuntimeError, TypeError, ValueError
+"""What a function of torch raises if it cannot run for single samples, as where they lack the dimension that it names.
+
+A wrong call of the user is not hidden: after all other ways, the function runs with its own arguments, and raises.
+"""
 HOOKS = {"register_hook", "retain_grad", "register_post_accumulate_grad_hook"}
 
 
@@ -132,7 +137,7 @@ class BroadcastRow(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         with DisableTorchFunctionSubclass():
-            if name == "__get__" and func.__self__.__name__ not in TRANSPOSED:
+            if (attribute := attribute_read(func)) is not None and attribute not in TRANSPOSED:
                 return func(*args)
             leaves, rebuilt = flattened(args, kwargs)
             rows = [x for x in leaves if isinstance(x, BroadcastRow)]
@@ -183,9 +188,14 @@ def _refusing(layer: RowsLayer, leaf: Any) -> Tensor:
     def refuse(grad: Tensor) -> None:
         layer.refuse_row()
 
-    layer.misuse, leaf.refuses = None, True
+    layer.misuse, leaf.refuses_gradients = None, True
     leaf.requires_grad_().register_hook(refuse)
     return leaf
+
+
+def refuses_gradients(leaf: Tensor) -> bool:
+    """True for a leaf behind a row: a backward that reaches it raises an error that names the layer."""
+    return hasattr(leaf, "refuses_gradients")
 
 
 def _as_row(row: Any, each: Tensor, layer: RowsLayer, make: Make | None = None) -> Tensor:
@@ -433,7 +443,7 @@ class _WithCopies:
                 return self._of_batch()
             output = self(*(x[0] for x in self.copies), *(use.leaves[i] for i in self._places))
             return use.leaves[0].copy_(output) if use.changes else output
-        except CANNOT:  # if the function itself is called wrongly, it raises again
+        except CANNOT:
             return NotImplemented
 
     def of_each(self, output: Any) -> Any:

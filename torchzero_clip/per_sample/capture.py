@@ -102,6 +102,11 @@ class Capture(ABC):
         """The contributions of a call in the ordinary backward; none yet if a proof has to find its samples."""
 
     @property
+    def is_active(self) -> bool:
+        """True until the clipper is detached, except in a block of `paused`."""
+        return self.attached and not self.pauses
+
+    @property
     def proofs_may_share(self) -> bool:
         """True if a proof may find that all samples share a row."""
         return self.may_share and not self.processes.sharded

@@ -238,12 +238,6 @@ class CapturedLayer(RowsLayer):
         )
 
 
-def is_watched(node: object) -> bool:
-    """True for a node that `CapturedLayer.watch` has put into the graph."""
-    backward: Any = _Watched
-    return isinstance(node, backward._backward_cls)
-
-
 def class_forward(module: nn.Module) -> Callable[..., object]:
     """The forward of the class of a module, bound to the module."""
     return MethodType(type(module).forward, module)
@@ -295,7 +289,7 @@ class _Watched(torch.autograd.Function):
         return None, grad if ctx.goes_on else None, None, None, None, None
 
 
-IDENTITIES.add(_Watched)
+IDENTITIES.add(_Watched)  # or each step would be proved
 
 
 def with_strides(strides: tuple[int, ...], grad: Tensor) -> Tensor:

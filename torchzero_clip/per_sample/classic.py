@@ -66,7 +66,7 @@ class Classic:
         if self._root is not None:  # hooks of the user have changed the gradient already
             return self._sent if self._root == (node, number) else torch.zeros_like(grad)
         capture = self._capture
-        if capture.pauses or not capture.attached:
+        if not capture.is_active:
             return None
         if torch.is_grad_enabled() or not backward_is_of_all():  # this backward is of no parameters
             return None
@@ -152,7 +152,7 @@ class Classic:
             proof.run(backward, grad, at_least=further - 1)
         except Exception as error:
             self._capture.clear()
-            raise not_repeatable(str(error)) from error
+            raise not_repeatable(error) from error
         try:
             # what is shared must be so for all outputs
             proof.conclude(None if self._capture.processes.sharded else backward, grad, may_share=self._proves)

@@ -30,7 +30,7 @@ from torchzero_clip.per_sample.processes.agreement import Processes
 from torchzero_clip.per_sample.processes.sharding import group_of_shards, reshard
 from torchzero_clip.per_sample.rules.outside import outside_error
 from torchzero_clip.per_sample.samples.call import Call
-from torchzero_clip.per_sample.samples.errors import not_repeatable, runs_in_backward
+from torchzero_clip.per_sample.samples.errors import is_of_donated_buffers, not_repeatable, runs_in_backward
 from torchzero_clip.per_sample.samples.graph import OUTPUT
 from torchzero_clip.per_sample.samples.prover import ProofSchedule, Prover, Verify
 from torchzero_clip.per_sample.whole import Whole
@@ -98,7 +98,8 @@ class Engine(Capture):
             return
         if current_graph_task_id() != -1:  # a checkpoint of the model, in a backward
             return
-        around = DistributedDataParallel._active_ddp_module  # set while a DistributedDataParallel runs its module
+        # set while a DistributedDataParallel runs its module; torch has no public name for it
+        around = DistributedDataParallel._active_ddp_module
         if self.enabled and around is not None and (around.module is not model or self.processes.group is None):
             raise RuntimeError(
                 "module is run by DistributedDataParallel, which would not average its gradients: give the clipper the "
@@ -271,8 +272,8 @@ class Engine(Capture):
             try:
                 losses.sum().backward(retain_graph=further > 0 or keeps_graph)
             except RuntimeError as error:
-                if "donated buffers" in str(error):  # torch has no class for it, and the text names the way out
-                    raise not_repeatable(str(error)) from error
+                if is_of_donated_buffers(error):
+                    raise not_repeatable(error) from error
                 raise
             further = max(further, self.prover.plan_late()) if keeps_graph else further
             if agreement is not None:
@@ -317,7 +318,7 @@ class Engine(Capture):
 
     def _refuse_outside(self, name: str, grad: Tensor) -> None:
         """The hook of a parameter, which gets a gradient only from outside of the captured layers."""
-        if self.enabled and self.attached and not self.pauses:
+        if self.enabled and self.is_active:
             ran = bool(self.call_counts)
             # a backward in a backward
             reruns = bool(self.tasks - {current_graph_task_id()})

@@ -46,7 +46,8 @@ def accumulate(values: Sequence[tuple[Tensor, Tensor]]) -> None:
     for param, value in values:
         dtype = getattr(param, "grad_dtype", None) or param.dtype  # torch 2.8 and 2.9 have no grad_dtype
         value = value.to(param.device, dtype).detach()
-        # torch calls hooks in a backward only. Ours would raise, as for a gradient from outside of the layers
+        # torch calls hooks in a backward only, and has no public list of them. Ours would raise, as for a gradient from
+        # outside of the layers
         hooks = [hook for hook in (param._backward_hooks or {}).values() if not isinstance(hook, Hook)]
         for hook in hooks:
             answer = hook(value)

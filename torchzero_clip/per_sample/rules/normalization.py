@@ -37,7 +37,7 @@ class NormalizationRule(Rule):
         affine = {name: x.detach() for name in self.takes if (x := getattr(module, name)) is not None}
         ndim = next(iter(affine.values())).ndim
         settings = {name: getattr(module, name) for name in self._settings}  # they may change before the next call
-        # InstanceNorm takes inputs without a batch, which `find_samples` refuses
+        # InstanceNorm takes inputs without a batch, which `find_samples` refuses; their ndim has no public name
         unbatched = module._get_no_batch_dim() if hasattr(module, "_get_no_batch_dim") else 0
         leading = int(input.ndim != unbatched) if self._channels else input.ndim - ndim
         found = layer.find_samples(input, leading)

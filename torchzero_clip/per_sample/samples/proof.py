@@ -21,6 +21,7 @@ from torchzero_clip.per_sample.samples.errors import (
     too_small,
 )
 from torchzero_clip.per_sample.samples.graph import Graph
+from torchzero_clip.per_sample.samples.nodes import shape_of
 from torchzero_clip.per_sample.samples.pattern import (
     MIXED,
     UNTOLD,
@@ -346,5 +347,5 @@ def _tells(samples: Tensor) -> bool:
 
 def _leading(node: Node, axes: Sequence[int]) -> int:
     """The number of dimensions in which the samples of a site are looked for."""
-    ndim = len(node._input_metadata[0].shape)
+    ndim = len(shape_of(node))
     return min(axes) if axes and min(axes) > 0 else ndim

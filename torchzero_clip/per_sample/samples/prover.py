@@ -124,7 +124,7 @@ class Prover:
         try:
             self.proof.run(backward, losses, at_least=at_least)
         except Exception as error:  # of a loss that frees its memory, for example
-            raise not_repeatable(str(error)) from error
+            raise not_repeatable(error) from error
 
     def proved(self) -> Iterator[tuple[Call, list[Contribution]]]:
         """The contributions of the calls of a proof."""
