@@ -418,7 +418,7 @@ def has_layers(x: Tensor) -> bool:
 
 
 class _WithCopies:
-    """The use of a function with copies, and tensors of the batch in some places among the leaves of its arguments."""
+    """Runs a function with copies of its rows, and tensors of the batch in some places among its arguments."""
 
     def __init__(
         self, use: _Use, places: Mapping[int, Place] | None = None, copies: list[Tensor] | None = None
@@ -496,25 +496,26 @@ class _WithCopies:
         kinds = [x if isinstance(x, int | str | None) else x.ndim if isinstance(x, Tensor) else 0 for x in use.leaves]
         pairs = zip(of_batch, places, strict=True)
         inputs = [x.movedim(d, 0).unflatten(0, (count, run)).movedim(1, d + 1) for x, d in pairs]
-        # B entries may be positions, or one for each sample
-        parts, dims = self._own_parts(places[0]) if run == 1 else None, None
-        found, structure = list[Any](), pytree.tree_structure(None)
+        # B entries of a row may be positions, which all samples share, or one for each sample: first the one, then the
+        # other is tried
+        parts = self._own_parts(places[0]) if run == 1 else None
         for copies in filter(None, (self.copies, parts)):
-            self.copies, key = copies, (use.name, *kinds, *places, run > 1, parts is not None, copies is parts)
+            key = use.name, *kinds, *places, run > 1, parts is not None, copies is parts
             try:
-                found, structure = pytree.tree_flatten(self._by_sample(inputs))
+                each, structure = pytree.tree_flatten(self._by_sample(copies, inputs))
             except CANNOT:
                 continue
             learnt = use.layer.learnt.dims
             if key not in learnt:
-                learnt[key] = self._dims(found, of_batch, run)
-            if (dims := learnt[key]) is not None:
-                break
-        if dims is None or any(x.shape[d + 1] != run for x, d in zip(found, dims, strict=True)):
-            return NotImplemented
-        found = [_joined(x, d) for x, d in zip(found, dims, strict=True)]
-        output = pytree.tree_unflatten(found, structure)
-        return use.leaves[0].copy_(output) if use.changes else output
+                learnt[key] = self._dims(each, of_batch, run)
+            if (dims := learnt[key]) is None:
+                continue
+            if any(x.shape[d + 1] != run for x, d in zip(each, dims, strict=True)):
+                return NotImplemented
+            joined = [_joined(x, d) for x, d in zip(each, dims, strict=True)]
+            output = pytree.tree_unflatten(joined, structure)
+            return use.leaves[0].copy_(output) if use.changes else output
+        return NotImplemented
 
     def _own_parts(self, dim: int) -> list[Tensor] | None:
         """The copies. Of a row with one entry for each sample, a copy keeps its own. None if there is no such row."""
@@ -524,12 +525,12 @@ class _WithCopies:
         parts = [x.diagonal(0, 0, dim + 1).movedim(-1, 0).unsqueeze(dim + 1) if own else x for x, own in pairs]
         return parts if any(sized) else None
 
-    def _by_sample(self, of_batch: Sequence[Tensor]) -> Any:
+    def _by_sample(self, copies: Sequence[Tensor], of_batch: Sequence[Tensor]) -> Any:
         try:
             attends = self._use.func is F.scaled_dot_product_attention
-            return by_vmap(self, *self.copies, *of_batch, attends=attends)
+            return by_vmap(self, *copies, *of_batch, attends=attends)
         except (RuntimeError, ValueError):
-            each = [self(*one) for one in zip(*self.copies, *of_batch, strict=True)]
+            each = [self(*one) for one in zip(*copies, *of_batch, strict=True)]
             return pytree.tree_map(lambda *parts: torch.stack(parts), *each)
 
     def _dims(self, found: Sequence[Any], of_batch: Sequence[Tensor], run: int) -> list[int] | None:

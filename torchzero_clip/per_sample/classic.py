@@ -114,32 +114,47 @@ class Classic:
         silent = [call for call in graph.calls if call.is_silent] if proof is None and count > 1 else []
         further, has_silent = capture.agreed(_backwards(proof), len(silent))
         if has_silent:
-            with self._nested(root, prover.proof_of(graph) if silent else None) as looked:
-                if looked is None:
-                    backward(grad.new_ones(max(count, 1)))
-                else:
-                    looked.first(backward, grad)
-                    traces = [looked.traces[call] for call in silent if call in looked.traces]
-                    if any(bool((trace.grad != 0).any()) for trace in traces):
-                        proof = prover.proof_of(graph)
+            if self._reaches(silent, prover.proof_of(graph) if silent else None, root, backward, grad, count):
+                proof = prover.proof_of(graph)
             (further,) = capture.agreed(_backwards(proof))
         if is_first:
             self._task, self._proves = task, proof is not None
         if further:
             with self._nested(root, proof):
-                if proof is None:
+                if proof is None:  # another process has a proof
                     for _ in range(further):
                         backward(grad.new_ones(max(count, 1)))
                 else:
                     self._run(proof, backward, grad, further)
 
+    def _reaches(
+        self,
+        silent: Sequence[Call],
+        proof: Proof | None,
+        root: tuple[Node, int],
+        backward: Backward,
+        grad: Tensor,
+        count: int,
+    ) -> bool:
+        """Run one more backward. True if it brings a gradient to silent calls, which ``proof`` sees.
+
+        Without ``proof``, only another process has silent calls.
+        """
+        with self._nested(root, proof):
+            if proof is None:
+                backward(grad.new_ones(max(count, 1)))
+                return False
+            proof.first(backward, grad)
+            traces = [proof.traces[call] for call in silent if call in proof.traces]
+            return any(bool((trace.grad != 0).any()) for trace in traces)
+
     @contextmanager
-    def _nested(self, root: tuple[Node, int], proof: Proof | None) -> Generator[Proof | None]:
+    def _nested(self, root: tuple[Node, int], proof: Proof | None) -> Generator[None]:
         """A block for the backwards of a proof, or for those that only another process needs, from an output on."""
         self._root, self._prover.proof = root, proof
         try:
             with self._capture.nested():
-                yield proof
+                yield
         finally:
             if proof is not None:
                 proof.close()

@@ -159,19 +159,19 @@ class Proof:
             earlier = call.samples
             rows, samples = self._samples(call, trace)
             if call.each is not None or bool((samples == MIXED).any()):
-                if (_is_shared(call, earlier) or self._is_behind(call, shared)) and may_share:
+                is_shared = _is_shared(call, earlier) or self._is_behind(call, shared)
+                if is_shared and may_share:
                     shared.append(call)
                 else:
                     of_several.append((call, samples))
-            elif (is_gated := self._lets_through(trace, rows)) and self._leaks(trace, rows, backward, like):
+                continue
+            is_gated = self._lets_through(trace, rows)
+            if is_gated and self._leaks(trace, rows, backward, like):
                 of_several.append((call, samples))
-            else:
-                if is_gated and self._strict:
-                    raise gated(call.layer)
-                self.known.needs_each_step = self.known.needs_each_step or is_gated
-                if self._strict:
-                    self._check_told(call, trace, rows)
-                self._learn(call, samples)
+                continue
+            self._check_strictly(call, trace, rows, is_gated=is_gated)
+            self.known.needs_each_step = self.known.needs_each_step or is_gated
+            self._learn(call, samples)
         if of_several:  # the error names the layer that is next to the loss
             raise self._error(*of_several[-1], backward, like)
         if backward is not None and shared:
@@ -262,11 +262,16 @@ class Proof:
         others = (rows >= 0) & ~half.to(rows.device)[rows.clamp(min=0)]
         return bool((reached & others).any())
 
-    def _check_told(self, call: Call, trace: Trace, rows: Tensor) -> None:
-        """Raise unless the ratio of each row is known, or its sample gets a gradient that is not finite.
+    def _check_strictly(self, call: Call, trace: Trace, rows: Tensor, *, is_gated: bool) -> None:
+        """Raise in a strict proof if values could let a gradient pass, or if the sample of a row is not proved.
 
-        Such a sample is left out. But where values move rows, it may hide those of others.
+        A row without a ratio passes if its gradient is not finite, because its sample is then left out. But where
+        values move rows, it may hide rows of other samples.
         """
+        if not self._strict:
+            return
+        if is_gated:
+            raise gated(call.layer)
         untold = rows == UNTOLD
         if bool(untold.any()) and (self.known.needs_each_step or bool((untold & trace.is_finite()).any())):
             raise too_small(call.layer, "In private training, each row has to be proved")
