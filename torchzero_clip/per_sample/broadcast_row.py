@@ -496,8 +496,7 @@ class _WithCopies:
         kinds = [x if isinstance(x, int | str | None) else x.ndim if isinstance(x, Tensor) else 0 for x in use.leaves]
         pairs = zip(of_batch, places, strict=True)
         inputs = [x.movedim(d, 0).unflatten(0, (count, run)).movedim(1, d + 1) for x, d in pairs]
-        # B entries of a row may be positions, which all samples share, or one for each sample: first the one, then the
-        # other is tried
+        # if a row has B entries, they may be positions, which all samples share, or one for each sample: both are tried
         parts = self._own_parts(places[0]) if run == 1 else None
         for copies in filter(None, (self.copies, parts)):
             key = use.name, *kinds, *places, run > 1, parts is not None, copies is parts

@@ -123,7 +123,7 @@ class CapturedLayer(RowsLayer):
 
     def count_in(self, values: Iterable[object]) -> int | None:
         """The number of samples: that of the batch, or that of the first tensor if it is not known."""
-        # it is not known in a layer that is called by itself, and where arguments have several sizes
+        # it is not known for layers outside of the model's forward, and where arguments have several sizes
         known, dim = self.capture.forward.batch_size, self.capture.batch_dim
         if known is not None:
             return known

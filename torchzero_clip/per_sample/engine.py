@@ -160,7 +160,7 @@ class Engine(Capture):
     def layer_starts(self, layer: Layer) -> bool:
         in_backward = current_graph_task_id() != -1  # of a checkpoint, which is captured if its forward was
         captured = self.forward.captured if in_backward else self.enabled
-        if not captured or self.inside or self.pauses or not self.attached:
+        if not captured or self.inside or self.pauses or not self.attached:  # `is_active`, without a call
             return False
         if self.phase is not Phase.FORWARD and not in_backward:
             # layers that the user calls outside of the model's forward share one forward, as parts of one batch
