@@ -64,7 +64,7 @@ def accumulate(values: Sequence[tuple[Tensor, Tensor]]) -> None:
             grad.add_(value)
         else:  # a sparse gradient becomes dense, as in torch, and an expanded one gets memory for each element
             param.grad = new_gradient(value if grad is None else value + grad.detach(), param)
-    for param, _ in changed:
+    for param, _ in changed:  # of these hooks, too, torch has no public list
         for hook in list((param._post_accumulate_grad_hooks or {}).values()):
             hook(param)
 
