@@ -93,8 +93,8 @@ class Forward:
         """True if an argument or a view of one is among these tensors: it is of samples."""
         return bool(storages_of(tensors) & self._storages)
 
-    # The caller holds the arguments until the forward ends. After that, a new tensor may get the memory of one: it then
-    # counts as one of samples, and so it is not taken for shared before a proof has shown that it is.
+    # The caller holds the arguments until the forward ends. After that, a new tensor may get the memory of one. It then
+    # counts as a tensor of samples, and the proof raises if all samples share it.
     @functools.cached_property
     def _storages(self) -> set[int]:
         return storages_of(self._alive)

@@ -13,6 +13,6 @@ To read it, in this order:
    NaN through functions that choose by values.
 5. `prover` decides which backwards are proved. `errors` has the errors.
 
-Above this folder, `classic` proves from the outputs of the model, where the losses are not
-known. Values that all samples share, such as a bare parameter, are copied for each sample: see `broadcast_row`.
+Above this folder, `classic` proves from the outputs of the model, where the losses are not known. Values that all
+samples share, such as a bare parameter, are copied for each sample: see `broadcast_row`.
 """

@@ -78,7 +78,7 @@ class Powers:
         """`ratios` of some rows.
 
         A row (3, -1) with the multiple (3072, -1024) has the ratio 2**10, the second of `WIDE`: its number is 2. With
-        (-3072, 1024), it is 2 + 8, because the negative factors follow the eight positive ones. With (3072, -1025), no
+        (-3072, 1024), it is 2 + 8, because the negative factors follow the eight positive ones. With (3072, -1100), no
         factor fits both entries: 0.
         """
         info = torch.finfo(first.dtype)
