@@ -1,10 +1,20 @@
 """Clipping of the gradient of every sample, for the user's own model. It does not use `Modular`.
 
-1. `clipper` is what users call. `attachment` finds the layers of the model, and `captured_layer` keeps what each was
-   called with.
-2. `engine` runs a backward. `rules` says how each kind of layer runs, and `samples` which sample each row belongs to.
-3. `gradients` has norms and sums. `norm_clippers` makes factors of the norms, and `weighting` the clipped sums.
-4. `private` adds noise, `processes` is what several processes agree on, and `opacus` has the names of Opacus.
+To read it, in this order. Each line imports only from earlier ones: see `LEVELS` in ``tests/test_layers.py``.
 
-Each file and folder imports only from earlier rows of `LEVELS` in ``tests/test_layers.py``.
+1. `norm_clippers` makes factors of norms, and `whole` finds modules that run sample by sample. `arguments`, `hooks` and
+   `modes` are tools, and `processes` is what several processes agree on.
+2. `layer`: a layer in error messages.
+3. `gradients`: what layers contribute to each parameter, with its norms and its clipped sum.
+4. `samples`: the proof of which sample each row belongs to. `per_example` clips gradients that the user has.
+5. `capture`: the state that all parts below share.
+6. `classic`: proofs without losses. `shared_inputs`: inputs that all samples share.
+7. `broadcast_row`: values that all samples share, such as parameters outside of layers.
+8. `captured_layer`: what replaces the forward of a layer.
+9. `rules`: how each kind of layer runs.
+10. `attachment`: finds the layers of a model, and captures them.
+11. `engine`: runs a backward.
+12. `weighting`: makes the clipped sums.
+13. `clipper`: what users call.
+14. `private` adds noise, `verify` checks a model, and `opacus` has the names of Opacus.
 """

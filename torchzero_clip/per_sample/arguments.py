@@ -1,5 +1,6 @@
 """The arguments of functions as lists, for code that sees every function that runs."""
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from types import EllipsisType, ModuleType, NoneType
 from typing import Any, TypeAlias
@@ -44,8 +45,10 @@ def tensors_held(value: object) -> list[Tensor]:
     """The tensors in the attributes of an object, such as a batch of a class of its own, and of objects in it."""
     found: list[Tensor] = []
     seen: list[object] = []
-    for item in (rest := [value]):  # grows
-        if len(seen) == OBJECTS or isinstance(item, (*LEAVES, type, ModuleType, nn.Module)) or callable(item):
+    rest = deque([value])
+    while rest and len(seen) < OBJECTS:
+        item = rest.popleft()
+        if isinstance(item, (*LEAVES, type, ModuleType, nn.Module)) or callable(item):
             continue
         if any(item is other for other in seen):
             continue

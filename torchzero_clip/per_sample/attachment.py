@@ -19,10 +19,10 @@ from torchzero_clip.per_sample.layer import described, trainable
 from torchzero_clip.per_sample.processes.agreement import Processes
 from torchzero_clip.per_sample.processes.sharding import group_of_shards, reshard, slots, stands_for
 from torchzero_clip.per_sample.rules.copies import EMPTY
+from torchzero_clip.per_sample.rules.generic import GENERIC
 from torchzero_clip.per_sample.rules.registry import (
     BARE,
     RULES,
-    WHOLE,
     BatchNorm,
     mixes,
     own_params,
@@ -139,13 +139,13 @@ class Attachment:
             # of all modules, because those without parameters mix samples too
             _refuse(name, module, refusal(module, batch_first=self._capture.batch_first) or mixes(module))
             params = trainable(module)
-            rule = WHOLE if params and name in whole else rule_for(module)
+            rule = GENERIC if params and name in whole else rule_for(module)
             if id(module) in inside or rule is None or not params:
                 continue
             _refuse(name, module, rule.refusal(module))
             # others, as that of attention, know batch dimensions that the generic rule does not
             if self._force_generic and params and not rule.covers_submodules:
-                rule = WHOLE
+                rule = GENERIC
             if rule.covers_submodules:
                 inside.update(id(child) for child in module.modules())
             elif rule is BARE:

@@ -29,6 +29,7 @@ from torchzero_clip.per_sample.gradients.autograd_graph import nodes_of
 from torchzero_clip.per_sample.gradients.contributions import Dense
 from torchzero_clip.per_sample.gradients.row_norms import wide
 from torchzero_clip.per_sample.layer import Layer
+from torchzero_clip.per_sample.modes import attribute_read
 from torchzero_clip.per_sample.processes.sharding import storages_of
 from torchzero_clip.per_sample.samples.call import Contribute, LayerInput, call_of, rows_first
 from torchzero_clip.per_sample.samples.pattern import Place
@@ -41,6 +42,10 @@ EXPANSIONS = {"expand", "expand_as", "broadcast_to", "repeat"}
 TRANSPOSED = {"T", "mT", "H", "mH", "real", "imag"}
 _EMBEDDING = inspect.signature(F.embedding)
 CANNOT = IndexError, RuntimeError, TypeError, ValueError
+"""What a function of torch raises if it cannot run for single samples, as where they lack the dimension that it names.
+
+A wrong call of the user is not hidden: after all other ways, the function runs with its own arguments, and raises.
+"""
 HOOKS = {"register_hook", "retain_grad", "register_post_accumulate_grad_hook"}
 
 
@@ -91,7 +96,7 @@ class RowsLayer(Layer, ABC):
 
 
 Make: TypeAlias = Callable[[int, Callable[[], bool] | None], Tensor]
-"""Makes so many copies of a value, for rows in no order. The rest is the ``on_shared`` of the `Call`."""
+"""Makes so many copies of a value, for rows in no order. The second argument becomes `Call.on_shared`."""
 
 
 class BroadcastRow(Tensor):
@@ -132,7 +137,7 @@ class BroadcastRow(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         with DisableTorchFunctionSubclass():
-            if name == "__get__" and func.__self__.__name__ not in TRANSPOSED:
+            if (attribute := attribute_read(func)) is not None and attribute not in TRANSPOSED:
                 return func(*args)
             leaves, rebuilt = flattened(args, kwargs)
             rows = [x for x in leaves if isinstance(x, BroadcastRow)]
@@ -164,7 +169,7 @@ def is_row(value: Any) -> bool:
 
 
 def row_of(layer: RowsLayer, each: Tensor) -> Tensor:
-    """Return one row, the output of a layer for its real input, of ``each``, samples first. One sample needs no row."""
+    """Return the first of ``each`` as a row. ``each`` has the output for every sample. One sample needs no row."""
     row = each[0] if len(each) else each.new_zeros(each.shape[1:])
     return _as_row(_refusing(layer, row.detach().clone()).clone(), each, layer)
 
@@ -183,9 +188,14 @@ def _refusing(layer: RowsLayer, leaf: Any) -> Tensor:
     def refuse(grad: Tensor) -> None:
         layer.refuse_row()
 
-    layer.misuse, leaf.refuses = None, True
+    layer.misuse, leaf.refuses_gradients = None, True
     leaf.requires_grad_().register_hook(refuse)
     return leaf
+
+
+def refuses_gradients(leaf: Tensor) -> bool:
+    """True for a leaf behind a row: a backward that reaches it raises an error that names the layer."""
+    return hasattr(leaf, "refuses_gradients")
 
 
 def _as_row(row: Any, each: Tensor, layer: RowsLayer, make: Make | None = None) -> Tensor:
@@ -297,14 +307,14 @@ class _Use:
             return NotImplemented
         tensors = {i: x for i, x in enumerate(self.leaves) if isinstance(x, Tensor) and i not in self.rows}
         places = {i: Place(0) for i, x in tensors.items() if x.ndim and len(x) == count}
-        return _Call(self, places, copies).of_batch_or_not()
+        return _WithCopies(self, places, copies).of_batch_or_not()
 
     def _by_sample(self, squares: bool) -> Any:
         """A function of tensors of the batch, with a copy for each sample."""
         places = self._places(squares)
         if not places or (self.changes and 0 not in places):
             return NotImplemented
-        return _Call(self, places).of_batch_or_not()
+        return _WithCopies(self, places).of_batch_or_not()
 
     def _alone(self) -> Any:
         """A function of rows, and of nothing else that is of samples: the output is a row too."""
@@ -316,13 +326,14 @@ class _Use:
             return NotImplemented
         if self.changes:
             target = self._args[0]
-            return _Call(self).changed(target) if isinstance(target, BroadcastRow) else self._written(target)
+            return _WithCopies(self).changed(target) if isinstance(target, BroadcastRow) else self._written(target)
         output = self.plain()
         if not any(x.requires_grad for x in tensors_in(output)) or output is first:
             return output
         kind = self.name.strip("_")
         if kind in EXPANSIONS and first.fits(output.ndim, dim := layer.capture.batch_dim):
-            # to the batch, and not, in this call or an earlier one, to another size
+            # the size of the batch means one entry for each sample, as in `token.expand(len(x), -1)`. If the same
+            # expansion ever had another size, as in `token.expand(length, -1)`, its sizes are equal by chance
             expansion, size = (kind, tuple(first.shape), output.ndim), output.shape[dim]
             others = layer.learnt.expanded
             if size not in (1, self._count):
@@ -332,14 +343,14 @@ class _Use:
                 if kind == "repeat":
                     return copies.repeat(*(b // max(a, 1) for a, b in zip(copies.shape, output.shape, strict=True)))
                 return copies.expand_as(output)
-        return _Call(self).of_each(output)
+        return _WithCopies(self).of_each(output)
 
     def _written(self, target: Tensor) -> Any:
         """Write rows into a tensor that is of no sample. The module of the parameters then uses a row in its place."""
         written: dict[int, Any] | None = self.layer.written
         if written is None:
             return NotImplemented
-        each = _alike(_Call(self, {0: Place(0)}), target.expand(self._count, *target.shape))
+        each = _alike(_WithCopies(self, {0: Place(0)}), target.expand(self._count, *target.shape))
         output = self.plain()
         written[id(target)] = target, _as_row(target.as_subclass(Tensor), each, self.layer)
         return output
@@ -357,15 +368,16 @@ class _Use:
         """The tensors whose rows may be of samples in no order: those that layers have made, or else data."""
         capture = self.layer.capture
         found = [x for x in self._others.values() if x.ndim]
-        if capture.forward.direct or all(len(x) == self._count for x in found):
+        if capture.forward.outside_model or all(len(x) == self._count for x in found):
             return []
         if made := [x for x in found if x.requires_grad]:
             # of trainable tensors outside of the model, all samples share the rows
             return made if all(map(has_layers, made)) else []
         own = capture.own_storages()
         data = [x for x in found if x.is_floating_point() and x.ndim > 1 and len(x) > 1 and not storages_of((x,)) & own]
-        data = [x for x in data if not _is_diagonal(x)]  # with which products of reflections begin
-        # where a proof cannot find that samples share data, a module alone, such as PReLU, is taken to get no table
+        # such as the identity, which a product of reflections multiplies first
+        data = [x for x in data if not _is_diagonal(x)]
+        # without such proofs, only a module without submodules, such as PReLU, is trusted to get data and no table
         may_be = capture.proofs_may_share or not [*self.layer.module.children()]
         return data if may_be and not any(self.layer.shared.is_table(x) for x in data) else []
 
@@ -380,7 +392,7 @@ class _Use:
             is_own = not x.requires_grad and storages_of((x,)) & own  # copies of a parameter lie in its memory too
             is_own = is_own or (not x.requires_grad and layer.shared.is_table(x))
             is_own = is_own or (counts_up(x) and not forward.holds(x))  # positions
-            if not x.ndim or is_own or (forward.direct and count == 1):
+            if not x.ndim or is_own or (forward.outside_model and count == 1):
                 continue
             sizes = [d for d, size in enumerate(x.shape) if size == count]
             square = x.ndim == 2 and x.shape[0] == x.shape[1] and not x.requires_grad and not squares
@@ -405,8 +417,8 @@ def has_layers(x: Tensor) -> bool:
     return x.requires_grad and any(call_of(node) is not None for node in nodes_of([x]))
 
 
-class _Call:
-    """The use of a function with copies, and tensors of the batch in some places among the leaves of its arguments."""
+class _WithCopies:
+    """Runs a function with copies of its rows, and tensors of the batch in some places among its arguments."""
 
     def __init__(
         self, use: _Use, places: Mapping[int, Place] | None = None, copies: list[Tensor] | None = None
@@ -431,7 +443,7 @@ class _Call:
                 return self._of_batch()
             output = self(*(x[0] for x in self.copies), *(use.leaves[i] for i in self._places))
             return use.leaves[0].copy_(output) if use.changes else output
-        except CANNOT:  # if the function itself is called wrongly, it raises again
+        except CANNOT:
             return NotImplemented
 
     def of_each(self, output: Any) -> Any:
@@ -463,7 +475,7 @@ class _Call:
         def made(output: int, count: int, on_shared: Callable[[], bool] | None) -> Tensor:
             if versions != [x._version for x in tensors]:
                 use.layer.refuse_row()
-            call = _Call(use, copies=[make(count, on_shared) for make in makes])
+            call = _WithCopies(use, copies=[make(count, on_shared) for make in makes])
             return pytree.tree_leaves(_alike(call))[output]
 
         return [functools.partial(made, i) for i in range(outputs)]
@@ -484,25 +496,25 @@ class _Call:
         kinds = [x if isinstance(x, int | str | None) else x.ndim if isinstance(x, Tensor) else 0 for x in use.leaves]
         pairs = zip(of_batch, places, strict=True)
         inputs = [x.movedim(d, 0).unflatten(0, (count, run)).movedim(1, d + 1) for x, d in pairs]
-        # B entries may be positions, or one for each sample
-        parts, dims = self._own_parts(places[0]) if run == 1 else None, None
-        found, structure = list[Any](), pytree.tree_structure(None)
+        # if a row has B entries, they may be positions, which all samples share, or one for each sample: both are tried
+        parts = self._own_parts(places[0]) if run == 1 else None
         for copies in filter(None, (self.copies, parts)):
-            self.copies, key = copies, (use.name, *kinds, *places, run > 1, parts is not None, copies is parts)
+            key = use.name, *kinds, *places, run > 1, parts is not None, copies is parts
             try:
-                found, structure = pytree.tree_flatten(self._by_sample(inputs))
+                each, structure = pytree.tree_flatten(self._by_sample(copies, inputs))
             except CANNOT:
                 continue
             learnt = use.layer.learnt.dims
             if key not in learnt:
-                learnt[key] = self._dims(found, of_batch, run)
-            if (dims := learnt[key]) is not None:
-                break
-        if dims is None or any(x.shape[d + 1] != run for x, d in zip(found, dims, strict=True)):
-            return NotImplemented
-        found = [_joined(x, d) for x, d in zip(found, dims, strict=True)]
-        output = pytree.tree_unflatten(found, structure)
-        return use.leaves[0].copy_(output) if use.changes else output
+                learnt[key] = self._dims(each, of_batch, run)
+            if (dims := learnt[key]) is None:
+                continue
+            if any(x.shape[d + 1] != run for x, d in zip(each, dims, strict=True)):
+                return NotImplemented
+            joined = [_joined(x, d) for x, d in zip(each, dims, strict=True)]
+            output = pytree.tree_unflatten(joined, structure)
+            return use.leaves[0].copy_(output) if use.changes else output
+        return NotImplemented
 
     def _own_parts(self, dim: int) -> list[Tensor] | None:
         """The copies. Of a row with one entry for each sample, a copy keeps its own. None if there is no such row."""
@@ -512,12 +524,12 @@ class _Call:
         parts = [x.diagonal(0, 0, dim + 1).movedim(-1, 0).unsqueeze(dim + 1) if own else x for x, own in pairs]
         return parts if any(sized) else None
 
-    def _by_sample(self, of_batch: Sequence[Tensor]) -> Any:
+    def _by_sample(self, copies: Sequence[Tensor], of_batch: Sequence[Tensor]) -> Any:
         try:
             attends = self._use.func is F.scaled_dot_product_attention
-            return by_vmap(self, *self.copies, *of_batch, attends=attends)
+            return by_vmap(self, *copies, *of_batch, attends=attends)
         except (RuntimeError, ValueError):
-            each = [self(*one) for one in zip(*self.copies, *of_batch, strict=True)]
+            each = [self(*one) for one in zip(*copies, *of_batch, strict=True)]
             return pytree.tree_map(lambda *parts: torch.stack(parts), *each)
 
     def _dims(self, found: Sequence[Any], of_batch: Sequence[Tensor], run: int) -> list[int] | None:
@@ -544,7 +556,7 @@ def by_vmap(function: Callable[..., Any], *tensors: Any, attends: bool = True, r
         return torch.vmap(function, randomness=randomness)(*tensors)
 
 
-def _alike(call: _Call, *tensors: Tensor) -> Any:
+def _alike(call: _WithCopies, *tensors: Tensor) -> Any:
     """The output of a function of copies, which may draw no random numbers, because one row stands for all of them."""
     return by_vmap(call, *call.copies, *tensors, attends=False, randomness="error")
 

@@ -14,7 +14,7 @@ from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from torchzero_clip.compat import at_end_of_backward, backward_is_of_all, current_graph_task_id
-from torchzero_clip.per_sample.gradients.captured_gradients import CapturedGradients, Forward, GivenRows
+from torchzero_clip.per_sample.gradients.captured_gradients import CapturedGradients, DeclaredRows, Forward
 from torchzero_clip.per_sample.gradients.contributions import Contribution, Dense, Memory
 from torchzero_clip.per_sample.layer import Layer, trainable
 from torchzero_clip.per_sample.processes.agreement import Processes
@@ -76,8 +76,8 @@ class Capture(ABC):
         self.running: Layer | None = None
         """The layer that runs, the innermost one."""
         self.forward = Forward()
-        self.given: GivenRows | None = None
-        """What the user says of rows, in a block of `rows`."""
+        self.declared_rows: DeclaredRows | None = None
+        """The sample of each row, as the user gave it to `rows`. None outside of its block."""
         self.outputs: list[weakref.ref[Tensor]] = []
         """What layers and the model have returned."""
         self.reruns: set[str] = set()
@@ -92,14 +92,19 @@ class Capture(ABC):
         self.clear()
 
     @abstractmethod
-    def enter(self, layer: Layer) -> bool:
-        """Note that a layer runs. Return whether it is captured."""
+    def layer_starts(self, layer: Layer) -> bool:
+        """A layer starts to run. Return whether this call of it is captured."""
 
     @abstractmethod
     def contributions(
         self, call: Call, grad: Tensor, inputs: tuple[Tensor, ...], before: tuple[Node | None, int]
     ) -> list[Contribution]:
         """The contributions of a call in the ordinary backward; none yet if a proof has to find its samples."""
+
+    @property
+    def is_active(self) -> bool:
+        """True until the clipper is detached, except in a block of `paused`."""
+        return self.attached and not self.pauses
 
     @property
     def proofs_may_share(self) -> bool:
@@ -137,14 +142,14 @@ class Capture(ABC):
     @contextmanager
     def rows(self, samples: Sequence[Tensor], batch_size: int) -> Generator[None]:
         """A block in which the user says which sample each row of the arguments of forwards belongs to."""
-        given = GivenRows.checked(samples, batch_size)
-        if self.given is not None:
+        rows = DeclaredRows.checked(samples, batch_size)
+        if self.declared_rows is not None:
             raise RuntimeError("a block of rows() is open: give all vectors to one call")
-        self.given = given
+        self.declared_rows = rows
         try:
             yield
         finally:
-            self.given = None
+            self.declared_rows = None
 
     def discard(self) -> None:
         """Drop all gradients that have arrived, and what parameters show of them."""
@@ -162,8 +167,8 @@ class Capture(ABC):
         self.tasks: set[int] = set()
         """The backwards that run: several, if a reentrant checkpoint runs one in another."""
 
-    def wants(self, layer: Layer) -> bool:
-        """True if the current backward gives gradients to parameters, unlike `torch.autograd.grad` of an input."""
+    def backward_is_for_params(self, layer: Layer) -> bool:
+        """True unless the backward that runs is for some tensors only, as `torch.autograd.grad` of an input is."""
         of_all = backward_is_of_all()
         if self.pauses and (torch.is_grad_enabled() or of_all):
             raise RuntimeError(
@@ -241,8 +246,8 @@ class Capture(ABC):
     def retained(self) -> list[Tensor]:
         """What layers and the model have returned in this forward, and modules store, if it retains its gradient."""
         outputs = [reference() for reference in self.outputs]
-        held = [x for module in self.modules for x in vars(module).values() if type(x) is Tensor]
-        found = {id(x): x for x in [*outputs, *held] if x is not None and x.retains_grad}
+        stored = [x for module in self.modules for x in vars(module).values() if type(x) is Tensor]
+        found = {id(x): x for x in [*outputs, *stored] if x is not None and x.retains_grad}
         return [*found.values()]
 
     def show(self, param: Tensor, **values: Tensor) -> None:

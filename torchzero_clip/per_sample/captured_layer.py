@@ -84,7 +84,7 @@ class CapturedLayer(RowsLayer):
         used = [(held.get(key), param) for held, key, param in self._slots]
         lent = any(value is not param and not stands_for(value, param) for value, param in used)
         is_ordinary = lent or not torch.is_grad_enabled() or get_interpreter_stack()
-        if is_ordinary or not capture.enter(self):
+        if is_ordinary or not capture.layer_starts(self):
             return type(module).forward(module, *args, **kwargs)
         now = module.__dict__.get("forward")
         if isinstance(now, CapturedLayer) and now is not self:  # without a call of the model, to enter attaches anew
@@ -123,7 +123,7 @@ class CapturedLayer(RowsLayer):
 
     def count_in(self, values: Iterable[object]) -> int | None:
         """The number of samples: that of the batch, or that of the first tensor if it is not known."""
-        # it is not known in a layer that is called by itself, and where arguments have several sizes
+        # it is not known for layers outside of the model's forward, and where arguments have several sizes
         known, dim = self.capture.forward.batch_size, self.capture.batch_dim
         if known is not None:
             return known
@@ -138,18 +138,19 @@ class CapturedLayer(RowsLayer):
         count = forward.batch_size
         if isinstance(input, BroadcastRow) and is_row(input):
             each, had_dim = input.as_input(dim)
-            return LayerInput(each, leading + (not had_dim), had_dim, dim)
+            return LayerInput(each, leading + (not had_dim), dim, is_shared=True, had_dim=had_dim)
         if count == 1 and input.requires_grad and not input.is_contiguous():
             input.register_hook(partial(with_strides, input.stride()))
-        if input.shape[dim] == count and forward.given is None and forward.is_argument(input):
-            return LayerInput(input, leading, dim=dim, is_argument=True)
+        if input.shape[dim] == count and forward.declared_rows is None and forward.is_argument(input):
+            return LayerInput(input, leading, dim, is_argument=True)
         if count is not None and count > 1 and not input.requires_grad:  # else, it is an output of layers
             if input.shape[dim] == 1 and shared.is_row(input):
                 each = input.expand(*input.shape[:dim], count, *input.shape[dim + 1 :])
-                return LayerInput(each, leading, True, dim)
+                return LayerInput(each, leading, dim, is_shared=True, had_dim=True)
             if shared.is_known(input, leading):
-                return LayerInput(input.expand(count, *input.shape).movedim(0, dim), leading + 1, False, dim)
-        return LayerInput(input, leading, dim=dim)
+                each = input.expand(count, *input.shape).movedim(0, dim)
+                return LayerInput(each, leading + 1, dim, is_shared=True)
+        return LayerInput(input, leading, dim)
 
     def watch_params(
         self,
@@ -193,9 +194,9 @@ class CapturedLayer(RowsLayer):
         """
         before, capture = output if output.requires_grad else None, self.capture
         if samples is not None:
-            if on_shared is None and not (copies or samples.tensor.requires_grad) and samples.had_dim is None:
+            if on_shared is None and not (copies or samples.tensor.requires_grad or samples.is_shared):
                 on_shared = partial(self.shared.note, samples, capture.forward)
-            kind = kind, samples.leading, samples.had_dim
+            kind = kind, samples.leading, samples.is_shared, samples.had_dim
         kind = self.name, kind
         capture.numbers[kind] += 1
         call = Call(
@@ -211,7 +212,7 @@ class CapturedLayer(RowsLayer):
         )
         lasting = self.lasting(inputs) if capture.processes.sharded else inputs
         watched: Any = _Watched.apply(capture.anchor, before, [output.detach()], lasting, capture, call)
-        if samples is None or samples.had_dim is None:
+        if samples is None or not samples.is_shared:
             return watched
         each = watched.movedim(samples.dim, 0)
         return row_of(self, each.unsqueeze(samples.dim + 1) if samples.had_dim else each)
@@ -235,12 +236,6 @@ class CapturedLayer(RowsLayer):
             f"{self} returned one row for all samples, and {name} cannot tell samples apart: give each sample its own "
             f"row, with x.expand(batch_size, ...){self.way_out}"
         )
-
-
-def is_watched(node: object) -> bool:
-    """True for a node that `CapturedLayer.watch` has put into the graph."""
-    backward: Any = _Watched
-    return isinstance(node, backward._backward_cls)
 
 
 def class_forward(module: nn.Module) -> Callable[..., object]:
@@ -275,7 +270,7 @@ class _Watched(torch.autograd.Function):
         proof = capture.prover.proof
         if proof is not None and proof.is_further:
             proof.saw(call, grad)
-        elif capture.wants(call.layer):
+        elif capture.backward_is_for_params(call.layer):
             try:
                 inputs = ctx.saved_tensors
             except RuntimeError as error:
@@ -294,7 +289,7 @@ class _Watched(torch.autograd.Function):
         return None, grad if ctx.goes_on else None, None, None, None, None
 
 
-IDENTITIES.add(_Watched)
+IDENTITIES.add(_Watched)  # or each step would be proved
 
 
 def with_strides(strides: tuple[int, ...], grad: Tensor) -> Tensor:

@@ -66,7 +66,7 @@ class Classic:
         if self._root is not None:  # hooks of the user have changed the gradient already
             return self._sent if self._root == (node, number) else torch.zeros_like(grad)
         capture = self._capture
-        if capture.pauses or not capture.attached:
+        if not capture.is_active:
             return None
         if torch.is_grad_enabled() or not backward_is_of_all():  # this backward is of no parameters
             return None
@@ -80,9 +80,9 @@ class Classic:
 
     def _samples_of(self, forward: Forward, grad: Tensor) -> tuple[Tensor, int] | None:
         """The sample of each row of an output, and their number; None if it does not have the declared dimension."""
-        given, dim, shape = forward.given, self._capture.batch_dim, grad.shape
-        if given is not None and len(shape) and len(grad) in given.of:
-            return given.of[len(grad)].view(-1, *[1] * (grad.ndim - 1)).to(grad.device), given.batch_size
+        declared, dim, shape = forward.declared_rows, self._capture.batch_dim, grad.shape
+        if declared is not None and len(shape) and len(grad) in declared.of:
+            return declared.of[len(grad)].view(-1, *[1] * (grad.ndim - 1)).to(grad.device), declared.batch_size
         count = forward.batch_size
         if count is None and grad.ndim:
             count = shape[min(dim, grad.ndim - 1)]
@@ -108,38 +108,53 @@ class Classic:
             edge = GradientEdge(*root)
             torch.autograd.backward([edge], [self._sent], inputs=[capture.anchor], retain_graph=True)
 
-        # the graph may need a proof now, or if one more backward brings a gradient to calls that were silent before
+        # prove now, or run one more backward to see whether silent calls get a gradient
         due = self._is_due or (self._proves and not is_first)
         proof = prover.planned(graph, due=due) if count > 1 else None
         silent = [call for call in graph.calls if call.is_silent] if proof is None and count > 1 else []
         further, has_silent = capture.agreed(_backwards(proof), len(silent))
         if has_silent:
-            with self._nested(root, prover.proof_of(graph) if silent else None) as looked:
-                if looked is None:
-                    backward(grad.new_ones(max(count, 1)))
-                else:
-                    looked.first(backward, grad)
-                    traces = [looked.traces[call] for call in silent if call in looked.traces]
-                    if any(bool((trace.grad != 0).any()) for trace in traces):
-                        proof = prover.proof_of(graph)
+            if self._reaches(silent, prover.proof_of(graph) if silent else None, root, backward, grad, count):
+                proof = prover.proof_of(graph)
             (further,) = capture.agreed(_backwards(proof))
         if is_first:
             self._task, self._proves = task, proof is not None
         if further:
             with self._nested(root, proof):
-                if proof is None:
+                if proof is None:  # another process has a proof
                     for _ in range(further):
                         backward(grad.new_ones(max(count, 1)))
                 else:
                     self._run(proof, backward, grad, further)
 
+    def _reaches(
+        self,
+        silent: Sequence[Call],
+        proof: Proof | None,
+        root: tuple[Node, int],
+        backward: Backward,
+        grad: Tensor,
+        count: int,
+    ) -> bool:
+        """Run one more backward. True if it brings a gradient to silent calls, which ``proof`` sees.
+
+        Without ``proof``, only another process has silent calls.
+        """
+        with self._nested(root, proof):
+            if proof is None:
+                backward(grad.new_ones(max(count, 1)))
+                return False
+            proof.first(backward, grad)
+            traces = [proof.traces[call] for call in silent if call in proof.traces]
+            return any(bool((trace.grad != 0).any()) for trace in traces)
+
     @contextmanager
-    def _nested(self, root: tuple[Node, int], proof: Proof | None) -> Generator[Proof | None]:
+    def _nested(self, root: tuple[Node, int], proof: Proof | None) -> Generator[None]:
         """A block for the backwards of a proof, or for those that only another process needs, from an output on."""
         self._root, self._prover.proof = root, proof
         try:
             with self._capture.nested():
-                yield proof
+                yield
         finally:
             if proof is not None:
                 proof.close()
@@ -152,7 +167,7 @@ class Classic:
             proof.run(backward, grad, at_least=further - 1)
         except Exception as error:
             self._capture.clear()
-            raise not_repeatable(str(error)) from error
+            raise not_repeatable(error) from error
         try:
             # what is shared must be so for all outputs
             proof.conclude(None if self._capture.processes.sharded else backward, grad, may_share=self._proves)
@@ -166,7 +181,8 @@ class Classic:
     def _where(self, call: Call, grad: Tensor, before: tuple[Node | None, int]) -> tuple[Place | Tensor, int]:
         """Where the samples of a call are, and their number."""
         forward, dim = call.forward, self._capture.batch_dim
-        given, count = forward.given, forward.batch_size if forward.batch_size is not None else self._count
+        declared = forward.declared_rows
+        count = forward.batch_size if forward.batch_size is not None else self._count
         if count is not None and count < 2 and call.where is None:
             return Place(0, call.shape[0] if count else 1), count
         if call.where is not None and count is not None:
@@ -177,12 +193,12 @@ class Classic:
             if bool((grad != 0).any()):
                 raise call.layer.unknown_rows(ELSEWHERE)
             return some_place(torch.full(call.shape, ZERO, device=grad.device), count), count
-        if given is not None and len(call.shape) == 1 and call.shape[0] in given.of:
-            return given.of[call.shape[0]].to(grad.device), given.batch_size
+        if declared is not None and len(call.shape) == 1 and call.shape[0] in declared.of:
+            return declared.of[call.shape[0]].to(grad.device), declared.batch_size
         if call.reduce is not None and count is not None and call.shape[0] == count:  # sequences in their order
             return Place(0), count
         if call.reduce is None:
-            if forward.direct and given is None:  # each row counts as a sample
+            if forward.outside_model and declared is None:  # each row counts as a sample
                 place = Place(min(dim, len(call.shape) - 1))
                 return place, call.shape[place.dim]
             if count is not None and (place := call.usual_place(dim, count)) is not None:

@@ -30,13 +30,14 @@ from torchzero_clip.per_sample.processes.agreement import Processes
 from torchzero_clip.per_sample.processes.sharding import group_of_shards, reshard
 from torchzero_clip.per_sample.rules.outside import outside_error
 from torchzero_clip.per_sample.samples.call import Call
-from torchzero_clip.per_sample.samples.errors import not_repeatable, runs_in_backward
+from torchzero_clip.per_sample.samples.errors import is_of_donated_buffers, not_repeatable, runs_in_backward
 from torchzero_clip.per_sample.samples.graph import OUTPUT
-from torchzero_clip.per_sample.samples.prover import Prover, Schedule, Verify
+from torchzero_clip.per_sample.samples.prover import ProofSchedule, Prover, Verify
 from torchzero_clip.per_sample.whole import Whole
 
 PRIVATE = 16  # in private training, every 16th step is proved again
-IS_PACKED = partial(type.__instancecheck__, PackedSequence)  # not in Python, because it sees all that forwards get
+IS_PACKED = partial(type.__instancecheck__, PackedSequence)
+"""`isinstance` for `PackedSequence`, without a Python function: torch calls it for each argument of each forward."""
 
 
 class Engine(Capture):
@@ -62,7 +63,7 @@ class Engine(Capture):
         processes, model = processes_of(model)
         boolean("batch_first", batch_first)
         one_of("memory", memory, ("auto", "low"))
-        prover = Prover(Schedule(verify, PRIVATE if private else None), strict=private)
+        prover = Prover(ProofSchedule(verify, PRIVATE if private else None), strict=private)
         super().__init__(
             model,
             processes,
@@ -74,7 +75,7 @@ class Engine(Capture):
             keep_grad_samples=keep_grad_samples,
         )
         self.classic = Classic(self)
-        self._several: set[Hashable] = set()  # kinds of arguments that had several sizes in the batch dimension
+        self._kinds_of_several_sizes: set[Hashable] = set()  # of arguments: see `Forward.has_several_sizes`
         self.attachment = Attachment(self, whole, self._refuse_outside, force_generic=force_generic)
         self.attachment.before_forward(self.forward_began, with_kwargs=True)
         self.attachment.after_forward(self.forward_ended)
@@ -97,7 +98,8 @@ class Engine(Capture):
             return
         if current_graph_task_id() != -1:  # a checkpoint of the model, in a backward
             return
-        around = DistributedDataParallel._active_ddp_module  # set while a DistributedDataParallel runs its module
+        # set while a DistributedDataParallel runs its module; torch has no public name for it
+        around = DistributedDataParallel._active_ddp_module
         if self.enabled and around is not None and (around.module is not model or self.processes.group is None):
             raise RuntimeError(
                 "module is run by DistributedDataParallel, which would not average its gradients: give the clipper the "
@@ -110,15 +112,19 @@ class Engine(Capture):
         leaves = [first[id(x)].movedim(1, self.batch_dim) if id(x) in first else x for x in leaves]
         inputs = [x for x in leaves if isinstance(x, Tensor)]
         before = self.attachment.captures_model
-        held = [x for leaf in leaves if not isinstance(leaf, Tensor) for x in tensors_held(leaf)]
-        given = self.given
+        in_objects = [x for leaf in leaves if not isinstance(leaf, Tensor) for x in tensors_held(leaf)]
         kind = len(args), *kwargs
-        several = kind in self._several
-        self.begin_forward(
-            Forward(inputs, self.batch_dim, held=held, captured=self.enabled, given=given, several=several)
+        forward = Forward(
+            inputs,
+            self.batch_dim,
+            in_objects=in_objects,
+            captured=self.enabled,
+            declared_rows=self.declared_rows,
+            had_several_sizes=kind in self._kinds_of_several_sizes,
         )
-        if self.forward.several:
-            self._several.add(kind)
+        self.begin_forward(forward)
+        if forward.has_several_sizes:
+            self._kinds_of_several_sizes.add(kind)
         if self.attachment.captures_model and not before:  # torch reads the forward before it calls this hook
             raise RuntimeError(
                 "the module itself got parameters that train, after its forward had been called: call it once more"
@@ -151,15 +157,15 @@ class Engine(Capture):
         return None
 
     @override
-    def enter(self, layer: Layer) -> bool:
+    def layer_starts(self, layer: Layer) -> bool:
         in_backward = current_graph_task_id() != -1  # of a checkpoint, which is captured if its forward was
         captured = self.forward.captured if in_backward else self.enabled
-        if not captured or self.inside or self.pauses or not self.attached:
+        if not captured or self.inside or self.pauses or not self.attached:  # `is_active`, without a call
             return False
         if self.phase is not Phase.FORWARD and not in_backward:
             # layers that the user calls outside of the model's forward share one forward, as parts of one batch
-            goes_on = self.forward.direct and self.forward.given is self.given
-            self.begin_forward(self.forward if goes_on else Forward(given=self.given))
+            goes_on = self.forward.outside_model and self.forward.declared_rows is self.declared_rows
+            self.begin_forward(self.forward if goes_on else Forward(declared_rows=self.declared_rows))
         if in_backward and not is_restored_by_checkpoint():
             self.reruns.add(layer.name)
         self.call_counts[id(layer)] += 1
@@ -177,7 +183,7 @@ class Engine(Capture):
         self.outputs.clear()
         self.attachment.refresh()
         self.prover.modes = hash(tuple([module.training for module in self.modules]))
-        if not forward.direct:
+        if not forward.outside_model:
             self.numbers.clear()
 
     def refuse_forward(self) -> None:
@@ -266,8 +272,8 @@ class Engine(Capture):
             try:
                 losses.sum().backward(retain_graph=further > 0 or keeps_graph)
             except RuntimeError as error:
-                if "donated buffers" in str(error):  # torch has no class for it, and the text names the way out
-                    raise not_repeatable(str(error)) from error
+                if is_of_donated_buffers(error):
+                    raise not_repeatable(error) from error
                 raise
             further = max(further, self.prover.plan_late()) if keeps_graph else further
             if agreement is not None:
@@ -312,11 +318,10 @@ class Engine(Capture):
 
     def _refuse_outside(self, name: str, grad: Tensor) -> None:
         """The hook of a parameter, which gets a gradient only from outside of the captured layers."""
-        if self.enabled and self.attached and not self.pauses:
-            ran, reruns = (
-                bool(self.call_counts),
-                bool(self.tasks - {current_graph_task_id()}),
-            )  # a backward in a backward
+        if self.enabled and self.is_active:
+            ran = bool(self.call_counts)
+            # a backward in a backward
+            reruns = bool(self.tasks - {current_graph_task_id()})
             self.clear()
             raise outside_error(self.attachment.layers, self, name, ran=ran, reruns=reruns)
 

@@ -46,7 +46,8 @@ def accumulate(values: Sequence[tuple[Tensor, Tensor]]) -> None:
     for param, value in values:
         dtype = getattr(param, "grad_dtype", None) or param.dtype  # torch 2.8 and 2.9 have no grad_dtype
         value = value.to(param.device, dtype).detach()
-        # torch calls hooks in a backward only. Ours would raise, as for a gradient from outside of the layers
+        # torch calls hooks in a backward only, and has no public list of them. Ours would raise, as for a gradient from
+        # outside of the layers
         hooks = [hook for hook in (param._backward_hooks or {}).values() if not isinstance(hook, Hook)]
         for hook in hooks:
             answer = hook(value)
@@ -63,7 +64,7 @@ def accumulate(values: Sequence[tuple[Tensor, Tensor]]) -> None:
             grad.add_(value)
         else:  # a sparse gradient becomes dense, as in torch, and an expanded one gets memory for each element
             param.grad = new_gradient(value if grad is None else value + grad.detach(), param)
-    for param, _ in changed:
+    for param, _ in changed:  # of these hooks, too, torch has no public list
         for hook in list((param._post_accumulate_grad_hooks or {}).values()):
             hook(param)
 

@@ -24,7 +24,7 @@ class Layer:
 
     @property
     def line(self) -> str:
-        """A way out of an error: the argument that takes a module around the layer whole. Empty if there is none."""
+        """A way out of an error: the argument that runs a module around the layer whole. Empty if there is none."""
         return whole_line(self._model, self.name, self._reruns)
 
     @property

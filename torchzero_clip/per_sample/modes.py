@@ -11,6 +11,11 @@ from typing_extensions import override
 from torchzero_clip.compat import leave_uncompiled, never_a_frame
 
 
+def attribute_read(func: Any) -> str | None:
+    """The name of the attribute of a tensor that a function reads, such as shape; None for any other function."""
+    return func.__self__.__name__ if getattr(func, "__name__", "") == "__get__" else None
+
+
 class Mode(TorchFunctionMode, ABC):
     """Sees the functions that run in its block. `torch.compile` compiles them, unless `replaces` is True."""
 

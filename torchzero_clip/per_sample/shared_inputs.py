@@ -13,16 +13,19 @@ from torchzero_clip.per_sample.samples.call import LayerInput
 class SharedInputs:
     """Which inputs of one layer all samples share.
 
-    A proof finds it first, if a row gets gradients from several samples, and calls `note` or `note_table`. These refuse
-    what may be of samples, which is then an error. In later steps, `is_row`, `is_known` and `is_table` tell it before
-    the layer runs.
+    A proof is the first to find them: rows that get gradients from several samples. It calls `note` or `note_table`.
+    They return False for what may belong to samples; the proof then raises. In later steps, `is_row`, `is_known` and
+    `is_table` recognize such an input before the layer runs. They learn from what they see: a row of positions is one
+    in later calls too, and a table that once had other values is data from then on.
     """
 
     def __init__(self, capture: Capture) -> None:
         self._capture = capture
-        # by their numbers of dimensions: all, and those before a position (0 for tables that the layer uses itself);
-        # None for one that was found to be of data
         self._values: dict[tuple[int, int], Tensor | None] = {}
+        """The values of shared inputs, or None for inputs that turned out to be data.
+
+        The key has the number of dimensions, and how many are before those of a position: 0 for a table.
+        """
         self._ndims_of_rows: set[int] = set()  # of inputs with one row that all samples share
         self._had_indices_of_samples = False  # in an argument of the model
 
@@ -42,7 +45,7 @@ class SharedInputs:
     def are_positions(self, index: Tensor) -> bool:
         """True for the index of an embedding if all samples share it, such as positions and their distances."""
         forward, dim = self._capture.forward, self._capture.batch_dim
-        if not index.ndim or index.shape[min(dim, index.ndim - 1)] == 1 or forward.direct:
+        if not index.ndim or index.shape[min(dim, index.ndim - 1)] == 1 or forward.outside_model:
             return False
         if forward.batch_size in (None, 0, 1):
             return False
@@ -67,7 +70,7 @@ class SharedInputs:
             return True  # also if it has as many rows as there are samples
         if leading and not self.may_be(input):
             return False
-        if earlier.shape == input.shape:  # of data
+        if earlier.shape == input.shape:  # other values of the same shape, so it is data, in later calls too
             self._values[input.ndim, leading] = None
             return False
         return leading > 0
@@ -79,7 +82,7 @@ class SharedInputs:
     def may_be(self, input: Tensor, forward: Forward | None = None) -> bool:
         """True for an input that is not known to depend on samples."""
         forward = self._capture.forward if forward is None else forward
-        if not self._is_free(input, forward) or forward.given is not None or not forward.batch_size:
+        if not self._is_free(input, forward) or forward.declared_rows is not None or not forward.batch_size:
             return False
         # data of the batch may be neither an argument nor have a graph, but have its size
         size = input.shape[min(self._capture.batch_dim, input.ndim - 1)]
@@ -107,7 +110,7 @@ class SharedInputs:
 
     def _is_free(self, input: Tensor, forward: Forward) -> bool:
         """True for a tensor of no layer and no argument."""
-        return not (input.requires_grad or forward.direct or not self._capture.may_share or forward.holds(input))
+        return not (input.requires_grad or forward.outside_model or not self._capture.may_share or forward.holds(input))
 
     def _is_buffer(self, input: Tensor) -> bool:
         return bool(storages_of((input,)) & storages_of(self._capture.model.buffers()))
@@ -115,7 +118,7 @@ class SharedInputs:
 
 def _may_be_row(input: Tensor, forward: Forward) -> bool:
     """True for an input with one row that is not known to depend on samples."""
-    if input.requires_grad or forward.direct or input.is_sparse:
+    if input.requires_grad or forward.outside_model or input.is_sparse:
         return False
     return not storages_of((input,)) & forward.storages_of_values
 

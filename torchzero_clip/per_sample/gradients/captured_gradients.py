@@ -20,14 +20,14 @@ from torchzero_clip.per_sample.processes.sharding import storages_of
 PACKED = "Several documents packed in one row? Put one document in each row."
 
 
-class GivenRows(NamedTuple):
-    """What the user says of rows: the sample of each, by the number of rows; and the number of samples."""
+class DeclaredRows(NamedTuple):
+    """The sample of each row, by the number of rows, and the number of samples, as the user gave them to `rows`."""
 
     of: Mapping[int, Tensor]
     batch_size: int
 
     @classmethod
-    def checked(cls, samples: Sequence[Tensor], batch_size: int) -> "GivenRows":
+    def checked(cls, samples: Sequence[Tensor], batch_size: int) -> "DeclaredRows":
         """What was given for each number of rows: see `PerSampleGradientClipper.rows`."""
         instance("batch_size", batch_size, int)
         of: dict[int, Tensor] = {}
@@ -48,10 +48,13 @@ class GivenRows(NamedTuple):
 
 
 class Forward:
-    """A forward of the model with ``inputs`` among its arguments; None for layers that are called by themselves.
+    """A forward of the model with ``inputs`` among its arguments; None for layers that are called outside of one.
 
-    ``held`` are tensors in objects among the arguments. Without ``captured``, its layers run as they do without a
-    clipper. ``given`` says which sample each row belongs to. ``several`` says that the inputs of an earlier call had.
+    Args:
+        in_objects: Tensors in objects among the arguments. They count if there are no other inputs.
+        captured: False if the layers run as they do without a clipper.
+        declared_rows: The sample of each row, as the user gave it.
+        had_several_sizes: True if an earlier call with such arguments had inputs of several sizes.
     """
 
     def __init__(
@@ -59,17 +62,18 @@ class Forward:
         inputs: Sequence[Tensor] | None = None,
         dim: int = 0,
         *,
-        held: Sequence[Tensor] = (),
+        in_objects: Sequence[Tensor] = (),
         captured: bool = True,
-        given: GivenRows | None = None,
-        several: bool = False,
+        declared_rows: DeclaredRows | None = None,
+        had_several_sizes: bool = False,
     ) -> None:
         self.captured = captured
-        self.direct = inputs is None
+        self.outside_model = inputs is None
+        """True for layers that are called outside of the forward of the model."""
         found = [x for x in inputs or () if x.ndim]
-        self.tells_size = self.direct or bool(found)
-        held = [x for x in held if x.ndim]
-        found = found or held
+        self.shows_batch_size = self.outside_model or bool(found)
+        """False if no argument is a tensor from which the number of samples can be read."""
+        found = found or [x for x in in_objects if x.ndim]
         each = [x.shape[min(dim, x.ndim - 1)] for x in found]
         sizes = {*each}
         if len(sizes) > 1:  # positions have as many entries as a sequence, not as the batch
@@ -77,18 +81,20 @@ class Forward:
         others = sizes - {1}
         if len(others) == 1 and each[0] in others:
             sizes = others  # the rest is one row for all samples
-        self.several = len(sizes) > 1
-        self.batch_size = sizes.pop() if len(sizes) == 1 and (not several or sizes == {0}) else None
+        self.has_several_sizes = len(sizes) > 1
+        self.batch_size = sizes.pop() if len(sizes) == 1 and (not had_several_sizes or sizes == {0}) else None
         """The size of all inputs in the batch dimension; None if they differ, or have one size by chance."""
-        if given is not None:
-            self.batch_size = given.batch_size
-        self.given = given
+        if declared_rows is not None:
+            self.batch_size = declared_rows.batch_size
+        self.declared_rows = declared_rows
         self._arguments = [weakref.ref(x) for x in found]
 
     def holds(self, *tensors: Tensor) -> bool:
         """True if an argument or a view of one is among these tensors: it is of samples."""
         return bool(storages_of(tensors) & self._storages)
 
+    # The caller holds the arguments until the forward ends. After that, a new tensor may get the memory of one. It then
+    # counts as a tensor of samples, and the proof raises if all samples share it.
     @functools.cached_property
     def _storages(self) -> set[int]:
         return storages_of(self._alive)
@@ -201,22 +207,24 @@ class CapturedGradients:
 
     def check_joined(self) -> None:
         """Raise a ValueError if gradients are of several calls of the model, of which none uses another's output."""
-        rest = {forward for forward in self.forwards if not forward.direct}
-        group = [rest.pop()] if rest else []
-        for one in group:  # grows
-            near = {x for pair in self.joins if one in pair for x in pair}
-            group += near & rest
+        rest = {forward for forward in self.forwards if not forward.outside_model}
+        count = len(rest)
+        connected = [rest.pop()] if rest else []
+        while connected:
+            one = connected.pop()
+            near = {x for pair in self.joins if one in pair for x in pair} & rest
+            connected += near
             rest -= near
         if rest:
             raise ValueError(
-                f"gradients of {len(group) + len(rest)} calls of the model have arrived, and not all of them are "
+                f"gradients of {count} calls of the model have arrived, and not all of them are "
                 "connected by outputs that another call uses, so their samples cannot be compared. If each call got a "
                 "part of the batch, run a backward for each part. If all got the same samples, use backward(losses)"
             )
 
     def check_one_batch(self) -> None:
         """Raise a ValueError if the gradients may belong to parts of a batch. Warn if rows may not be samples."""
-        of_model = [forward for forward in self.forwards if not forward.tells_size]
+        of_model = [forward for forward in self.forwards if not forward.shows_batch_size]
         if of_model or len(self.forwards) > 1:
             found = (
                 "the arguments of the forward hold no tensor that tells how many samples there are"
@@ -224,7 +232,7 @@ class CapturedGradients:
                 else f"gradients of {len(self.forwards)} forwards have arrived, which may be parts of one batch"
             )
             raise ValueError(f"{found}: call clip_and_accumulate(batch_size=...), or use backward(losses)")
-        if any(forward.batch_size is None and forward.several for forward in self.forwards):
+        if any(forward.batch_size is None and forward.has_several_sizes for forward in self.forwards):
             warn_user(
                 "the arguments of the forward have several sizes in the dimension of the samples, so each of "
                 f"{self.batch_size} rows was taken for a sample, which is wrong for nodes of graphs. Let "

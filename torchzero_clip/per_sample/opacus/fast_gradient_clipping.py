@@ -16,7 +16,8 @@ from torchzero_clip.per_sample.layer import described, trainable
 from torchzero_clip.per_sample.norm_clippers import ConstantFlatClipper
 from torchzero_clip.per_sample.opacus.two_passes import TwoPassEngine
 from torchzero_clip.per_sample.rules.copies import EMPTY
-from torchzero_clip.per_sample.rules.registry import WHOLE, mixes, refusal
+from torchzero_clip.per_sample.rules.generic import GENERIC
+from torchzero_clip.per_sample.rules.registry import mixes, refusal
 from torchzero_clip.per_sample.samples.prover import Verify
 from torchzero_clip.per_sample.weighting import ClippingResult, clipped_backward
 from torchzero_clip.per_sample.whole import Whole
@@ -234,11 +235,11 @@ class GradSampleModuleFastGradientClipping(nn.Module):
         (grad,), inputs = forward_output, tuple(x.detach() for x in _forward_input)
         size = inputs[0].shape[0 if batch_first else 1]
         self._engine.forward = Forward(inputs, 0 if batch_first else 1)
-        self._engine.forward.direct = True
-        layer = CapturedLayer(self._engine, type(module).__name__, module, WHOLE, trainable(module), EMPTY)
+        self._engine.forward.outside_model = True
+        layer = CapturedLayer(self._engine, type(module).__name__, module, GENERIC, trainable(module), EMPTY)
         scale = {("mean", "sum"): size, ("sum", "mean"): 1 / max(size, 1)}.get((loss_reduction, self.loss_reduction), 1)
         with torch.enable_grad():
-            torch.autograd.backward(WHOLE.run(layer, *inputs), grad * scale)
+            torch.autograd.backward(GENERIC.run(layer, *inputs), grad * scale)
 
     def disable_hooks(self) -> None:
         """Stop capturing, so that backwards give ordinary gradients."""

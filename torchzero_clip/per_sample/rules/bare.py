@@ -12,12 +12,10 @@ from torchzero_clip.compat import checkpoint_around
 from torchzero_clip.per_sample.arguments import flattened
 from torchzero_clip.per_sample.broadcast_row import TRANSPOSED, is_row, row_of_param
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
-from torchzero_clip.per_sample.modes import Mode
+from torchzero_clip.per_sample.modes import Mode, attribute_read
 from torchzero_clip.per_sample.rules.copies import copy_of
-from torchzero_clip.per_sample.rules.generic import GenericRule
+from torchzero_clip.per_sample.rules.generic import GENERIC
 from torchzero_clip.per_sample.rules.linear import LINEAR
-
-GENERIC = GenericRule()
 
 
 class BareRule(Rule):
@@ -75,8 +73,8 @@ class _Rows(Mode):
     @override
     def called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # attributes, such as shape, are those of the parameter, and captured submodules have rules of their own
-        reads = getattr(func, "__name__", "") == "__get__" and func.__self__.__name__ not in TRANSPOSED
-        if reads or self._layer.capture.running is not self._layer:
+        attribute = attribute_read(func)
+        if (attribute is not None and attribute not in TRANSPOSED) or self._layer.capture.running is not self._layer:
             return func(*args, **kwargs)
         leaves, rebuilt = flattened(args, kwargs)
         written = self._layer.written or {}

@@ -26,10 +26,11 @@ class ConvRule(Rule):
     @override
     def run(self, layer: CapturedLayer, input: Tensor) -> Tensor:
         module: Any = layer.module
-        # without a batch there are 0 leading dimensions, which `samples` refuses
+        # without a batch there are 0 leading dimensions, which `find_samples` refuses
         found = layer.find_samples(input, min(1, input.ndim - module.weight.ndim + 1))
         options, bias = Options.of(module), None if module.bias is None else module.bias.detach()
         return layer.watch_params(
+            # the forward with another weight, by its only name
             module._conv_forward(found.tensor, module.weight.detach(), bias),
             found,
             layer.params,
@@ -55,7 +56,8 @@ class Options:
         kernel, mode = tuple(module.weight.shape[2:]), module.padding_mode
         stride, dilation = (_each(value, len(kernel)) for value in (module.stride, module.dilation))
         if mode != "zeros":
-            flat = module._reversed_padding_repeated_twice[::-1]  # torch too computes it only once
+            # what the forward pads, by its only name: a later change of `padding` has no effect on it
+            flat = module._reversed_padding_repeated_twice[::-1]
             sides = tuple((flat[2 * i + 1], flat[2 * i]) for i in range(len(kernel)))
         elif module.padding == "same":
             totals = [gap * (size - 1) for gap, size in zip(dilation, kernel, strict=True)]

@@ -33,7 +33,8 @@ class EmbeddingRule(Rule):
         module: Any = layer.module
         if layer.shared.are_positions(input):
             dim, count = layer.capture.batch_dim, layer.capture.forward.batch_size or 0
-            found = LayerInput(input.expand(count, *input.shape).movedim(0, dim), input.ndim + 1, False, dim)
+            each = input.expand(count, *input.shape).movedim(0, dim)
+            found = LayerInput(each, input.ndim + 1, dim, is_shared=True)
         else:
             found = layer.find_samples(input, input.ndim)
         padding = module.padding_idx

@@ -38,11 +38,11 @@ from torchzero_clip.per_sample.broadcast_row import (
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
 from torchzero_clip.per_sample.gradients.autograd_graph import nodes_of
 from torchzero_clip.per_sample.hooks import Hook
-from torchzero_clip.per_sample.modes import Mode
+from torchzero_clip.per_sample.modes import Mode, attribute_read
 from torchzero_clip.per_sample.processes.sharding import storages_of
 from torchzero_clip.per_sample.rules.copies import EMPTY, Bare, copy_of
 from torchzero_clip.per_sample.rules.outside import find_functions, hook_modules
-from torchzero_clip.per_sample.rules.state import State
+from torchzero_clip.per_sample.rules.state import ModuleState
 from torchzero_clip.per_sample.samples.graph import CHECKPOINT
 
 WARN = 2 << 30  # bytes of per-sample gradients of one module, above which a warning tells of them
@@ -126,6 +126,9 @@ class GenericRule(Rule):
     def output_dim(self, layer: CapturedLayer, index: int) -> int:
         """The batch dimension of an output."""
         return layer.capture.batch_dim
+
+
+GENERIC = GenericRule()
 
 
 def _dims_of_rows(layer: CapturedLayer, leaves: Sequence[object]) -> list[int | None]:
@@ -230,11 +233,12 @@ class _One:
 
 
 @contextmanager
-def _alone(layer: CapturedLayer, one: _One) -> Generator[State]:
+def _alone(layer: CapturedLayer, one: _One) -> Generator[ModuleState]:
     """A block in which the module runs for one sample at a time. An error leaves its state as before."""
+    # under parametrize.cached(), a run would get the weights of another run; torch has no public name for what it sets
     layer.capture.inside, caches = True, parametrize._cache_enabled
-    parametrize._cache_enabled = 0  # under parametrize.cached(), a run would get the weights of another run
-    state = State(layer)
+    parametrize._cache_enabled = 0
+    state = ModuleState(layer)
     try:
         yield state
     except BaseException as error:
@@ -262,7 +266,7 @@ class _Inside(Mode):
     @override
     def called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = getattr(func, "__name__", "")
-        if name == "__get__" and func.__self__.__name__ == "requires_grad" and is_batchedtensor(args[0]):
+        if attribute_read(func) == "requires_grad" and is_batchedtensor(args[0]):
             # torch says False under vmap, after which a model that asks sets no hook
             return get_unwrapped(args[0]).requires_grad
         by_vmap = self._layer.learnt.by_vmap and get_interpreter_stack()
@@ -303,6 +307,7 @@ def _check_inside(layer: CapturedLayer, *, hooks: bool) -> None:
             f"{layer}, and not on modules inside"
         )
     for name, module in layer.module.named_modules():
+        # torch has no public list of hooks
         if hooks and name and (module._backward_hooks or module._backward_pre_hooks):
             raise ValueError(
                 f"{name!r} in {layer} has a backward hook, which would not be called where {layer} is run by vmap: "
@@ -320,7 +325,7 @@ def _refuse_reentrant(layer: CapturedLayer, outputs: Iterable[Tensor], inputs: I
 
 
 def _compare(
-    layer: CapturedLayer, state: State, output: object, args: tuple[object, ...], kwargs: dict[str, object]
+    layer: CapturedLayer, state: ModuleState, output: object, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> None:
     """Run the module once more, on its batch, and raise unless it gives the same output as sample by sample.
 
@@ -384,7 +389,7 @@ def _batch_size(layer: CapturedLayer, leaves: Sequence[object], counts: set[int]
 
 def _mapped(
     layer: CapturedLayer,
-    state: State,
+    state: ModuleState,
     one: _One,
     copies: dict[str, Tensor],
     inputs: Sequence[Tensor],

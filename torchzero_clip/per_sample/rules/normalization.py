@@ -37,7 +37,7 @@ class NormalizationRule(Rule):
         affine = {name: x.detach() for name in self.takes if (x := getattr(module, name)) is not None}
         ndim = next(iter(affine.values())).ndim
         settings = {name: getattr(module, name) for name in self._settings}  # they may change before the next call
-        # InstanceNorm takes inputs without a batch, which `samples` refuses
+        # InstanceNorm takes inputs without a batch, which `find_samples` refuses; their ndim has no public name
         unbatched = module._get_no_batch_dim() if hasattr(module, "_get_no_batch_dim") else 0
         leading = int(input.ndim != unbatched) if self._channels else input.ndim - ndim
         found = layer.find_samples(input, leading)
@@ -69,7 +69,7 @@ class GroupNormRule(NormalizationRule):
         dtypes, lower = {x.dtype for x in (input, *affine)}, torch.is_autocast_enabled(input.device.type)
         fits = len(dtypes) == 1 and dtypes <= {torch.float32, torch.float64} and not lower
         found = layer.find_samples(input, 1) if fits and len(affine) == 2 and input.numel() else None
-        if found is None or found.had_dim is not None:
+        if found is None or found.is_shared:
             return super().run(layer, input)
         x, own = found.tensor, {id(value): param for param, value in layer.values}
         weight, bias = (

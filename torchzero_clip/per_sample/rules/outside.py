@@ -16,9 +16,10 @@ from torch.autograd.graph import Node
 
 from torchzero_clip.compat import current_graph_task_id, is_restored_by_checkpoint
 from torchzero_clip.per_sample.capture import Capture
-from torchzero_clip.per_sample.captured_layer import CapturedLayer, is_watched
+from torchzero_clip.per_sample.captured_layer import CapturedLayer
 from torchzero_clip.per_sample.gradients.autograd_graph import leaves_of, nodes_of
 from torchzero_clip.per_sample.hooks import Hook
+from torchzero_clip.per_sample.samples.call import call_of
 from torchzero_clip.per_sample.whole import whole_line
 
 RERUN = (
@@ -46,7 +47,7 @@ def find_functions(layer: CapturedLayer, outputs: Iterable[Tensor], inputs: Iter
     if layer.learnt.may_rerun:
         return
     nodes: Iterable[Node] = {*nodes_of(outputs)}.difference(nodes_of(inputs))
-    if any(isinstance(node, BackwardCFunction) and not is_watched(node) for node in nodes):
+    if any(isinstance(node, BackwardCFunction) and call_of(node) is None for node in nodes):
         layer.learnt.may_rerun = True
 
 
@@ -80,7 +81,7 @@ def _refuse(layer: CapturedLayer, module: nn.Module, *_: object) -> None:
     capture = layer.capture
     if capture.inside or current_graph_task_id() == -1 or not torch.is_grad_enabled() or is_restored_by_checkpoint():
         return
-    if capture.enabled and capture.attached and not capture.pauses and capture.forward.captured:
+    if capture.enabled and capture.is_active and capture.forward.captured:
         capture.clear()
         name = next(name for name, inner in capture.model.named_modules() if inner is module)
         raise rerun_error(layer, f"a function runs {name!r} again in its backward")

@@ -4,6 +4,8 @@ from typing import Any
 
 import torch
 from torch import nn
+
+# the base classes of all kinds of them, also of those of users; torch has them under no public name
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm as InstanceNorm
 from torch.nn.utils import parametrize
@@ -16,13 +18,12 @@ from torchzero_clip.per_sample.rules.bare import BareRule
 from torchzero_clip.per_sample.rules.conv import ConvRule
 from torchzero_clip.per_sample.rules.embedding import EmbeddingBagRule, EmbeddingRule
 from torchzero_clip.per_sample.rules.experts import ExpertsRule, is_experts
-from torchzero_clip.per_sample.rules.generic import GenericRule
+from torchzero_clip.per_sample.rules.generic import GENERIC
 from torchzero_clip.per_sample.rules.linear import LINEAR
 from torchzero_clip.per_sample.rules.normalization import BATCH_NORM, GROUP_NORM, INSTANCE_NORM, LAYER_NORM, RMS_NORM
 from torchzero_clip.per_sample.rules.recurrent import RecurrentRule
 from torchzero_clip.per_sample.rules.registered import PerSampleGradients, RegisteredRule
 
-WHOLE = GenericRule()
 BARE = BareRule()
 EXPERTS = ExpertsRule()
 RUNS = "forward", "_conv_forward"
@@ -91,7 +92,7 @@ def rule_for(module: nn.Module) -> Rule | None:
     run = [getattr(kind, name, None) for name in RUNS]  # a class that overrides one of them has no rule
     found = next((RULES[c] for c in kind.__mro__ if c in RULES and run == [getattr(c, n, None) for n in RUNS]), None)
     if parametrize.is_parametrized(module) or "_conv_forward" in vars(module):
-        return WHOLE
+        return GENERIC
     if found is not None and found.covers_submodules:  # before the names of parameters are asked for, which vary
         return found
     if is_experts(module):
@@ -102,7 +103,7 @@ def rule_for(module: nn.Module) -> Rule | None:
     if not own or kind.forward is nn.Module.forward:
         return None
     inside = [(rule_for(inner), inner) for inner in module.modules() if inner is not module and trainable(inner)]
-    return WHOLE if any(rule is not None and rule.refusal(inner) is not None for rule, inner in inside) else BARE
+    return GENERIC if any(rule is not None and rule.refusal(inner) is not None for rule, inner in inside) else BARE
 
 
 def own_params(module: nn.Module) -> dict[int, str]:

@@ -18,7 +18,7 @@ MISSING = object()
 SIMPLE = (bool, int, float, complex, str)
 
 
-class State:
+class ModuleState:
     """Starts every run with copies of what a module holds, and combines what the runs leave into that of the batch.
 
     A tensor that has a batch dimension of size 1 for a sample gets all samples there. Any other tensor gets a new first

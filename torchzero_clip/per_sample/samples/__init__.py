@@ -3,14 +3,16 @@
 The backward runs once more, with the loss of each sample times a power of two. The gradient of a row must then be
 multiplied by the power of its sample: this is a *proof*. Another ratio means that the row belongs to several samples.
 
-1. `powers` has the factors, and reads samples from ratios.
-2. `proof` runs the further backwards for one graph, and finds where the samples of each `call` are. `choosing` lets NaN
-   through functions that choose by values.
-3. `graph` walks from the losses to the layers. A proof holds while the hash of the graph stays the same. `nodes` says
-   which functions may move rows by values that are not in the hash, so that each step has to be proved.
-4. `pattern` is what is kept of a proof: the place of the samples in each call, for batches of any size.
+To read it, in this order:
+
+1. `pattern` is what is kept of a proof: the place of the samples in each `call` of a layer, for batches of any size.
+2. `powers` has the factors, and reads samples from ratios.
+3. `proof` runs the further backwards for one graph, and finds where the samples of each call are.
+4. `nodes` says which functions may move rows by values that are not in the hash of the graph, so that each step has to
+   be proved. `graph` walks from the losses to the layers. A proof holds while the hash stays the same. `choosing` lets
+   NaN through functions that choose by values.
 5. `prover` decides which backwards are proved. `errors` has the errors.
 
-`call` is a call of a layer. Above this folder, `classic` proves from the outputs of the model, where the losses are not
-known. Values that all samples share, such as a bare parameter, are copied for each sample: see `broadcast_row`.
+Above this folder, `classic` proves from the outputs of the model, where the losses are not known. Values that all
+samples share, such as a bare parameter, are copied for each sample: see `broadcast_row`.
 """

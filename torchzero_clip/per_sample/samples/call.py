@@ -24,13 +24,16 @@ Reduce = Callable[[Tensor], Tensor]
 class LayerInput(NamedTuple):
     """The input of a layer, with ``leading`` dimensions before those of a single position.
 
-    If the layer got one row for all samples, ``had_dim`` says whether the row had the batch dimension, ``dim``.
+    The samples are in dimension ``dim``, unless a proof finds them elsewhere. If all samples share the input,
+    ``tensor`` has a copy of it for each, and the layer returns one row. ``had_dim`` says that the input had this
+    dimension before, with size 1.
     """
 
     tensor: Tensor
     leading: int
-    had_dim: bool | None = None
     dim: int = 0
+    is_shared: bool = False
+    had_dim: bool = False
     is_argument: bool = False
 
 

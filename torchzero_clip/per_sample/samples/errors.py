@@ -24,10 +24,15 @@ def mixed(layer: Layer, givers: Sequence[int]) -> RuntimeError:
     )
 
 
-def not_repeatable(reason: str) -> RuntimeError:
+def is_of_donated_buffers(reason: Exception | str) -> bool:
+    """True for the error of a compiled function that frees what it has saved. torch has no class for this error."""
+    return "donated buffers" in str(reason)
+
+
+def not_repeatable(reason: Exception | str) -> RuntimeError:
     """The error for a graph that cannot run backward twice."""
     how = "Use a loss that does not write into what its backward reads, and keep the graph"
-    if "donated buffers" in reason:
+    if is_of_donated_buffers(reason):
         how = "Set torch._functorch.config.donated_buffer = False before the forward"
     return RuntimeError(
         "it cannot be checked whether samples mix, because the graph cannot run backward twice "

@@ -7,10 +7,11 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
 from torchzero_clip.per_sample.samples.call import Call, call_of
-from torchzero_clip.per_sample.samples.nodes import KINDS, NodeKind, kind_of
+from torchzero_clip.per_sample.samples.nodes import KINDS, NodeKind, kind_of, shape_of
 from torchzero_clip.per_sample.samples.pattern import kinds_of_sizes
 
 OUTPUT = "output of the model"  # a key of the metadata of a node, for the forward that it is of
@@ -45,7 +46,10 @@ class Graph:
         self.count = count
         self.calls: list[Call] = []
         self.sites: list[tuple[Node, Sequence[int]]] = []
-        """Functions that move rows along some dimensions."""
+        """Functions that move rows along some dimensions of their output, such as ``x[index]``, with these dimensions.
+
+        A proof looks whether the samples are in one of them.
+        """
         self.ends: list[Any] = []
         """The forwards of the other outputs of the model at which the walk has ended."""
         self.has_checkpoint = False
@@ -59,7 +63,7 @@ class Graph:
             node = rest.pop()
             kind = KINDS.get(type(node)) or kind_of(node)
             said.append(kind.name)
-            call = call_of(node) if kind.name == "_WatchedBackward" else None
+            call = call_of(node) if isinstance(node, BackwardCFunction) else None
             if call is not None:
                 self.calls.append(call)
                 said.append(call.kind)
@@ -98,6 +102,7 @@ class Graph:
     @property
     def is_narrow(self) -> bool:
         """True if a part of the graph computes in float16, which has no room for large factors."""
+        # the shapes and dtypes of outputs have no public name, see `shape_of`
         return any(part.dtype == torch.float16 for node in self.nodes for part in node._input_metadata)
 
     @property
@@ -116,7 +121,7 @@ class Graph:
                     return True
             elif kind.axes is not None:
                 axes = kind.axes(node)
-                if axes is None or not len(node._input_metadata[0].shape):
+                if axes is None or not len(shape_of(node)):
                     return True
                 self.sites.append((node, axes))
         return False
@@ -125,19 +130,24 @@ class Graph:
 def _sizes_of_view(node: Any, count: int) -> Hashable:
     """What decides where a view puts rows: which dimensions it splits or joins, and their sizes.
 
-    Without the sizes if the batch is the first or the last of these dimensions: they do not matter then, and a sequence
-    of another length needs no proof.
+    From (B, 6, 4) to (B, 6, 2, 2), it leaves B and 6, and splits 4 into 2 and 2. Sizes are left out if the batch is the
+    first or the last of the dimensions that are split or joined: they do not matter then, and a sequence of another
+    length needs no proof.
     """
-    before, after = list(node._saved_self_sym_sizes), list(node._input_metadata[0].shape)
+    before, after = list(node._saved_self_sym_sizes), list(node._input_metadata[0].shape)  # `shape_of`, without a call
     if math.prod(before) != math.prod(after):  # an expanded or a reduced tensor
         return kinds_of_sizes(after, count)
     said: list[Hashable] = []
     while before or after:
-        parts = ([before.pop(0)] if before else [1]), ([after.pop(0)] if after else [1])
-        while (sizes := [*map(math.prod, parts)])[0] != sizes[1] and (before or after):
-            smaller = sizes[0] < sizes[1] if before and after else bool(before)
-            parts[not smaller].append((before if smaller else after).pop(0))
-        for part in parts:
+        # the next dimensions of both, as few as have the same number of entries
+        old = [before.pop(0)] if before else [1]
+        new = [after.pop(0)] if after else [1]
+        while (before or after) and math.prod(old) != math.prod(new):
+            if before and (not after or math.prod(old) < math.prod(new)):
+                old.append(before.pop(0))
+            else:
+                new.append(after.pop(0))
+        for part in (old, new):
             kinds = kinds_of_sizes(part, count)
             is_free = len(part) == 1 or (kinds.count(1) == 1 and 1 in (kinds[0], kinds[-1]))
             said.append(kinds if is_free else tuple(part))

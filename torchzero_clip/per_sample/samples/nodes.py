@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 from torch.nn.modules._functions import BackwardHookFunction
-from torch.nn.parallel.distributed import _DDPSink as DDPSink
+from torch.nn.parallel.distributed import _DDPSink as DDPSink  # torch has no public name for it
 
 from torchzero_clip.per_sample.arguments import counts_up
 from torchzero_clip.per_sample.samples.call import call_of
@@ -76,7 +76,11 @@ BY_EQUALITY = frozenset({"MaxBackward1", "MinBackward1", "MedianBackward0", "Nan
 """Functions of floats that move rows by the values of floats. NaN would not show it."""
 
 IDENTITIES: set[Any] = {BackwardHookFunction, DDPSink}
-"""Functions of torch and of this package that leave rows where they are, or whose rows the package knows."""
+"""Functions in Python, of torch and of this package, that leave rows where they are, or whose rows the package knows.
+
+Files with such a function add it when they are imported. A function that is missing here counts as one that moves rows
+to any place, so each step with it is proved: slower, and never wrong.
+"""
 
 SIZES = "_info", "_output_size", "_scalar_type", "_numel", "_options", "_p", "_eps"
 """The ends of names of saved sizes and floats."""
@@ -113,12 +117,13 @@ _compiled = itertools.count()  # all compiled functions have one name
 def kind_of(node: Node) -> NodeKind:
     """The kind of a node that is not in `KINDS` yet."""
     if isinstance(node, BackwardCFunction):
-        if getattr(node, "_forward_cls", None) in IDENTITIES:
+        made_by = getattr(node, "_forward_cls", None)  # the `torch.autograd.Function`, by its only name
+        if made_by in IDENTITIES:
             found = KINDS[type(node)] = NodeKind(type(node).__name__)
             return found
         found = _python_kinds.get(type(node))
         if found is None:
-            found = _python_kinds[type(node)] = _of_python(node)
+            found = _python_kinds[type(node)] = _of_python(node, made_by)
         return found
     found = KINDS[type(node)] = _of_torch(node)
     return found
@@ -158,8 +163,8 @@ def _is_size(attribute: str) -> bool:
     return "_sym_" in attribute or attribute.endswith(SIZES)
 
 
-def _of_python(node: Any) -> NodeKind:
-    name, made_by = type(node).__name__, node._forward_cls
+def _of_python(node: Any, made_by: Any) -> NodeKind:
+    name = type(node).__name__
     if getattr(made_by, "keeps_rows", False) or _is_of_shards(made_by):
         return NodeKind(name)
     if hasattr(node, "symints") and name == "CompiledFunctionBackward":
@@ -204,14 +209,14 @@ def _is_no_parameter(node: Node) -> bool:
 
 
 def _last(count: int, node: Node) -> Axes:
-    ndim = len(_shape(node))
+    ndim = len(shape_of(node))
     return range(ndim - count, ndim)
 
 
 def _along(node: Any) -> Axes:
     """The saved dimension of the output. After a reduction, the output has only the other dimensions."""
     reduced = getattr(node, "_saved_keepdim", True) is False and hasattr(node, "_saved_self_sym_sizes")
-    return () if reduced else [dim % max(len(_shape(node)), 1) for dim in _along_of_input(node)]
+    return () if reduced else [dim % max(len(shape_of(node)), 1) for dim in _along_of_input(node)]
 
 
 def _along_of_input(node: Any) -> Sequence[int]:
@@ -230,7 +235,7 @@ def _indexed_of_input(node: Any) -> Sequence[int]:
 
 def _indexed(node: Any, *, puts: bool) -> Axes:
     """The dimensions that tensors index, in the output; with ``puts``, in the tensor that is written into."""
-    ndim, indices = len(_shape(node)), node._saved_indices
+    ndim, indices = len(shape_of(node)), node._saved_indices
     places = [i for i, index in enumerate(indices) if index is not None]
     chosen = [indices[i] for i in places]
     if any(map(_is_mask, chosen)):
@@ -250,5 +255,6 @@ def _is_mask(index: Tensor) -> bool:
     return index.dtype in (torch.bool, torch.uint8)
 
 
-def _shape(node: Node) -> Sequence[int]:
+def shape_of(node: Node) -> Sequence[int]:
+    """The shape of the first output of a function in the forward, for which torch has no public name."""
     return node._input_metadata[0].shape

@@ -99,8 +99,8 @@ class Known:
     """The calls, by the same keys, that got only zeros in all proofs."""
     is_trusted: bool = False
     """True if a step without a proof has used a pattern."""
-    varies: bool = False
-    """True if values decide which sample a row belongs to, in one of the graphs, so that each step is proved."""
+    needs_each_step: bool = False
+    """True if each step is proved, because values decide which sample a row belongs to in one of the graphs."""
 
     def learn(self, key: Hashable, pattern: Pattern | None) -> None:
         """Keep the pattern of calls of one kind."""

@@ -75,6 +75,12 @@ class Powers:
         return torch.cat([self._ratios(*pair, exact=exact) for pair in pairs])
 
     def _ratios(self, first: Tensor, multiple: Tensor, *, exact: bool) -> Tensor:
+        """`ratios` of some rows.
+
+        A row (3, -1) with the multiple (3072, -1024) has the ratio 2**10, the second of `WIDE`: its number is 2. With
+        (-3072, 1024), it is 2 + 8, because the negative factors follow the eight positive ones. With (3072, -1100), no
+        factor fits both entries: 0.
+        """
         info = torch.finfo(first.dtype)
         high, low, higher, lower = first.amax(1), first.amin(1), multiple.amax(1), multiple.amin(1)
         largest, largest_multiple = torch.maximum(high, -low), torch.maximum(higher, -lower)

@@ -21,6 +21,7 @@ from torchzero_clip.per_sample.samples.errors import (
     too_small,
 )
 from torchzero_clip.per_sample.samples.graph import Graph
+from torchzero_clip.per_sample.samples.nodes import shape_of
 from torchzero_clip.per_sample.samples.pattern import (
     MIXED,
     UNTOLD,
@@ -57,10 +58,11 @@ class Stage(Enum):
 
 
 class Proof:
-    """The proof of one graph. ``like`` has the dtype of factors. LayerInput of ``half`` get NaN first, then the others.
+    """The proof of one graph. ``like`` has the dtype of factors.
 
-    A ``strict`` proof raises if values could let a gradient pass from one sample to another, or if a row is not proved.
-    ``late`` has what the ordinary backward has brought to some calls, if only these are proved.
+    First the samples in ``half`` get NaN, then the others. A ``strict`` proof raises if values could let a gradient
+    pass from one sample to another, or if a row is not proved. ``late`` has what the ordinary backward has brought to
+    some calls, if only these are proved.
     """
 
     def __init__(
@@ -76,7 +78,7 @@ class Proof:
         self.graph, self.known, self.count, self._strict = graph, known, len(half), strict
         self._powers = Powers(self.count, random, narrow=graph.is_narrow)
         self._half, self._exact = half, graph.is_exact
-        self._has_nan = strict or not known.varies
+        self._has_nan = strict or not known.needs_each_step
         self.traces = dict(late or {})
         """What the backwards have brought to each call, in the order in which the ordinary one has reached them."""
         self._is_late = bool(late)
@@ -96,7 +98,7 @@ class Proof:
 
     def hook_sites(self) -> None:
         """Hook the sites from the next backward on, unless rows are known to move."""
-        if not self.known.varies:
+        if not self.known.needs_each_step:
             self._handles = [
                 node.register_prehook(self._site_hook(i, _leading(node, axes)))
                 for i, (node, axes) in enumerate(self.graph.sites)
@@ -148,8 +150,8 @@ class Proof:
         ``backward`` finds the samples that an error names. With ``may_share``, it also finds what each sample gives to
         rows that all of them share.
         """
-        if not (self.known.varies or self._is_late) and self._sites_move():
-            self.known.varies = True
+        if not (self.known.needs_each_step or self._is_late) and self._sites_move():
+            self.known.needs_each_step = True
         may_share = may_share and backward is not None
         shared: list[Call] = []
         of_several: list[tuple[Call, Tensor]] = []
@@ -157,19 +159,19 @@ class Proof:
             earlier = call.samples
             rows, samples = self._samples(call, trace)
             if call.each is not None or bool((samples == MIXED).any()):
-                if (_is_shared(call, earlier) or self._is_behind(call, shared)) and may_share:
+                is_shared = _is_shared(call, earlier) or self._is_behind(call, shared)
+                if is_shared and may_share:
                     shared.append(call)
                 else:
                     of_several.append((call, samples))
-            elif (is_gated := self._lets_through(trace, rows)) and self._leaks(trace, rows, backward, like):
+                continue
+            is_gated = self._lets_through(trace, rows)
+            if is_gated and self._leaks(trace, rows, backward, like):
                 of_several.append((call, samples))
-            else:
-                if is_gated and self._strict:
-                    raise gated(call.layer)
-                self.known.varies = self.known.varies or is_gated
-                if self._strict:
-                    self._check_told(call, trace, rows)
-                self._learn(call, samples)
+                continue
+            self._check_strictly(call, trace, rows, is_gated=is_gated)
+            self.known.needs_each_step = self.known.needs_each_step or is_gated
+            self._learn(call, samples)
         if of_several:  # the error names the layer that is next to the loss
             raise self._error(*of_several[-1], backward, like)
         if backward is not None and shared:
@@ -260,13 +262,18 @@ class Proof:
         others = (rows >= 0) & ~half.to(rows.device)[rows.clamp(min=0)]
         return bool((reached & others).any())
 
-    def _check_told(self, call: Call, trace: Trace, rows: Tensor) -> None:
-        """Raise unless the ratio of each row is known, or its sample gets a gradient that is not finite.
+    def _check_strictly(self, call: Call, trace: Trace, rows: Tensor, *, is_gated: bool) -> None:
+        """Raise in a strict proof if values could let a gradient pass, or if the sample of a row is not proved.
 
-        Such a sample is left out. But where values move rows, it may hide those of others.
+        A row without a ratio passes if its gradient is not finite, because its sample is then left out. But where
+        values move rows, it may hide rows of other samples.
         """
+        if not self._strict:
+            return
+        if is_gated:
+            raise gated(call.layer)
         untold = rows == UNTOLD
-        if bool(untold.any()) and (self.known.varies or bool((untold & trace.is_finite()).any())):
+        if bool(untold.any()) and (self.known.needs_each_step or bool((untold & trace.is_finite()).any())):
             raise too_small(call.layer, "In private training, each row has to be proved")
 
     def _learn(self, call: Call, samples: Tensor) -> None:
@@ -281,7 +288,7 @@ class Proof:
             if any(pattern.place(call.shape, self.count) == call.where for pattern in found):
                 return
             self.known.learn(key, None)
-            has_moved, self.known.varies = self.known.varies, True
+            has_moved, self.known.needs_each_step = self.known.needs_each_step, True
             if self.known.is_trusted and not has_moved:  # an earlier step may have been wrong
                 raise rows_moved(call.layer)
         elif not found or (len(found) == 1 and _tells(samples) and key not in patterns):
@@ -345,5 +352,5 @@ def _tells(samples: Tensor) -> bool:
 
 def _leading(node: Node, axes: Sequence[int]) -> int:
     """The number of dimensions in which the samples of a site are looked for."""
-    ndim = len(node._input_metadata[0].shape)
+    ndim = len(shape_of(node))
     return min(axes) if axes and min(axes) > 0 else ndim

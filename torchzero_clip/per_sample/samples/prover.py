@@ -20,7 +20,7 @@ from torchzero_clip.per_sample.samples.proof import Backward, Proof
 Verify: TypeAlias = Literal["first", "always", "never"] | int
 
 
-class Schedule:
+class ProofSchedule:
     """The steps 1, 2, 4, 8, ..., and every 128th one, or those that ``verify`` says; at least every ``longest``-th."""
 
     def __init__(self, verify: Verify, longest: int | None = None) -> None:
@@ -45,7 +45,7 @@ class Schedule:
 class Prover:
     """Finds the samples of all calls of layers in a backward. All of its proofs are ``strict``, or none."""
 
-    def __init__(self, schedule: Schedule, *, strict: bool = False) -> None:
+    def __init__(self, schedule: ProofSchedule, *, strict: bool = False) -> None:
         self.schedule, self._strict = schedule, strict
         self.count: int | None = None
         """The number of losses in `backward(losses)`; None in other backwards."""
@@ -95,7 +95,7 @@ class Prover:
         if graph.has_checkpoint:
             raise reentrant()
         known = self._known.of((graph.outline, self.modes))
-        known.varies = known.varies or graph.moves_anywhere or (self._strict and bool(graph.sites))
+        known.needs_each_step = known.needs_each_step or graph.moves_anywhere or (self._strict and bool(graph.sites))
         is_unknown = False
         for call in graph.calls:
             key = graph.key, call.key(graph.count)
@@ -103,7 +103,7 @@ class Prover:
             call.where = None if pattern is None else pattern.place(call.shape, graph.count)
             call.is_silent = call.where is None and key in known.silent
             is_unknown = is_unknown or (call.where is None and not call.is_silent)
-        if not graph.calls or not (is_unknown or due or known.varies):
+        if not graph.calls or not (is_unknown or due or known.needs_each_step):
             known.is_trusted = True
             return None
         return self.proof_of(graph)
@@ -124,7 +124,7 @@ class Prover:
         try:
             self.proof.run(backward, losses, at_least=at_least)
         except Exception as error:  # of a loss that frees its memory, for example
-            raise not_repeatable(str(error)) from error
+            raise not_repeatable(error) from error
 
     def proved(self) -> Iterator[tuple[Call, list[Contribution]]]:
         """The contributions of the calls of a proof."""
