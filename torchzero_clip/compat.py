@@ -1,7 +1,8 @@
 """What may change with the version of torch. It has most of the private names of torch that the package uses.
 
 `FakeTensor` is what the compiler and tests use instead of tensors with memory. The functions of functorch tell inside
-which transformation, such as vmap, the forward of a module runs; torch has no public way to ask.
+which transformation, such as vmap, the forward of a module runs; torch has no public way to ask. `pytree` finds the
+tensors in what functions take and return, also in classes that users have registered; torch has no public way for them.
 """
 
 import importlib
@@ -25,6 +26,7 @@ from torch._C._functorch import maybe_get_bdim as maybe_get_bdim
 from torch._compile import _disable_dynamo
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch.optim import Optimizer
+from torch.utils import _pytree
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 from typing_extensions import TypeIs
 
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
 _F = TypeVar("_F", bound=FunctionType)
 SameLayout = Callable[[Sequence[Tensor]], bool]
 """Whether each tensor has the type, dtype, device, shape, strides and negation of the one that it stands for."""
+
+pytree = _pytree  # torch.utils has no public one
 
 never_compiled = _disable_dynamo
 """`torch.compiler.disable` as torch itself uses it: the public one imports the compiler at once, which takes 0.5 s."""

@@ -97,6 +97,17 @@ def test_gradients_that_become_zero_later(host, chain, count):
     assert 20 <= k <= 52  # planned steps do not look at the norms of each tensor in every step
 
 
+@each_host
+@pytest.mark.parametrize("options", [{}, {"nonfinite": "skip"}], ids=str)
+@each_chain
+def test_zeros_that_a_decision_has_seen_count_at_once(host, chain, options):
+    params = parameters(shapes=[(2,), (1,)])
+    optimizer = host(params, *([] if options else [SkipStep(max_ratio=10.0)]), *chain(), **options)
+    assert [step(optimizer, params, 1.0) for _ in range(40)] == [[]] * 40
+    said = {k: texts for k in range(1, 60) if (texts := step(optimizer, params, 0.0))}
+    assert list(said) == [20]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("host", [modular, readable])
 @pytest.mark.parametrize("options", [{}, {"nonfinite": "skip"}], ids=str)

@@ -172,7 +172,8 @@ class PlannedStep(AnyStep):
                 self.walk.refused_by.append("error")
             raise
         self.metrics = self._shown(metrics) if self.is_seen else metrics
-        self.may_be_zero = course.tells_zeros and self.total is None
+        are_zero = self.is_seen and self.walk.are_zero  # gates have measured the gradients
+        self.may_be_zero = are_zero or (course.tells_zeros and self.total is None)
         return True
 
     def _shown(self, metrics: Metrics) -> Metrics:
@@ -188,7 +189,9 @@ class PlannedStep(AnyStep):
     @override
     def note_zeros(self, idle: Idle, steps_taken: int) -> None:
         # if ``total`` is set, it is not 0
-        if self.metrics is not None and (self.is_measured or idle.looks(steps_taken)):
+        if self.is_seen and self.walk.are_zero:
+            idle.zeros(steps_taken)
+        elif self.metrics is not None and (self.is_measured or idle.looks(steps_taken)):
             norm = self.metrics().get(self.course.norm_needs.norm_metric)
             if norm is not None and not norm.item():
                 idle.zeros(steps_taken)

@@ -7,7 +7,8 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+
+from torchzero_clip.compat import pytree
 
 Rebuild: TypeAlias = Callable[[Sequence[Any]], tuple[Sequence[Any], Mapping[str, Any]]]
 """Returns arguments with other leaves in the places of those that were found."""

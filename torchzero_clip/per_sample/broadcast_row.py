@@ -18,10 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils import _pytree as pytree
 from typing_extensions import override
 
-from torchzero_clip.compat import DisableTorchFunctionSubclass, never_a_frame, never_traced
+from torchzero_clip.compat import DisableTorchFunctionSubclass, never_a_frame, never_traced, pytree
 from torchzero_clip.functional.dtypes import widened
 from torchzero_clip.per_sample.arguments import Rebuild, counts_up, flattened, tensors_in
 from torchzero_clip.per_sample.capture import Capture

@@ -12,11 +12,10 @@ from torch.autograd.graph import Node
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.rnn import PackedSequence
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from torchzero_clip.checks import boolean, instance, one_of
-from torchzero_clip.compat import current_graph_task_id, is_restored_by_checkpoint
+from torchzero_clip.compat import current_graph_task_id, is_restored_by_checkpoint, pytree
 from torchzero_clip.per_sample.arguments import tensors_held
 from torchzero_clip.per_sample.attachment import Attachment
 from torchzero_clip.per_sample.capture import Capture, Phase

@@ -6,10 +6,9 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from torchzero_clip.checks import boolean, non_negative
-from torchzero_clip.compat import without_autocast
+from torchzero_clip.compat import pytree, without_autocast
 from torchzero_clip.functional.clip import within
 from torchzero_clip.functional.foreach import wide_dtype
 from torchzero_clip.functional.shards import Part

@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from torchzero_clip.checks import instance, non_negative
-from torchzero_clip.compat import any_distributed
+from torchzero_clip.compat import any_distributed, pytree
 from torchzero_clip.functional.dtypes import is_narrow
 from torchzero_clip.per_sample.clipper import LossReduction, PerSampleGradientClipper
 from torchzero_clip.per_sample.layer import trainable

@@ -5,9 +5,9 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 from typing_extensions import override
 
+from torchzero_clip.compat import pytree
 from torchzero_clip.per_sample.captured_layer import CapturedLayer
 from torchzero_clip.per_sample.rules.generic import GenericRule
 

@@ -5,10 +5,9 @@ from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 from typing_extensions import override
 
-from torchzero_clip.compat import checkpoint_around
+from torchzero_clip.compat import checkpoint_around, pytree
 from torchzero_clip.per_sample.arguments import flattened
 from torchzero_clip.per_sample.broadcast_row import TRANSPOSED, is_row, row_of_param
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule

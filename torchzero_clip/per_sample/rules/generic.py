@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.func import functional_call
 from torch.nn.utils import parametrize
-from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from torchzero_clip.compat import (
@@ -21,6 +20,7 @@ from torchzero_clip.compat import (
     get_interpreter_stack,
     get_unwrapped,
     is_batchedtensor,
+    pytree,
     warn_user,
 )
 from torchzero_clip.functional.dtypes import widened

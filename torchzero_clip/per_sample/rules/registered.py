@@ -5,9 +5,9 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 from torch.func import functional_call
-from torch.utils import _pytree as pytree
 from typing_extensions import override
 
+from torchzero_clip.compat import pytree
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
 from torchzero_clip.per_sample.gradients.contributions import Contribution, Dense
 from torchzero_clip.per_sample.gradients.row_norms import wide

@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
-from torchzero_clip.compat import get_unwrapped, is_batchedtensor, maybe_get_bdim
+from torchzero_clip.compat import get_unwrapped, is_batchedtensor, maybe_get_bdim, pytree
 from torchzero_clip.per_sample.captured_layer import CapturedLayer
 
 _Key = tuple[int, str]  # a place: the id of the dict of attributes or buffers, and the name
