@@ -76,6 +76,8 @@ class Capture(ABC):
         self.running: Layer | None = None
         """The layer that runs, the innermost one."""
         self.forward = Forward()
+        self.forwards = 0
+        """How many forwards have begun."""
         self.declared_rows: DeclaredRows | None = None
         """The sample of each row, as the user gave it to `rows`. None outside of its block."""
         self.outputs: list[weakref.ref[Tensor]] = []

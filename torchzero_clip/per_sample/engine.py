@@ -179,6 +179,7 @@ class Engine(Capture):
         if self._shown:
             self.hide()
         self.forward = forward
+        self.forwards += 1
         self.outputs.clear()
         self.attachment.refresh()
         self.prover.modes = hash(tuple([module.training for module in self.modules]))

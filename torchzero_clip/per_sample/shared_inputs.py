@@ -14,9 +14,10 @@ class SharedInputs:
     """Which inputs of one layer all samples share.
 
     A proof is the first to find them: rows that get gradients from several samples. It calls `note` or `note_table`.
-    They return False for what may belong to samples; the proof then raises. In later steps, `is_row`, `is_known` and
+    They return False for what may belong to samples; the proof then raises. In later forwards, `is_row`, `is_known` and
     `is_table` recognize such an input before the layer runs. They learn from what they see: a row of positions is one
-    in later calls too, and a table that once had other values is data from then on.
+    in later calls too, and a table that once had other values is data from then on. What a proof finds counts from the
+    next forward on, because a checkpoint has to run its layers in the backward as it did in the forward.
     """
 
     def __init__(self, capture: Capture) -> None:
@@ -27,11 +28,15 @@ class SharedInputs:
         The key has the number of dimensions, and how many are before those of a position: 0 for a table.
         """
         self._ndims_of_rows: set[int] = set()  # of inputs with one row that all samples share
+        self._forward = 0  # the number of the forward whose proofs have found what follows
+        self._new_values: dict[tuple[int, int], Tensor | None] = {}
+        self._new_ndims: set[int] = set()
         self._had_indices_of_samples = False  # in an argument of the model
 
     def is_row(self, input: Tensor) -> bool:
         """True for an input with one row, if all samples share this row."""
         capture = self._capture
+        self._take_over()
         if not _may_be_row(input, capture.forward):
             return False
         if input.ndim in self._ndims_of_rows or not capture.proofs_may_share:
@@ -61,6 +66,7 @@ class SharedInputs:
         ``leading`` dimensions are before those of a position. A table that the layer uses itself, which has none, is
         known by its values alone.
         """
+        self._take_over()
         earlier = self._values.get((input.ndim, leading))
         if earlier is None or input.requires_grad:
             return False
@@ -94,7 +100,8 @@ class SharedInputs:
         x = samples.tensor
         if x.shape[samples.dim] == 1 and forward.batch_size is not None:
             if is_row := _may_be_row(x, forward):
-                self._ndims_of_rows.add(x.ndim)
+                self._take_over()
+                self._new_ndims.add(x.ndim)
             return is_row
         return self.may_be(x, forward) and self._note(x, samples.leading)
 
@@ -103,10 +110,19 @@ class SharedInputs:
         return self._is_free(input, forward) and self._note(input, 0)
 
     def _note(self, input: Tensor, leading: int) -> bool:
+        self._take_over()
         if self._values.get((input.ndim, leading), input) is None:
             return False
-        self._values[input.ndim, leading] = input.clone()
+        self._new_values[input.ndim, leading] = input.clone()
         return True
+
+    def _take_over(self) -> None:
+        """Let what the proofs of an earlier forward have found count."""
+        if self._forward < self._capture.forwards:
+            self._forward = self._capture.forwards
+            self._values |= self._new_values
+            self._ndims_of_rows |= self._new_ndims
+            self._new_values, self._new_ndims = {}, set()
 
     def _is_free(self, input: Tensor, forward: Forward) -> bool:
         """True for a tensor of no layer and no argument."""
