@@ -25,7 +25,7 @@ OF_OTHERS = {
     *("use_experts_implementation", "max_grad_norm_ratio", "num_workers", "clip_norm_by_ema", "clip_norm_2"),
     *("LEVELS", "groupby", "skip_file_prefixes"),
 }
-"""Names in docstrings and comments that are no names in the code of the package."""
+"""Names in docstrings and comments that do not occur in the code of the package."""
 
 
 def section(doc, title):

@@ -2,7 +2,7 @@
 
 `FakeTensor` is what the compiler and tests use instead of tensors with memory. The functions of functorch tell inside
 which transformation, such as vmap, the forward of a module runs; torch has no public way to ask. `pytree` finds the
-tensors in what functions take and return, also in classes that users have registered; torch has no public way for them.
+tensors in arguments and outputs, also in classes that users have registered; torch has no public module for this.
 """
 
 import importlib
@@ -37,7 +37,7 @@ _F = TypeVar("_F", bound=FunctionType)
 SameLayout = Callable[[Sequence[Tensor]], bool]
 """Whether each tensor has the type, dtype, device, shape, strides and negation of the one that it stands for."""
 
-pytree = _pytree  # torch.utils has no public one
+pytree = _pytree
 
 never_compiled = _disable_dynamo
 """`torch.compiler.disable` as torch itself uses it: the public one imports the compiler at once, which takes 0.5 s."""

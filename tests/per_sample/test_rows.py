@@ -346,6 +346,21 @@ def test_rows_of_all_samples_are_refused_in_a_block_of_rows():
         clipper.backward(model(nodes, edges).sum(1))
 
 
+def test_nodes_in_a_model_of_one_layer_get_the_line_to_write():
+    def forward(m, nodes, of):
+        return torch.zeros(2, 2).index_add(0, of, m.layer(nodes))
+
+    model, nodes, of = Net(forward, layer=nn.Linear(3, 2)), torch.randn(6, 3), torch.tensor([0, 0, 1, 1, 1, 1])
+    line = r"saw 6 samples, the batch has 2.* `with clipper.rows\(sample_of_row, batch_size=2\):`"
+    with clip(model) as clipper, pytest.raises(ValueError, match=line):
+        clipper.backward(model(nodes, of).sum(1))
+    with clip(model) as clipper, clipper.rows(of, batch_size=2):
+        norms = clipper.backward(model(nodes, of).sum(1)).norms
+    # both rows of the weight get the sum of the nodes, and both entries of the bias their number
+    sums, counts = (torch.stack([x[of == i].sum(0) for i in range(2)]) for x in (nodes, torch.ones(6, 1)))
+    assert_close(norms, (2 * torch.cat([sums, counts], dim=1).square().sum(1)).sqrt())
+
+
 def test_nodes_and_edges_are_found_from_the_output():
     def forward(m, nodes, edges, of):
         messages = m.edge(nodes[edges])

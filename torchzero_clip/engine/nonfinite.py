@@ -33,7 +33,10 @@ Nonfinite: TypeAlias = Literal["propagate", "raise", "skip"]
 
 REMEMBERED = 10  # norms that an error shows
 WARNED_AFTER = 20  # refused steps in a row, for the first warning
-WAY_OUT = "go back to a checkpoint, or change a limit that refuses good steps. max_consecutive_skips= ends such a run"
+WAY_OUT = (
+    "go back to a checkpoint, or change a limit if it refuses good steps. "
+    "With max_consecutive_skips=, such a run raises"
+)
 
 
 class StepPolicy:

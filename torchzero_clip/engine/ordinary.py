@@ -48,7 +48,7 @@ class AnyStep(ABC):
     takes_part: bool  # False if this process has no gradient, and no other process takes part
     decisions: DeviceDecisions | None = None  # set before `run` if the device decides
     metrics: Metrics | None = None  # computes the metrics after `run`; None if those of the walk are read at once
-    may_be_zero: bool = False  # after `run`: True unless the host knows that a gradient is not 0
+    may_be_zero: bool = False  # after `run`: True if all gradients are 0, or `note_zeros` has to find out
 
     @abstractmethod
     def host_reasons(self) -> list[str]:

@@ -229,7 +229,7 @@ def as_factors(factors: Tensor, dtype: torch.dtype) -> Tensor:
 def is_one_number(vector: Tensor) -> bool:
     """Whether a vector was expanded from a single number, as the factors of a joint clip are.
 
-    The strides say so without a look at the numbers, for which the host would wait.
+    It reads strides only, because reading numbers would synchronize with the GPU.
     """
     return vector.numel() == 1 or vector.stride() == (0,)
 

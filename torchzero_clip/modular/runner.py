@@ -435,7 +435,7 @@ class Runner:
         )
 
     def _options(self) -> StepOptions | None:
-        """The options of a step. None if operations may not wait and be combined."""
+        """The options of a step. None if operations may not wait for each other."""
         # The compiler combines operations itself. Memory that is made in inference mode cannot be used outside of it. A
         # transform with target="grad" would change gradients that waiting operations still have to read.
         usable = not (torch.compiler.is_compiling() or torch.is_inference_mode_enabled())

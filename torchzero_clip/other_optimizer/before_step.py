@@ -350,7 +350,7 @@ class BeforeStep:
 
     def _around_step(self, optimizer: Optimizer, step: Callable[[], Any]) -> Any:
         """Take a step of the optimizer. A refused one returns what the closure has returned."""
-        self._end(optimizer, is_taken=False)  # an earlier step that raised an error without this wrapper around it
+        self._end(optimizer, is_taken=False)  # an earlier step that ran without this wrapper and raised
         self._depth.is_wrapped = True
         try:
             return step()

@@ -60,7 +60,7 @@ def are_zero(groups: Sequence[Group]) -> bool:
 
 def takes_factor(optimizer: Any, hook: int, count: int) -> bool:
     """True if the step of a fused optimizer of torch divides ``count`` gradients, and no later hook reads them."""
-    # torch gives its fused optimizers this mark for GradScaler, and no public one
+    # a private mark that torch sets for GradScaler; there is no public one
     is_fused = getattr(optimizer, "_step_supports_amp_scaling", False)
     if not is_fused or not type(optimizer).__module__.startswith("torch.optim."):
         return False
@@ -115,7 +115,7 @@ def with_closure(args: Args, kwargs: dict[str, Any], wrap: Callable[[Any], Any])
 def wrap_method(optimizer: Optimizer, name: str, around: Callable[[Any, Callable[[], Any]], Any]) -> Any:
     """Replace a method of one optimizer by ``around``, which gets the optimizer and a function that calls the method.
 
-    So a step has an end even if it raises, for which torch calls no hook.
+    Torch calls no hook after a step that raises, so the wrapper ends it.
     """
     replaced: Any = vars(optimizer).get(name)
     call: Any = getattr(type(optimizer), name) if replaced is None else replaced

@@ -4,7 +4,7 @@ To read it, in this order. Each line imports only from earlier ones: see `LEVELS
 
 1. `norm_clippers` makes factors of norms, and `whole` finds modules that run sample by sample. `arguments`, `hooks` and
    `modes` are tools, and `processes` is what several processes agree on.
-2. `layer`: a layer in error messages.
+2. `layer`: a module of the model, with its name in errors and the way out.
 3. `gradients`: what layers contribute to each parameter, with its norms and its clipped sum.
 4. `samples`: the proof of which sample each row belongs to. `per_example` clips gradients that the user has.
 5. `capture`: the state that all parts below share.

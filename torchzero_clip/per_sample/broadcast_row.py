@@ -41,9 +41,9 @@ EXPANSIONS = {"expand", "expand_as", "broadcast_to", "repeat"}
 TRANSPOSED = {"T", "mT", "H", "mH", "real", "imag"}
 _EMBEDDING = inspect.signature(F.embedding)
 CANNOT = IndexError, RuntimeError, TypeError, ValueError
-"""What a function of torch raises if it cannot run for single samples, as where they lack the dimension that it names.
+"""Errors of a function of torch that cannot run for single samples, because they lack the dimension that it names.
 
-A wrong call of the user is not hidden: after all other ways, the function runs with its own arguments, and raises.
+They hide no wrong call of the user: if all ways fail, the function runs with its own arguments, and raises.
 """
 HOOKS = {"register_hook", "retain_grad", "register_post_accumulate_grad_hook"}
 
@@ -95,7 +95,10 @@ class RowsLayer(Layer, ABC):
 
 
 Make: TypeAlias = Callable[[int, Callable[[], bool] | None], Tensor]
-"""Makes so many copies of a value, for rows in no order. The second argument becomes `Call.on_shared`."""
+"""Makes as many copies of a value as its first argument says, for rows in any order.
+
+The second argument becomes `Call.on_shared`.
+"""
 
 
 class BroadcastRow(Tensor):
@@ -168,7 +171,10 @@ def is_row(value: Any) -> bool:
 
 
 def row_of(layer: RowsLayer, each: Tensor) -> Tensor:
-    """Return the first of ``each`` as a row. ``each`` has the output for every sample. One sample needs no row."""
+    """Return the first entry of ``each`` as a row, or as it is if there is one sample.
+
+    ``each`` has the output for every sample, samples first.
+    """
     row = each[0] if len(each) else each.new_zeros(each.shape[1:])
     return _as_row(_refusing(layer, row.detach().clone()).clone(), each, layer)
 
@@ -374,9 +380,9 @@ class _Use:
             return made if all(map(has_layers, made)) else []
         own = capture.own_storages()
         data = [x for x in found if x.is_floating_point() and x.ndim > 1 and len(x) > 1 and not storages_of((x,)) & own]
-        # such as the identity, which a product of reflections multiplies first
+        # no diagonal matrices, such as the identity from which a product of reflections starts
         data = [x for x in data if not _is_diagonal(x)]
-        # without such proofs, only a module without submodules, such as PReLU, is trusted to get data and no table
+        # where proofs may not find what is shared, only modules without submodules, such as PReLU, get data
         may_be = capture.proofs_may_share or not [*self.layer.module.children()]
         return data if may_be and not any(self.layer.shared.is_table(x) for x in data) else []
 

@@ -87,7 +87,8 @@ class CapturedLayer(RowsLayer):
         if is_ordinary or not capture.layer_starts(self):
             return type(module).forward(module, *args, **kwargs)
         now = module.__dict__.get("forward")
-        if isinstance(now, CapturedLayer) and now is not self:  # without a call of the model, to enter attaches anew
+        if isinstance(now, CapturedLayer) and now is not self:
+            # called outside of the model's forward, `layer_starts` may have attached the layer anew
             return now(*args, **kwargs)
         # settings may have changed since the layer was captured
         if self._refusal is not None and (reason := self._refusal(module)) is not None:
@@ -289,7 +290,7 @@ class _Watched(torch.autograd.Function):
         return None, grad if ctx.goes_on else None, None, None, None, None
 
 
-IDENTITIES.add(_Watched)  # or each step would be proved
+IDENTITIES.add(_Watched)  # without this line, each step would be proved
 
 
 def with_strides(strides: tuple[int, ...], grad: Tensor) -> Tensor:

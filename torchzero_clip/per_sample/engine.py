@@ -36,7 +36,7 @@ from torchzero_clip.per_sample.whole import Whole
 
 PRIVATE = 16  # in private training, every 16th step is proved again
 IS_PACKED = partial(type.__instancecheck__, PackedSequence)
-"""`isinstance` for `PackedSequence`, without a Python function: torch calls it for each argument of each forward."""
+"""`isinstance` for `PackedSequence` as a function in C, because it is called for each argument of each forward."""
 
 
 class Engine(Capture):
@@ -74,7 +74,9 @@ class Engine(Capture):
             keep_grad_samples=keep_grad_samples,
         )
         self.classic = Classic(self)
-        self._kinds_of_several_sizes: set[Hashable] = set()  # of arguments: see `Forward.has_several_sizes`
+        self._kinds_of_several_sizes: set[Hashable] = (
+            set()
+        )  # that once had several sizes: see `Forward.has_several_sizes`
         self.attachment = Attachment(self, whole, self._refuse_outside, force_generic=force_generic)
         self.attachment.before_forward(self.forward_began, with_kwargs=True)
         self.attachment.after_forward(self.forward_ended)
@@ -159,7 +161,9 @@ class Engine(Capture):
     def layer_starts(self, layer: Layer) -> bool:
         in_backward = current_graph_task_id() != -1  # of a checkpoint, which is captured if its forward was
         captured = self.forward.captured if in_backward else self.enabled
-        if not captured or self.inside or self.pauses or not self.attached:  # `is_active`, without a call
+        if (
+            not captured or self.inside or self.pauses or not self.attached
+        ):  # `is_active`, written out because each call of a layer runs it
             return False
         if self.phase is not Phase.FORWARD and not in_backward:
             # layers that the user calls outside of the model's forward share one forward, as parts of one batch

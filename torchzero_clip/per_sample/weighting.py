@@ -70,7 +70,7 @@ def clipped_sums(
     """
     processes, params = engine.processes, engine.params
     try:
-        if processes.group is None:  # there is nobody to agree with, and agreements would take a dozen Python calls
+        if processes.group is None:  # no agreement, which would take a dozen Python calls
             _check(engine, losses)
             further = engine.prover.plan(losses)
             with engine.of_losses(losses, further, keeps_graph=engine.prover.keeps_graph) as backward:

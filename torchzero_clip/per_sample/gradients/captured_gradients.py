@@ -21,7 +21,7 @@ PACKED = "Several documents packed in one row? Put one document in each row."
 
 
 class DeclaredRows(NamedTuple):
-    """The sample of each row, by the number of rows, and the number of samples, as the user gave them to `rows`."""
+    """What the user gave to `rows`: vectors with the sample of each row, by length, and the number of samples."""
 
     of: Mapping[int, Tensor]
     batch_size: int
@@ -51,7 +51,7 @@ class Forward:
     """A forward of the model with ``inputs`` among its arguments; None for layers that are called outside of one.
 
     Args:
-        in_objects: Tensors in objects among the arguments. They count if there are no other inputs.
+        in_objects: Tensors in objects among the arguments, used only if no argument is a tensor.
         captured: False if the layers run as they do without a clipper.
         declared_rows: The sample of each row, as the user gave it.
         had_several_sizes: True if an earlier call with such arguments had inputs of several sizes.
@@ -194,7 +194,7 @@ class CapturedGradients:
                         "One loss for each token? If some are padded, divide each sum by the number of real ones. "
                         f"{PACKED} Else average over the tokens of each sample: losses.{mean}"
                     )
-                elif seen > count and (every or len(counts) > 1):
+                elif seen > count:
                     vectors = "sample_of_node, sample_of_edge" if len(counts) > 1 else "sample_of_row"
                     rows = f"`with clipper.rows({vectors}, batch_size={count}):`"
                     what = "rows of several samples, such as the nodes of graphs"

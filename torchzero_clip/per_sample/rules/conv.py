@@ -30,7 +30,7 @@ class ConvRule(Rule):
         found = layer.find_samples(input, min(1, input.ndim - module.weight.ndim + 1))
         options, bias = Options.of(module), None if module.bias is None else module.bias.detach()
         return layer.watch_params(
-            # the forward with another weight, by its only name
+            # the forward with another weight, for which torch has only a private name
             module._conv_forward(found.tensor, module.weight.detach(), bias),
             found,
             layer.params,
@@ -56,7 +56,7 @@ class Options:
         kernel, mode = tuple(module.weight.shape[2:]), module.padding_mode
         stride, dilation = (_each(value, len(kernel)) for value in (module.stride, module.dilation))
         if mode != "zeros":
-            # what the forward pads, by its only name: a later change of `padding` has no effect on it
+            # what the forward pads, for which torch has only a private name; changing `padding` later has no effect
             flat = module._reversed_padding_repeated_twice[::-1]
             sides = tuple((flat[2 * i + 1], flat[2 * i]) for i in range(len(kernel)))
         elif module.padding == "same":

@@ -102,7 +102,7 @@ class ByExperts(torch.autograd.Function):
         return torch.cat([x @ w.mT.to(x.dtype) for x, w in pairs]).to(ctx.dtype), None, None, None
 
 
-IDENTITIES.update((Taken, ByExperts))  # or each step would be proved
+IDENTITIES.update((Taken, ByExperts))  # without this line, each step would be proved
 
 
 def _sent(layer: CapturedLayer, tokens: Tensor, length: int, lengths: list[int], name: str, rows: Tensor) -> Tensor:

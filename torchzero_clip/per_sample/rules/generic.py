@@ -235,7 +235,7 @@ class _One:
 @contextmanager
 def _alone(layer: CapturedLayer, one: _One) -> Generator[ModuleState]:
     """A block in which the module runs for one sample at a time. An error leaves its state as before."""
-    # under parametrize.cached(), a run would get the weights of another run; torch has no public name for what it sets
+    # under parametrize.cached(), a run would get the weights of another; torch has no public name for this switch
     layer.capture.inside, caches = True, parametrize._cache_enabled
     parametrize._cache_enabled = 0
     state = ModuleState(layer)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-# the base classes of all kinds of them, also of those of users; torch has them under no public name
+# the base classes of all batch and instance norms, also of users' own; torch has them under private names only
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm as InstanceNorm
 from torch.nn.utils import parametrize

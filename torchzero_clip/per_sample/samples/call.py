@@ -25,8 +25,8 @@ class LayerInput(NamedTuple):
     """The input of a layer, with ``leading`` dimensions before those of a single position.
 
     The samples are in dimension ``dim``, unless a proof finds them elsewhere. If all samples share the input,
-    ``tensor`` has a copy of it for each, and the layer returns one row. ``had_dim`` says that the input had this
-    dimension before, with size 1.
+    ``tensor`` has one copy of it per sample, and the layer returns one row. ``had_dim`` is True if the input already
+    had this dimension, of size 1.
     """
 
     tensor: Tensor

@@ -48,7 +48,7 @@ class Graph:
         self.sites: list[tuple[Node, Sequence[int]]] = []
         """Functions that move rows along some dimensions of their output, such as ``x[index]``, with these dimensions.
 
-        A proof looks whether the samples are in one of them.
+        A proof checks whether the samples are in one of them.
         """
         self.ends: list[Any] = []
         """The forwards of the other outputs of the model at which the walk has ended."""
@@ -130,8 +130,8 @@ class Graph:
 def _sizes_of_view(node: Any, count: int) -> Hashable:
     """What decides where a view puts rows: which dimensions it splits or joins, and their sizes.
 
-    From (B, 6, 4) to (B, 6, 2, 2), it leaves B and 6, and splits 4 into 2 and 2. Sizes are left out if the batch is the
-    first or the last of the dimensions that are split or joined: they do not matter then, and a sequence of another
+    For example, a view from (B, 6, 4) to (B, 6, 2, 2) keeps B and 6, and splits 4. Sizes are left out if the batch is
+    the first or the last of the dimensions that are split or joined: they do not matter then, and a sequence of another
     length needs no proof.
     """
     before, after = list(node._saved_self_sym_sizes), list(node._input_metadata[0].shape)  # `shape_of`, without a call

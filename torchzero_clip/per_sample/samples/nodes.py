@@ -78,8 +78,8 @@ BY_EQUALITY = frozenset({"MaxBackward1", "MinBackward1", "MedianBackward0", "Nan
 IDENTITIES: set[Any] = {BackwardHookFunction, DDPSink}
 """Functions in Python, of torch and of this package, that leave rows where they are, or whose rows the package knows.
 
-Files with such a function add it when they are imported. A function that is missing here counts as one that moves rows
-to any place, so each step with it is proved: slower, and never wrong.
+Files with such a function add it when they are imported. Other functions in Python count as moving rows anywhere,
+unless they declare ``keeps_rows``. Each step with one is proved: slower, and never wrong.
 """
 
 SIZES = "_info", "_output_size", "_scalar_type", "_numel", "_options", "_p", "_eps"
@@ -117,7 +117,7 @@ _compiled = itertools.count()  # all compiled functions have one name
 def kind_of(node: Node) -> NodeKind:
     """The kind of a node that is not in `KINDS` yet."""
     if isinstance(node, BackwardCFunction):
-        made_by = getattr(node, "_forward_cls", None)  # the `torch.autograd.Function`, by its only name
+        made_by = getattr(node, "_forward_cls", None)  # the `torch.autograd.Function`: a private name, no other
         if made_by in IDENTITIES:
             found = KINDS[type(node)] = NodeKind(type(node).__name__)
             return found

@@ -58,7 +58,7 @@ class Stage(Enum):
 
 
 class Proof:
-    """The proof of one graph. ``like`` has the dtype of factors.
+    """The proof of one graph. The ``like`` of its methods has the dtype and the device of factors.
 
     First the samples in ``half`` get NaN, then the others. A ``strict`` proof raises if values could let a gradient
     pass from one sample to another, or if a row is not proved. ``late`` has what the ordinary backward has brought to
