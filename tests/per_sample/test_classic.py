@@ -110,3 +110,28 @@ def test_a_process_runs_as_many_backwards_as_the_one_that_needs_most(monkeypatch
             assert_close(clipper.clip_and_accumulate().norms, expected)
         counts.append(len(passes))
     assert counts[1] == counts[0] + 2
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_the_backward_of_losses_of_another_clipper_brings_gradients_of_a_sum(reduction):
+    model, other, x = nn.Linear(3, 4).double(), nn.Linear(4, 2).double(), torch.randn(5, 3).double()
+    expected = norms_in_batch(other, model(x).detach())
+    with clip(model) as first, clip(other, loss_reduction=reduction) as second:
+        first.backward(losses_of(other(model(x))))
+        assert_close(second.clip_and_accumulate().norms, expected)
+        second.pre_step()
+
+
+def test_gradients_of_a_mean_and_of_a_sum_are_not_added():
+    model, other, x = nn.Linear(3, 4).double(), nn.Linear(4, 2).double(), torch.randn(5, 3).double()
+    with clip(model) as first, clip(other) as second:
+        losses = losses_of(other(model(x)))
+        losses.mean().backward(retain_graph=True)
+        first.discard()
+        with pytest.raises(
+            RuntimeError, match=r"call clip_and_accumulate\(\) or discard\(\) between the two backwards"
+        ):
+            first.backward(losses)
+        second.discard()
+        first.backward(losses_of(other(model(x))))
+        second.discard()

@@ -41,6 +41,8 @@ class Capture(ABC):
     A clipper has an `Engine`. Files between this one and the engine, such as those of layers, know this class alone.
     """
 
+    blocks_of_losses = 0
+    """How many `backward(losses)` run, of all clippers."""
     params: dict[str, nn.Parameter]
     """The trainable parameters, by name."""
     modules: list[nn.Module]
@@ -88,6 +90,7 @@ class Capture(ABC):
         """Hooks that are removed when the layers are."""
         self.accumulated: set[int] = set()
         """The ids of the parameters whose clipped sums are not in ``.grad`` yet."""
+        self._is_of_sum = False  # the last gradients are of the sum of another clipper's losses, and no mean
         self._memory: Memory = memory
         self._keep_grad_samples = keep_grad_samples
         self._shown: list[tuple[Tensor, str]] = []
@@ -120,8 +123,8 @@ class Capture(ABC):
 
     def loss_scale(self, count: int) -> float:
         """The factor between the gradients that arrive and those of the losses of ``count`` single samples."""
-        # `backward(losses)` adds up the losses
-        return float(count) if self.of_mean and self.prover.count is None else 1.0
+        # `backward(losses)` adds up the losses, also if another clipper calls it
+        return float(count) if self.of_mean and self.prover.count is None and not self._is_of_sum else 1.0
 
     def own_storages(self) -> set[int]:
         """The memory of parameters and buffers."""
@@ -191,6 +194,15 @@ class Capture(ABC):
             raise RuntimeError(f"the clipper was detached before the backward of {call.layer}; run the forward again")
         if self.enabled:
             self.captured.forwards.add(call.forward)
+        if self.of_mean and self.prover.count is None:
+            is_of_sum = Capture.blocks_of_losses > 0
+            if self.captured.of and is_of_sum is not self._is_of_sum:
+                self.clear()
+                raise RuntimeError(
+                    f"{call.layer} got gradients of a mean, and those of a backward(losses) of another clipper: call "
+                    "clip_and_accumulate() or discard() between the two backwards"
+                )
+            self._is_of_sum = is_of_sum
         self.backward_began()
         for part in contributions:
             self.receive(call.layer, part)

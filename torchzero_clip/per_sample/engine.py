@@ -257,6 +257,7 @@ class Engine(Capture):
         inside = set(map(id, self.params.values()))
         runs_again = further > 0 or keeps_graph
         restore = outside_gradients(losses, inside, self.retained()) if runs_again else None
+        Capture.blocks_of_losses += 1
         try:
             yield partial(self._backward, losses, further, keeps_graph)
             if len(losses) > 1:
@@ -266,6 +267,7 @@ class Engine(Capture):
                 restore()
             raise
         finally:
+            Capture.blocks_of_losses -= 1
             self.clear()
 
     def _backward(self, losses: Tensor, further: int, keeps_graph: bool) -> None:
