@@ -26,6 +26,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from torchzero_clip import ConstantFlatClipper, PerSampleGradientClipper, check_per_sample, register_rule
+from torchzero_clip.per_sample.verify import _gradients as gradients_of_one
 
 
 def batch(count=5):
@@ -284,3 +285,14 @@ def single(model, batch):
 def test_checks_of_nothing_are_refused(model, count, loss, message):
     with pytest.raises(ValueError, match=message):
         check_per_sample(model, torch.randn(count, 3), loss)
+
+
+def test_the_backward_of_one_sample_leaves_other_gradients_as_they_are():
+    model, head, other = small(), nn.Linear(3, 2), nn.Linear(3, 2)
+    other.weight.grad = torch.ones(2, 3)
+    output = model(torch.randn(1, 4))
+    params = dict(model.named_parameters())
+    expected = torch.autograd.grad((head(output) + other(output)).sum(), list(params.values()), retain_graph=True)
+    torch.testing.assert_close(gradients_of_one((head(output) + other(output)).sum(), params), list(expected))
+    assert head.weight.grad is None
+    assert torch.equal(other.weight.grad, torch.ones(2, 3))

@@ -1,4 +1,4 @@
-"""An ordinary step, which follows no plan: from the gradients to the new parameters, one transform after the other."""
+"""What a step is, and the ordinary one, which follows no plan: it calls one transform after the other."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping

@@ -121,7 +121,7 @@ class PlannedStep(AnyStep):
 
     @cached_property
     def walk(self) -> Walk:  # pyright: ignore[reportIncompatibleVariableOverride]
-        # norms that exist were measured for a step that nobody sees
+        # norms are measured in another way if nobody sees the step
         if not self.is_seen and "gradient_norms" in vars(self):
             raise RuntimeError("ask for the walk of a planned step before its gradient_norms")
         self.is_seen = True

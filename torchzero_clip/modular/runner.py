@@ -247,7 +247,7 @@ class Runner:
                 self.reported.clear()
 
     def _planned(self, groups: list[Group], states: StateByParam, loss: Callable[[], Loss]) -> AnyStep | None:
-        """A step by the plan. None if it does not fit; then nothing has changed."""
+        """A step by the plan. None, before any change, if the plan does not fit."""
         options, values = self._options(), self.chain_state.values
         if options is None:
             return None

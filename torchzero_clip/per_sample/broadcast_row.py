@@ -322,7 +322,7 @@ class _Use:
         return _WithCopies(self, places).of_batch_or_not()
 
     def _alone(self) -> Any:
-        """A function of rows, and of nothing else that is of samples: the output is a row too."""
+        """A function of rows without a tensor of samples beside them: the output is a row too."""
         first, layer, places = self._first, self.layer, self._places(True)
         of_batch = [self._others[i] for i in places]
         if any(x.requires_grad for x in of_batch) or layer.capture.forward.holds(*of_batch):

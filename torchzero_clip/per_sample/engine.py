@@ -74,9 +74,8 @@ class Engine(Capture):
             keep_grad_samples=keep_grad_samples,
         )
         self.classic = Classic(self)
-        self._kinds_of_several_sizes: set[Hashable] = (
-            set()
-        )  # that once had several sizes: see `Forward.has_several_sizes`
+        # kinds of arguments that once had several sizes: see `Forward.has_several_sizes`
+        self._kinds_of_several_sizes: set[Hashable] = set()
         self.attachment = Attachment(self, whole, self._refuse_outside, force_generic=force_generic)
         self.attachment.before_forward(self.forward_began, with_kwargs=True)
         self.attachment.after_forward(self.forward_ended)
@@ -161,9 +160,8 @@ class Engine(Capture):
     def layer_starts(self, layer: Layer) -> bool:
         in_backward = current_graph_task_id() != -1  # of a checkpoint, which is captured if its forward was
         captured = self.forward.captured if in_backward else self.enabled
-        if (
-            not captured or self.inside or self.pauses or not self.attached
-        ):  # `is_active`, written out because each call of a layer runs it
+        # `is_active` is written out, because each call of a layer runs it
+        if not captured or self.inside or self.pauses or not self.attached:
             return False
         if self.phase is not Phase.FORWARD and not in_backward:
             # layers that the user calls outside of the model's forward share one forward, as parts of one batch

@@ -14,6 +14,7 @@ from torchzero_clip.checks import instance, non_negative
 from torchzero_clip.compat import any_distributed, pytree
 from torchzero_clip.functional.dtypes import is_narrow
 from torchzero_clip.per_sample.clipper import LossReduction, PerSampleGradientClipper
+from torchzero_clip.per_sample.gradients.autograd_graph import outside_gradients
 from torchzero_clip.per_sample.layer import trainable
 from torchzero_clip.per_sample.modes import Mode
 from torchzero_clip.per_sample.norm_clippers import STABILITY, ConstantFlatClipper
@@ -155,10 +156,15 @@ def _one_by_one(twin: nn.Module, batch: object, loss_fn: LossFunction, *, dim: i
 
 
 def _gradients(loss: Tensor, params: Mapping[str, nn.Parameter]) -> list[Tensor]:
-    """The gradients of one sample, by a backward, because reentrant checkpoints do not run in `torch.autograd.grad`."""
+    """The gradients of one sample, by a backward, because reentrant checkpoints do not run in `torch.autograd.grad`.
+
+    The gradients of other tensors stay as they are.
+    """
     for param in params.values():
         param.grad = None
+    restore = outside_gradients(loss, set(map(id, params.values())), ())
     loss.backward()
+    restore()
     return [torch.zeros_like(param) if param.grad is None else param.grad for param in params.values()]
 
 
