@@ -15,6 +15,7 @@ from torchzero_clip import SGD, Adam, ClipNorm, Modular, Recorder, SkipStep, rea
 from torchzero_clip.recorder import output
 from torchzero_clip.recorder.tape import Tape
 
+SECONDS = output.SECONDS
 KINDS = {
     "modular": lambda params: Modular(params, ClipNorm(1.0), Adam(0.1)),
     "without state": lambda params: Modular(params, ClipNorm(1.0), SGD(0.1)),
@@ -57,6 +58,8 @@ def test_the_file_is_written_at_the_tenth_step_and_then_every_so_many(tmp_path):
 
 
 def test_the_file_is_written_every_30_seconds(tmp_path, monkeypatch):
+    assert SECONDS == 30
+    monkeypatch.setattr(output, "SECONDS", SECONDS)  # conftest.py takes it away
     path, now = tmp_path / "run.jsonl", itertools.count()
     optimizer, _ = made(path=path, flush_every=1000)
     train(optimizer, 10)
