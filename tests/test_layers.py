@@ -4,6 +4,7 @@
 """
 
 import ast
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -152,6 +153,18 @@ def test_no_module_is_part_of_a_circle_of_imports():
     assert [name for name in names if "torchzero_clip.late" in imports[name]] == ["torchzero_clip"]
     assert "torchzero_clip.integrations.huggingface" in imports["torchzero_clip.integrations"]
     assert {name for name in names if name in reached(imports, name)} == set()
+
+
+def test_a_name_that_others_import_stands_once():
+    """So does the name of a file. A reader then knows which one is meant."""
+    places = defaultdict(list)
+    for path in FILES:
+        for found in ast.parse(path.read_text()).body:
+            if isinstance(found, ast.FunctionDef | ast.ClassDef) and not found.name.startswith("_"):
+                places[found.name].append(path.relative_to(PACKAGE))
+        if path.name != "__init__.py":
+            places[path.name].append(path.relative_to(PACKAGE))
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
 
 
 def test_frames_of_callers_are_read_in_two_places():

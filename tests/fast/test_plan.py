@@ -327,14 +327,14 @@ def test_planned_steps_leave_the_search_to_zero_grad(steps):
     assert "the module has a gradient of '2.weight' and of 1 more parameters" in texts[0]
 
 
-def test_the_walk_of_a_planned_step_comes_before_its_norms():
-    """Otherwise its norms would be measured for a step that nobody sees."""
+@pytest.mark.parametrize("first", ["walk", "gradient_norms"])
+def test_the_walk_of_a_planned_step_has_its_norms_in_either_order(first):
     params = parameters()
     optimizer = Modular(params, ClipNorm(1.0), AdamW())
     train(optimizer, params, gradients(params, 5))
     runner = optimizer.runner
-    begun = [runner._planned(optimizer.param_groups, optimizer.state, runner.reported.loss) for _ in range(2)]
-    assert begun[0].walk.gradient_norms is begun[0].gradient_norms
-    _ = begun[1].gradient_norms
-    with pytest.raises(RuntimeError, match="ask for the walk of a planned step before its gradient_norms"):
-        _ = begun[1].walk
+    step = runner._planned(optimizer.param_groups, optimizer.state, runner.reported.loss)
+    getattr(step, first)
+    assert step.walk.gradient_norms is step.gradient_norms
+    expected = torch.cat([param.grad.double().flatten() for param in params]).norm()
+    torch.testing.assert_close(step.gradient_norms.total(), expected, rtol=1e-6, atol=0)

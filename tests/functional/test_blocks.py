@@ -15,11 +15,11 @@ from torchzero_clip.functional.blocks import (
     Lerp,
     cut_into_blocks,
     in_blocks,
-    joint_norm,
     joint_norm_once,
-    norms_of_each,
+    joint_norm_with_scratch,
     norms_of_each_once,
-    norms_of_slices,
+    norms_of_each_with_scratch,
+    norms_of_plain_slices,
     spans,
     sums_of_each,
 )
@@ -65,17 +65,17 @@ def test_each_result_is_that_of_a_loop_in_float64(sizes, dtype):
         tensors = tensors_of(sizes, dtype, seed)
         wide = [tensor.double() for tensor in tensors]
         norms = torch.stack([tensor.norm() for tensor in wide])
-        joint, each = joint_norm(tensors, scratch, beside=True)
+        joint, each = joint_norm_with_scratch(tensors, scratch, beside=True)
         torch.testing.assert_close(each, norms, rtol=rtol, atol=0)
-        assert torch.equal(joint, joint_norm(tensors, scratch)[0])
+        assert torch.equal(joint, joint_norm_with_scratch(tensors, scratch)[0])
         torch.testing.assert_close(joint, norms.norm(), rtol=rtol, atol=0)
-        assert torch.equal(norms_of_each(tensors, scratch), each)
+        assert torch.equal(norms_of_each_with_scratch(tensors, scratch), each)
         torch.testing.assert_close(
             torch.tensor(norms_of_each_once(tensors), dtype=norms.dtype), norms, rtol=rtol, atol=0
         )
         torch.testing.assert_close(joint_norm_once(tensors), norms.norm(), rtol=rtol, atol=0)
         maxima = torch.stack([tensor.abs().max() for tensor in wide])
-        assert torch.equal(norms_of_each(tensors, scratch, math.inf), maxima)
+        assert torch.equal(norms_of_each_with_scratch(tensors, scratch, math.inf), maxima)
         sums = torch.stack([tensor.sum() for tensor in wide])
         torch.testing.assert_close(sums_of_each(tensors, scratch), sums, rtol=0, atol=10 * rtol * norms.max().item())
 
@@ -86,14 +86,14 @@ def test_moving_and_measuring_together_gives_the_bits_of_first_moving_then_measu
     tensors, ends = [tensor.clone() for tensor in tensors_of(sizes, dtype)], tensors_of(sizes, dtype, 1)
     weights = [0.1 + 0.05 * i for i in range(len(tensors))]
     moved = [torch.lerp(tensor, end, weight) for tensor, end, weight in zip(tensors, ends, weights, strict=True)]
-    found = joint_norm(tensors, Scratch(), beside=True, lerp=Lerp(tensors, ends, weights))
-    assert_equal([*tensors, *found], [*moved, *joint_norm(moved, Scratch(), beside=True)])
+    found = joint_norm_with_scratch(tensors, Scratch(), beside=True, lerp=Lerp(tensors, ends, weights))
+    assert_equal([*tensors, *found], [*moved, *joint_norm_with_scratch(moved, Scratch(), beside=True)])
 
 
 def test_the_largest_magnitude_may_be_negative_and_nan_is_not_hidden():
     tensors = [torch.zeros(3), -torch.ones(SHORT + 1), torch.zeros(SHORT_BLOCK + 1)]
     tensors[0][1], tensors[1][-1], tensors[2][-1] = -2.0, -7.0, torch.nan
-    maxima = norms_of_each(tensors, Scratch(), math.inf)
+    maxima = norms_of_each_with_scratch(tensors, Scratch(), math.inf)
     assert maxima[:2].tolist() == [2.0, 7.0]
     assert maxima[2].isnan()
 
@@ -157,7 +157,7 @@ def test_a_plan_measures_other_tensors_of_the_same_shapes():
         tensors = [torch.randn(shape) for shape in shapes]
         expected = [*tensors[0].double().norm(dim=1), tensors[1].double().norm(), tensors[2].double().abs()]
         expected = torch.stack([*expected, *tensors[3].double().norm(dim=0)])
-        torch.testing.assert_close(norms_of_slices(tensors, slices), expected, rtol=1e-6, atol=0)
+        torch.testing.assert_close(norms_of_plain_slices(tensors, slices), expected, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -171,8 +171,8 @@ def test_whole_tensors_beside_slices(dtype):
     tensors = [torch.randn(shape, dtype=dtype) for shape in shapes]
     cut = cut_along(tensors, dims, scratch)
     others = [torch.full((3, 2000), 7.0, dtype=dtype), torch.full((SHORT,), 9.0, dtype=dtype)]
-    assert norms_of_slices(others, cut_along(others, [(0,), (0,)], scratch))[-1] > 0
+    assert norms_of_plain_slices(others, cut_along(others, [(0,), (0,)], scratch))[-1] > 0
     pairs = zip(tensors, dims, strict=True)
     expected = torch.cat([torch.linalg.vector_norm(x.double(), 2, own).view(-1) for x, own in pairs])
-    torch.testing.assert_close(norms_of_slices(tensors, cut), expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(norms_of_plain_slices(tensors, cut), expected, rtol=1e-6, atol=0)
     assert [own.dims for own in cut.parts(tensors)] == dims

@@ -18,7 +18,7 @@ from torchzero_clip.functional.measure import (
     measure,
     measured_like,
     no_numbers,
-    scale_,
+    scale_measured_,
 )
 from torchzero_clip.functional.metric import parse_ord
 from torchzero_clip.functional.scratch import Scratch
@@ -122,14 +122,14 @@ def vector(*numbers):
 def test_each_slice_is_scaled_by_its_factor(plain, dim):
     tensors = [torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([5.0, 6.0])]
     measured = measure(tensors, Slicing.checked(2, dim, False, 1), resources=Resources(plain, Scratch()))
-    scale_(measured, vector(2.0, 0.5) if dim is None else vector(2.0, 1.0, 0.5))
+    scale_measured_(measured, vector(2.0, 0.5) if dim is None else vector(2.0, 1.0, 0.5))
     assert tensors[0].tolist() == ([[2, 4], [6, 8]] if dim is None else [[2, 2], [6, 4]])
     assert tensors[1].tolist() == [2.5, 3.0]
     versions = [tensor._version for tensor in tensors]
-    scale_(measured, torch.ones(measured.vector.numel(), dtype=torch.float64))
+    scale_measured_(measured, torch.ones(measured.vector.numel(), dtype=torch.float64))
     assert [tensor._version for tensor in tensors] == versions
     if dim is None and plain:
-        scale_(measured, vector(2.0, 1.0), Scratch())
+        scale_measured_(measured, vector(2.0, 1.0), Scratch())
         assert [tensor._version for tensor in tensors] == [versions[0] + 1, versions[1]]
         assert tensors[0].tolist() == [[4, 8], [12, 16]]
 
@@ -137,7 +137,7 @@ def test_each_slice_is_scaled_by_its_factor(plain, dim):
 def test_a_factor_beyond_float32():
     for plain in (True, False):
         tensor = torch.tensor([1e-30, 2e-30])
-        scale_(measure([tensor], Slicing.checked(2, None, False, 1), resources=Resources(plain)), vector(1e50))
+        scale_measured_(measure([tensor], Slicing.checked(2, None, False, 1), resources=Resources(plain)), vector(1e50))
         assert tensor.tolist() == pytest.approx([1e20, 2e20])
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from torchzero_clip.functional.scratch import Scratch
-from torchzero_clip.functional.short_tensors import BLOCK, multiply_each_, multiply_short_
+from torchzero_clip.functional.short_tensors import BLOCK, multiply_any_length_, multiply_short_
 
 SIZES = [(), (3,), (0,), (BLOCK - 1,), (BLOCK,), (BLOCK + 1,), (3, BLOCK), (5, 70)]
 
@@ -31,11 +31,11 @@ def test_the_product_is_rounded_once_and_longer_tensors_are_left(dtype, most):
 
 def test_long_tensors_are_multiplied_too():
     tensors = [torch.full((size,), 3.0) for size in (2, 70_000)]
-    multiply_each_(tensors, torch.tensor([0.5, 2.0], dtype=torch.float64), Scratch())
+    multiply_any_length_(tensors, torch.tensor([0.5, 2.0], dtype=torch.float64), Scratch())
     assert [set(tensor.tolist()) for tensor in tensors] == [{1.5}, {6.0}]
 
 
 def test_a_factor_beyond_float32_is_its_largest_number():
     tensor = torch.full((2,), 1e-30)
-    multiply_each_([tensor], torch.tensor([1e50], dtype=torch.float64), Scratch())
+    multiply_any_length_([tensor], torch.tensor([1e50], dtype=torch.float64), Scratch())
     assert tensor.tolist() == pytest.approx([torch.finfo(torch.float32).max * 1e-30] * 2)

@@ -18,7 +18,7 @@ from torchzero_clip.functional import foreach
 from torchzero_clip.functional.choice import where
 from torchzero_clip.functional.clip import within
 from torchzero_clip.functional.foreach import reals, wide_dtype
-from torchzero_clip.functional.measure import Measured, counted_elements, scale_
+from torchzero_clip.functional.measure import Measured, counted_elements, scale_measured_
 from torchzero_clip.types import NewState, Ord, Schedule, Setting, Target
 
 EMAInit = Literal["zeros", "update"]
@@ -142,7 +142,7 @@ class ClipNormByEMA(NormStatistics):
             largest = tracked.limits(tracked.by_setting(_largest, tracked["prev"]))
             shrink = tracked.root(within(size, largest))
             scratch = tracked.step.tools.scratch_for(averages)
-            scale_(measured, tracked.factors(shrink), scratch, owner=f"averages {id(self)}")
+            scale_measured_(measured, tracked.factors(shrink), scratch, owner=f"averages {id(self)}")
             size = torch.minimum(size, largest)
         tracked.keep(prev=size)
         return size

@@ -12,7 +12,7 @@ from torchzero_clip.core.nodes import Node
 from torchzero_clip.core.states import States
 from torchzero_clip.engine.executor import Executor, Multiply, WalkLike
 from torchzero_clip.engine.updates import Updates
-from torchzero_clip.functional.measure import Measured, scale_
+from torchzero_clip.functional.measure import Measured, scale_measured_
 from torchzero_clip.functional.norms import JointNorm, joint_norm_of_meshes
 from torchzero_clip.functional.shards import pack, wholes
 from torchzero_clip.functional.slices import norms_of_slices
@@ -51,7 +51,7 @@ class ReadableExecutor(Executor):
             self.updates.mark(rows)
             return
         # the measured tensors may be the gradients themselves: multiply the copies
-        scale_(measured.with_targets(self.updates.writable(rows, over_grads)), factors, extremes=extremes)
+        scale_measured_(measured.with_targets(self.updates.writable(rows, over_grads)), factors, extremes=extremes)
 
     @override
     def defer(self, walk: WalkLike, node: Node, rows: list[int]) -> bool:

@@ -24,7 +24,7 @@ from torchzero_clip.engine.reported_loss import Loss
 from torchzero_clip.engine.scaling import find_factors, store_state, unless_refused
 from torchzero_clip.engine.table import Table
 from torchzero_clip.functional import foreach
-from torchzero_clip.functional.measure import Effect, Measured, effect, scale_
+from torchzero_clip.functional.measure import Effect, Measured, effect, scale_measured_
 from torchzero_clip.types import Setting, State
 
 
@@ -180,7 +180,7 @@ class Walk:
                 self.run(transform, f"{node.path}/", rows)
                 return self.executor.read(rows, writable=True)
         if isinstance(transform, Scaling):
-            scale_(*self._measured(node, rows, updates))
+            scale_measured_(*self._measured(node, rows, updates))
             return updates
         step = self.step_for(node, rows)
         try:

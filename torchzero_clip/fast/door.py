@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from torchzero_clip.engine.ordinary import StepOptions
+from torchzero_clip.engine.ordinary_step import StepOptions
 from torchzero_clip.engine.walk import Walk
 from torchzero_clip.fast.fast import Fast
 from torchzero_clip.fast.plan import Plan

@@ -27,7 +27,7 @@ from torchzero_clip.fast.vectors import VectorStates
 from torchzero_clip.fast.workspace import Workspace
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.blocks import SHORT, Lerp
-from torchzero_clip.functional.measure import Measured, scale_
+from torchzero_clip.functional.measure import Measured, scale_measured_
 from torchzero_clip.functional.norms import JointNorm, joint_norm, norms_of_each
 from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.functional.shards import is_partial, locals_of
@@ -153,7 +153,7 @@ class Fast(Averaging, Executor):
         if isinstance(op, Scale):
             if not op.does_nothing:
                 waiting = op.measured.with_targets(self.updates.writable(rows, op.over_grads))
-                scale_(waiting, op.factors, self._scratch, extremes=op.extent, owner=rows[0])
+                scale_measured_(waiting, op.factors, self._scratch, extremes=op.extent, owner=rows[0])
             return
         updates = self.updates.writable(rows, False)
         if isinstance(op, Shift):
@@ -283,16 +283,18 @@ class Fast(Averaging, Executor):
                 if self._layout is not None and self._columns is not None and len(rows) == len(self._columns["params"]):
                     self.ended = Ended(node, list(rest), fused, kernel, self._layout, self._columns)
                 kernel = kernel if undecided is None else undecided.refusable(kernel)
-                run = partial(self._run, fused, kernel, rows, step)
-            else:
-                run = self._by_tensor(fused, rows, step)
-            if run is None:
+            each = self._by_tensor(fused, rows, step) if kernel is None else None
+            if kernel is None and each is None:
                 return False
             one = 1 if undecided is None else undecided.taken.float()
             for key in fused.counters:  # kernels read the counts
                 step.add(key, one)
             try:
-                run()
+                if kernel is not None:
+                    state = [step.stored.column(key) for key in (*fused.state, *fused.counters)]
+                    self.run(kernel, rows, step.params, state, step.settings, step.by_setting())
+                elif each is not None:
+                    each()
             except BaseException:
                 for key in fused.counters:
                     step.add(key, -one)
@@ -307,10 +309,6 @@ class Fast(Averaging, Executor):
             return True
         columns = [step.params, self.updates.current(rows), *map(step.column, fused.state)]
         return foreach.fit_kernels([locals_of(column) for column in columns])
-
-    def _run(self, fused: Fused, kernel: Kernel, rows: list[int], step: Step) -> None:
-        state = [step.stored.column(key) for key in (*fused.state, *fused.counters)]
-        self.run(kernel, rows, step.params, state, step.settings, step.by_setting())
 
     def run(
         self, kernel: Kernel, rows: list[int], params: list[Tensor], state: Columns, settings: list[Setting], runs: Runs
@@ -337,7 +335,7 @@ class Fast(Averaging, Executor):
         return [op for op in queue.ops if not (isinstance(op, Scale) and op.does_nothing)]
 
     def _by_tensor(self, fused: Fused, rows: list[int], step: Step) -> Callable[[], None] | None:
-        """A function that passes each tensor to the kernel or to the loop. None if a tensor fits neither."""
+        """A function that passes each tensor to the kernel or to the loop. None if some tensor fits neither."""
         updates = self.read(rows)
         state = list(map(step.column, fused.state))
         calls = [_call_for(fused, row) for row in zip(step.params, updates, *state, strict=True)]

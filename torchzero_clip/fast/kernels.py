@@ -53,7 +53,7 @@ def run_kernel(
         scale = inverse(factors)
     elif factors is not None:
         if params[0].dtype == torch.float64 and factors.ndim and not factors.is_cpu:
-            short_tensors.multiply_each_(updates, factors, scratch, owner=owner)  # the kernels divide in float32
+            short_tensors.multiply_any_length_(updates, factors, scratch, owner=owner)  # the kernels divide in float32
         elif params[0].dtype == torch.float64:
             foreach.multiply_each_(updates, factors.expand(len(updates)))
         elif factors.ndim and not factors.is_cpu:

@@ -99,7 +99,7 @@ def run_pieces(
     key = tuple(group.stop for group in groups)
     # with one name for all dtypes and depths, each plan would evict the other in every step
     pieces = scratch.plan(
-        f"pieces {depth} {most} {first.dtype}", updates, lambda: _planned(updates, groups, depth, most, scratch), key
+        f"pieces {depth} {most} {first.dtype}", updates, lambda: _pieces(updates, groups, depth, most, scratch), key
     )
     for stage in stages:
         stage.begin(scratch)
@@ -240,33 +240,35 @@ def _of_elements(vector: Tensor, piece: _Piece) -> Tensor:
     return numbers if piece.owner is None else numbers.index_select(0, piece.owner).unsqueeze(1)
 
 
-def _planned(updates: Sequence[Tensor], groups: list[slice], depth: int, most: int, scratch: Scratch) -> list[_Piece]:
-    """Pieces of memory. Short neighbours with equal settings share a piece, and long tensors are cut."""
+def _pieces(updates: Sequence[Tensor], groups: list[slice], depth: int, most: int, scratch: Scratch) -> list[_Piece]:
+    """Pieces of memory for the updates, and for ``depth`` tensors or numbers beside each."""
     first = updates[0]
-    alone, unit = (ALONE_ON_CPU, 1) if first.is_cpu else (ALONE, BLOCK)
-    runs: list[_Rows] = []
-    for group in groups:
-        rows: list[int] = []
-        sizes: list[int] = []
-        for i in range(group.start, group.stop):
-            size = -(-updates[i].numel() // unit) * unit
-            if size > alone:
-                total = updates[i].numel()
-                runs += [([i], [min(most, total - k * most)], k) for k in range(-(-total // most))]
-                continue
-            if rows and (sum(sizes) + size > most or rows[-1] != i - 1):
-                runs.append((rows, sizes, None))
-                rows, sizes = [], []
-            rows.append(i)
-            sizes.append(size)
-        if rows:
-            runs.append((rows, sizes, None))
+    runs = [run for group in groups for run in _rows_of_pieces(updates, group, most, first.is_cpu)]
     # all pieces share the memory of the longest, so that it stays in the cache
     longest = max(sum(sizes) for _, sizes, _ in runs)
     like = first.new_empty(0, dtype=foreach.wide_dtype(first.dtype))
     memory = [scratch.memory(f"piece {k}", longest, like) for k in range(1 + depth)]
     rounded = None if like.dtype == first.dtype else scratch.memory("rounded", longest, first)
     return [_piece(run, memory, [updates[i].shape for i in run[0]], rounded) for run in runs]
+
+
+def _rows_of_pieces(updates: Sequence[Tensor], group: slice, most: int, on_cpu: bool) -> Iterator[_Rows]:
+    """The rows of each piece of a group. Short neighbours share a piece, and long tensors are cut."""
+    alone, unit = (ALONE_ON_CPU, 1) if on_cpu else (ALONE, BLOCK)
+    rows, sizes = list[int](), list[int]()
+    for i in range(group.start, group.stop):
+        count = updates[i].numel()
+        size = -(-count // unit) * unit
+        if size > alone:
+            yield from (([i], [min(most, count - k * most)], k) for k in range(-(-count // most)))
+            continue
+        if rows and (sum(sizes) + size > most or rows[-1] != i - 1):
+            yield rows, sizes, None
+            rows, sizes = [], []
+        rows.append(i)
+        sizes.append(size)
+    if rows:
+        yield rows, sizes, None
 
 
 def _piece(run: _Rows, memory: list[Tensor], shapes: list[torch.Size], rounded: Tensor | None) -> _Piece:

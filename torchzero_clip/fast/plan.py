@@ -23,7 +23,7 @@ from torch import Tensor
 
 from torchzero_clip.core.kinds import Scaling
 from torchzero_clip.core.transform import is_pure
-from torchzero_clip.engine.ordinary import StepOptions
+from torchzero_clip.engine.ordinary_step import StepOptions
 from torchzero_clip.engine.walk import Walk
 from torchzero_clip.fast.compared import SameSettings, SameTensors
 from torchzero_clip.fast.kernels import Delivered, Ended

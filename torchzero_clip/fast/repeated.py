@@ -19,7 +19,7 @@ from torchzero_clip.engine.gradient_norms import GradientNorms, NormNeeds
 from torchzero_clip.engine.idle import Idle
 from torchzero_clip.engine.listener import Listener
 from torchzero_clip.engine.nonfinite import StepPolicy
-from torchzero_clip.engine.ordinary import AnyStep, StepOptions, clones
+from torchzero_clip.engine.ordinary_step import AnyStep, StepOptions, clones
 from torchzero_clip.engine.reported_loss import Loss
 from torchzero_clip.engine.scaling import find_factors, unless_refused
 from torchzero_clip.engine.table import Table
@@ -32,9 +32,9 @@ from torchzero_clip.fast.pieces import run_pieces
 from torchzero_clip.fast.vectors import VectorStates
 from torchzero_clip.fast.workspace import StepLayout, Workspace
 from torchzero_clip.functional import foreach
-from torchzero_clip.functional.blocks import joint_norm
-from torchzero_clip.functional.measure import L2, Effect, Measured, by_setting, effect, scale_
-from torchzero_clip.functional.norms import norms_of_each
+from torchzero_clip.functional.blocks import joint_norm_with_scratch
+from torchzero_clip.functional.measure import L2, Effect, Measured, by_setting, effect, scale_measured_
+from torchzero_clip.functional.norms import JointNorm, joint_norm, norms_of_each
 from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.types import Group, Metrics, Setting, State
 
@@ -115,16 +115,11 @@ class PlannedStep(AnyStep):
     @cached_property
     def gradient_norms(self) -> GradientNorms:  # pyright: ignore[reportIncompatibleVariableOverride]
         grads = self.columns["grads"]
-        in_place = self.course.in_place and not self.is_seen
-        measurer = _Measurer(grads, self.scratch) if in_place else self.executor
+        measurer = _Measurer(grads, self.scratch) if self.course.in_place else self.executor
         return GradientNorms(self.course.norm_needs, grads, measurer, listens=self.listener is not None)
 
     @cached_property
     def walk(self) -> Walk:  # pyright: ignore[reportIncompatibleVariableOverride]
-        # norms are measured in another way if nobody sees the step
-        if not self.is_seen and "gradient_norms" in vars(self):
-            raise RuntimeError("ask for the walk of a planned step before its gradient_norms")
-        self.is_seen = True
         course, table, executor, loss = self.course, self.table, self.executor, self.loss()
         return Walk(
             course.nodes, self.settings, table, self.chain_state, executor, self.gradient_norms, course.end, loss
@@ -138,7 +133,7 @@ class PlannedStep(AnyStep):
             if self.is_seen:
                 self.total = self.gradient_norms.total()
             # the gradients are plain, float32 and on CPU, so blocks measure them
-            elif (joint := joint_norm(self.columns["grads"], self.scratch)) is not None:
+            elif (joint := joint_norm_with_scratch(self.columns["grads"], self.scratch)) is not None:
                 self.total = joint[0]
         return self.total
 
@@ -150,6 +145,7 @@ class PlannedStep(AnyStep):
     def is_allowed(self, policy: StepPolicy, counts: State) -> bool:
         total = None if self.is_seen else self.measure()
         if total is None:
+            self.is_seen = True
             return policy.allows(self.walk, counts)
         policy.passes(total, counts)
         return True
@@ -368,8 +364,8 @@ class _Measurer(Averaging):
         return self._scratch if tensors is self._grads or foreach.are_plain(tensors) else None
 
     @override
-    def joint_norm(self, grads: list[Tensor], *, beside: bool) -> None:
-        """None, because statistics of a planned step use the norms of the scaling or of each gradient."""
+    def joint_norm(self, grads: list[Tensor], *, beside: bool) -> JointNorm | None:
+        return joint_norm(grads, self._scratch, plain=True, beside=beside)
 
     @override
     def norms_of_each(self, grads: list[Tensor]) -> Tensor:
@@ -392,5 +388,5 @@ def _left(waiting: Scale, step: PlannedStep) -> Tensor | None:
     if step.course.ending.applies(waiting):
         return waiting.factor
     # a statistic has changed its state, so an ordinary step is too late: multiply here
-    scale_(waiting.measured, waiting.factors, step.workspace.scratch, extremes=waiting.extent)
+    scale_measured_(waiting.measured, waiting.factors, step.workspace.scratch, extremes=waiting.extent)
     return None

@@ -110,19 +110,19 @@ def _are_rows(tensor: Tensor, dims: tuple[int, ...]) -> bool:
     return dims == tuple(range(ndim - len(dims), ndim))
 
 
-def norms_of_slices(tensors: Sequence[Tensor], cut: Cut) -> Tensor:
+def norms_of_plain_slices(tensors: Sequence[Tensor], cut: Cut) -> Tensor:
     """The L2 norm of each slice: a float64 vector."""
     return mended(_joined(_reduced(tensors, cut, 2.0), cut, 2.0), tensors, cut)
 
 
-def norms_of_each(tensors: Sequence[Tensor], scratch: Scratch, p: float = 2.0) -> Tensor:
+def norms_of_each_with_scratch(tensors: Sequence[Tensor], scratch: Scratch, p: float = 2.0) -> Tensor:
     """The L2 norm of each tensor, or its largest magnitude for p=inf: a float64 vector; NaN for a tensor with a NaN."""
     cut = scratch.plan("blocks", tensors, lambda: cut_into_blocks(tensors, None, scratch))
     norms = _joined(_reduced(tensors, cut, p), cut, p)
     return norms if math.isinf(p) else mended(norms, tensors, cut)
 
 
-def joint_norm(
+def joint_norm_with_scratch(
     tensors: Sequence[Tensor], scratch: Scratch, *, beside: bool = False, lerp: Lerp | None = None
 ) -> tuple[Tensor, Tensor | None] | None:
     """The L2 norm of all tensors together, 0-d, and ``beside`` it that of each: one pass, in which they may move.
@@ -194,7 +194,7 @@ def mended(norms: Tensor, tensors: Sequence[Tensor], cut: Cut | None = None) -> 
 def norms_of_each_once(tensors: Sequence[Tensor]) -> list[float]:
     """The L2 norm of each tensor, for a single call. Those outside of `SMALLEST` to `LARGEST` may be wrong."""
     short = [tensor for tensor in tensors if tensor.numel() <= BLOCK]
-    norms = iter(torch.stack(foreach.norms_of_each(short, 2.0, short[0].dtype)).tolist() if short else [])
+    norms = iter(torch.stack(foreach.norms_in_one_call(short, 2.0, short[0].dtype)).tolist() if short else [])
     # an operation on tensors takes longer than 64 numbers do here
     return [next(norms) if tensor.numel() <= BLOCK else _norm_once(tensor) for tensor in tensors]
 

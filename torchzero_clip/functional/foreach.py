@@ -185,7 +185,7 @@ def times(tensors: Sequence[Tensor], numbers: Sequence[float]) -> list[Tensor]:
     return list(_foreach._foreach_mul(list(tensors), list(numbers)))
 
 
-def norms_of_each(tensors: Sequence[Tensor], p: float, dtype: torch.dtype) -> list[Tensor]:
+def norms_in_one_call(tensors: Sequence[Tensor], p: float, dtype: torch.dtype) -> list[Tensor]:
     """The p-norm of each plain tensor, accumulated in ``dtype``; none may be empty."""
     return list(_foreach._foreach_norm(list(tensors), p, dtype=dtype))
 

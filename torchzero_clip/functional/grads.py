@@ -28,8 +28,8 @@ from torchzero_clip.functional.gradients import (
     warn_of_no_gradients,
     with_gradients,
 )
-from torchzero_clip.functional.measure import Slicing, measure_over_processes, scale_
-from torchzero_clip.functional.ordinary import ordinary_gradients, scale_ordinary_
+from torchzero_clip.functional.measure import Slicing, measure_over_processes, scale_measured_
+from torchzero_clip.functional.ordinary_gradients import ordinary_gradients, scale_ordinary_
 from torchzero_clip.hints import explained
 from torchzero_clip.types import Dim, Ord, Tensors
 
@@ -144,7 +144,7 @@ def clip_grad_norm_(
                 f"the norm of the gradients is {measured.total}: not finite, so none was changed. Gradients with inf "
                 f"or NaN: {bad}. Pass error_if_nonfinite=False to clip all the same"
             )
-        scale_(measured, measured.by_norm(lambda norms: clip_factors(slicing.metric, norms, limit, floor)))
+        scale_measured_(measured, measured.by_norm(lambda norms: clip_factors(slicing.metric, norms, limit, floor)))
     return as_reported(measured.total, grads, process_group)
 
 
@@ -248,7 +248,7 @@ def normalize_grads_(
         warn_of_no_gradients(params, parameters)
     with opened(grads, values_tell_all(slicing)) as tensors:
         measured = measure_over_processes(tensors, slicing, process_group)
-        scale_(measured, measured.by_norm(lambda norms: normalize_factors(slicing.metric, norms, norm_value)))
+        scale_measured_(measured, measured.by_norm(lambda norms: normalize_factors(slicing.metric, norms, norm_value)))
     return as_reported(measured.total, grads, process_group)
 
 

@@ -429,7 +429,7 @@ def _measure_cut(tensors: Sequence[Tensor], slicing: Slicing, dims_of: DimsOf, r
     slices = scratch.plan(f"slices {resources.name}", tensors, planned, (slicing.min_size, *dims))
     if slices is None:
         return None
-    norms, tensor_norms = blocks.norms_of_slices(tensors, slices), None
+    norms, tensor_norms = blocks.norms_of_plain_slices(tensors, slices), None
     # without scalars, which are scaled as vectors, plain tensors are their own memory
     targets = list(tensors) if min(map(Tensor.dim, tensors)) else memories(tensors)
     if tensors[0].dtype != torch.float64:  # their squares are in the range of float64
@@ -443,7 +443,7 @@ def measured_like(measured: Measured, tensors: Sequence[Tensor]) -> Tensor:
     """The norms of the same slices of other tensors of the same shapes: a vector."""
     slices = measured.slices
     if slices is not None and foreach.kind([*tensors, *measured.targets]) is not None:
-        return blocks.norms_of_slices(tensors, slices)
+        return blocks.norms_of_plain_slices(tensors, slices)
     pairs = zip(tensors, measured.dims, strict=True)
     return pack(metrics_of_slices([part(summed(tensor), dims) for tensor, dims in pairs], measured.metric))
 
@@ -468,7 +468,7 @@ def no_numbers(metric: Metric, device: torch.device) -> Tensor:
     return torch.full((WIDTHS[metric.kind],), none, dtype=widest(device), device=device)
 
 
-def scale_(
+def scale_measured_(
     measured: Measured,
     factors: Tensor,
     scratch: Scratch | None = None,
@@ -492,7 +492,7 @@ def scale_(
             changed = [i for i, factor in enumerate(factors.tolist()) if factor != 1] if is_mixed else None
             foreach.multiply_each_(measured.targets, factors, scratch, changed)
         else:
-            short_tensors.multiply_each_(measured.targets, factors, scratch, owner=owner)
+            short_tensors.multiply_any_length_(measured.targets, factors, scratch, owner=owner)
         return
     if measured.slices is not None and not is_beyond:
         measured.slices.scale_(measured.targets, factors)

@@ -5,7 +5,7 @@
 | `norm`, `rms` | one tensor, or each of its slices, by any metric | slices |
 | `slices.norms_of_slices` | each slice of parts, of any p, dtype and layout | slices |
 | `moments.metrics_of_slices` | each slice of parts, by any metric | slices |
-| `blocks.norms_of_slices` | each slice of plain tensors, L2 | blocks |
+| `blocks.norms_of_plain_slices` | each slice of plain tensors, L2 | blocks |
 | `norms_of_each` | each whole tensor, L2 or the largest magnitude | as `way_of` chooses |
 | `joint_norm` | all tensors together, L2, if one pass is enough | blocks, or slices for several ranks |
 | `joint_norm_of_meshes` | all parts together, of any p | slices, one collective for each mesh |
@@ -16,7 +16,7 @@ A whole tensor is a slice that spans all dimensions. `ways.way_of` chooses betwe
 * *slices* (`slices.py`): each part by itself. It takes everything, and the other ways leave extreme norms to it.
 * *blocks* (`blocks.py`): float32 and float64 on CPU, where 400 calls of torch would take longer than the arithmetic, so
   short tensors are copied together. With scratch memory a step reuses its plan; a single call needs none.
-* *lists* (`foreach.norms_of_each`): other devices, where one call measures all tensors and nothing may be read.
+* *lists* (`foreach.norms_in_one_call`): other devices, where one call measures all tensors and nothing may be read.
 
 `ways.power_dtype` is the dtype in which powers are added up.
 """
@@ -141,7 +141,7 @@ def joint_norm(
     if way_of(tensors, 2.0) != "blocks":
         return None
     if scratch is not None:
-        return blocks.joint_norm(tensors, scratch, beside=beside, lerp=lerp)
+        return blocks.joint_norm_with_scratch(tensors, scratch, beside=beside, lerp=lerp)
     total = blocks.joint_norm_once(tensors)
     return (total, None) if SMALLEST < total.item() < LARGEST else None
 
@@ -152,9 +152,9 @@ def norms_of_each(
     """The L2 norm, or the largest magnitude for p=inf, of each dense tensor: a float64 vector, equal on all ranks."""
     way = way_of(tensors, p) if plain or foreach.are_plain(tensors) else "slices"
     if way == "lists":
-        return torch.stack(foreach.norms_of_each(tensors, p, power_dtype(tensors[0])))
+        return torch.stack(foreach.norms_in_one_call(tensors, p, power_dtype(tensors[0])))
     if way == "blocks" and scratch is not None:
-        return blocks.norms_of_each(tensors, scratch, p)
+        return blocks.norms_of_each_with_scratch(tensors, scratch, p)
     if way == "blocks" and p == 2:
         numbers = torch.tensor(blocks.norms_of_each_once(tensors), dtype=torch.float64, device=tensors[0].device)
         return blocks.mended(numbers, tensors)

@@ -45,7 +45,7 @@ def multiply_short_(
     return [i for i, tensor in enumerate(tensors) if tensor.numel() > most]
 
 
-def multiply_each_(tensors: Sequence[Tensor], factors: Tensor, scratch: Scratch, *, owner: int | str = 0) -> None:
+def multiply_any_length_(tensors: Sequence[Tensor], factors: Tensor, scratch: Scratch, *, owner: int | str = 0) -> None:
     """Multiply each tensor by its factor, in place, with the arguments of `multiply_short_`."""
     for i in multiply_short_(tensors, factors, scratch, SHORT, owner=owner):
         foreach.multiply_each_([tensors[i]], factors.narrow(0, i, 1))

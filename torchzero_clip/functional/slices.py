@@ -107,7 +107,7 @@ def _local_norms(parts: Sequence[Part], p: float) -> list[Tensor]:
             norms[i] = local_norm(part, p)
     for indices in alike.values():
         tensors = [parts[i].tensor for i in indices]
-        values = foreach.norms_of_each(tensors, p, power_dtype(tensors[0]))
+        values = foreach.norms_in_one_call(tensors, p, power_dtype(tensors[0]))
         wide = torch.float64 if tensors[0].is_cpu else widest_of(tensors[0])
         for i, x, value in zip(indices, tensors, values, strict=True):
             norms[i] = value.to(wide).view((1,) * x.ndim)

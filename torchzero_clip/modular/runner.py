@@ -23,8 +23,8 @@ from torchzero_clip.engine.end import Deliver, Subtract
 from torchzero_clip.engine.gradient_norms import GradientNorms, NormNeeds
 from torchzero_clip.engine.listener import Listener
 from torchzero_clip.engine.nonfinite import Nonfinite, StepPolicy
-from torchzero_clip.engine.ordinary import AnyStep, OrdinaryStep, StepOptions
-from torchzero_clip.engine.others import Others
+from torchzero_clip.engine.ordinary_step import AnyStep, OrdinaryStep, StepOptions
+from torchzero_clip.engine.other_processes import OtherProcesses
 from torchzero_clip.engine.parts import Parts
 from torchzero_clip.engine.readable import ReadableExecutor
 from torchzero_clip.engine.reported_loss import Loss, ReportedLoss
@@ -272,21 +272,26 @@ class Runner:
             else:
                 policy.idle.not_taken(step.walk, self.steps_taken)
         finally:
-            walk, metrics = step.walk if step.is_seen else None, self.step_metrics
-            if walk is not None and "error" not in walk.refused_by:
-                self.skipped_by = tuple(walk.refused_by)
-                # a skipped step has the numbers of gates, and none of an earlier step
-                if step.metrics is None and policy.raising.isdisjoint(walk.refused_by):
-                    metrics.values.clear()
-                    metrics.values.update(
-                        walk.metrics if self.parts is None or not is_taken else self.parts.end(self.nodes, groups)
-                    )
-                    metrics.compute = None
-            metrics.compute = step.metrics or metrics.compute
+            if step.is_seen:
+                self._show(step, groups, is_taken=is_taken)
+            self.step_metrics.compute = step.metrics or self.step_metrics.compute
             if values:
                 self.chain_state.show(groups)
-            if self.listener is not None:
-                self.untold = walk
+
+    def _show(self, step: AnyStep, groups: list[Group], *, is_taken: bool) -> None:
+        """Keep what the user may ask of a step that was seen: who has refused it, and what was measured."""
+        walk, parts, metrics = step.walk, self.parts, self.step_metrics
+        if self.listener is not None:
+            self.untold = walk
+        if "error" in walk.refused_by:
+            return
+        self.skipped_by = tuple(walk.refused_by)
+        if step.metrics is None and self.policy.raising.isdisjoint(walk.refused_by):
+            # a skipped step has the numbers of gates, and none of an earlier step
+            values = walk.metrics if parts is None or not is_taken else parts.end(self.nodes, groups)
+            metrics.values.clear()
+            metrics.values.update(values)
+            metrics.compute = None
 
     def _let_device_decide(self, groups: list[Group], step: AnyStep) -> None:
         """Take a step, or skip it, as the device decides."""
@@ -419,7 +424,9 @@ class Runner:
             parts.refuse_second(table.params)
             walk.company, takes_part = OtherParts(), takes_part or len(parts.updated) > 0
         if (group := self.shared.group) is not None:
-            Others(group, device_of(table.all_params(), group), has_schedules=self._has_joint_schedules).join(walk)
+            OtherProcesses(group, device_of(table.all_params(), group), has_schedules=self._has_joint_schedules).join(
+                walk
+            )
             takes_part = True
         return OrdinaryStep(
             self.chain,

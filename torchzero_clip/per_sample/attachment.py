@@ -15,7 +15,7 @@ from torchzero_clip.compat import current_graph_task_id, fully_sharded, is_distr
 from torchzero_clip.per_sample.capture import Capture
 from torchzero_clip.per_sample.captured_layer import CapturedLayer
 from torchzero_clip.per_sample.hooks import Hook
-from torchzero_clip.per_sample.layer import described, trainable
+from torchzero_clip.per_sample.layer import layer_text, trainable
 from torchzero_clip.per_sample.processes.agreement import Processes
 from torchzero_clip.per_sample.processes.sharding import group_of_shards, reshard, slots, stands_for
 from torchzero_clip.per_sample.rules.copies import EMPTY
@@ -187,7 +187,7 @@ def _check_model(model: nn.Module, processes: Processes) -> None:
 
 def _refuse(name: str, module: nn.Module, reason: str | None) -> None:
     if reason is not None:
-        raise ValueError(f"{described(name, module)} cannot be clipped per sample: {reason}")
+        raise ValueError(f"{layer_text(name, module)} cannot be clipped per sample: {reason}")
 
 
 def _is_replaced(layer: CapturedLayer) -> bool:

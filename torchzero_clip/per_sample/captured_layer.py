@@ -19,7 +19,7 @@ from torchzero_clip.per_sample.gradients.contributions import Contribution, Dens
 from torchzero_clip.per_sample.gradients.row_norms import wide
 from torchzero_clip.per_sample.processes.sharding import slots, stands_for, storages_of
 from torchzero_clip.per_sample.samples.call import Call, Contribute, LayerInput, Reduce, rows_first
-from torchzero_clip.per_sample.samples.nodes import IDENTITIES
+from torchzero_clip.per_sample.samples.graph_nodes import IDENTITIES
 from torchzero_clip.per_sample.samples.pattern import Place
 from torchzero_clip.per_sample.whole import class_in_code
 

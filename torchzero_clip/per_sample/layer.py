@@ -20,7 +20,7 @@ class Layer:
 
     @override
     def __str__(self) -> str:
-        return described(self.name, self.module)
+        return layer_text(self.name, self.module)
 
     @property
     def line(self) -> str:
@@ -41,7 +41,7 @@ class Layer:
         return ValueError(f"{self} got rows whose samples are not known: {why}. {how}{self.way_out}")
 
 
-def described(name: str, module: nn.Module) -> str:
+def layer_text(name: str, module: nn.Module) -> str:
     """A module in a message: its name in the model, if it has one, and its class."""
     return f"{name!r} ({type(module).__name__})" if name else type(module).__name__
 

@@ -22,7 +22,7 @@ from torchzero_clip.recorder.words import as_table, counted, short, was
 MOST_NAMED = 5
 
 
-class Layer(NamedTuple):
+class RankedLayer(NamedTuple):
     """The gradient of a layer in one step."""
 
     name: str
@@ -31,7 +31,7 @@ class Layer(NamedTuple):
     ratio: float  # what `relative` returns
 
 
-class Layers(list[Layer]):
+class Layers(list[RankedLayer]):
     """Layers, the worst first. Prints as a table."""
 
     note = ""
@@ -158,7 +158,7 @@ class Data:
         norms, usual = self.layer_norms_of(step), self.usual(step)
         columns = (norms, usual, relative(norms, usual, self.precision))
         named = zip(self.layers, *(column.tolist() for column in columns), strict=True)
-        layers = [Layer(*values) for values in named if not values[1] < 0]
+        layers = [RankedLayer(*values) for values in named if not values[1] < 0]
         layers.sort(key=lambda layer: (math.isfinite(layer.norm), -_or_zero(layer.ratio), -_or_zero(layer.norm)))
         return Layers(layers)
 

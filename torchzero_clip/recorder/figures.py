@@ -47,7 +47,7 @@ def draw_series(series: Mapping[str, Series], limits: Mapping[str, float], path:
     for name, (axes, side) in zip(shown, rows, strict=True):
         spikes = panels.draw_series_row(axes, side, series[name], limits[name])
         group = f"{panels.printable(name, 60)}: " if len(series) > 1 else ""
-        title = f"{group}limit {words.as_number(limits[name])}, {words.counted(spikes, 'spike')}"
+        title = f"{group}limit {words.number_text(limits[name])}, {words.counted(spikes, 'spike')}"
         axes.set_title(title, loc="left", fontsize="medium", parse_math=False)
     left_out = len(series) - len(shown)
     more = f" ({left_out} more {'group is' if left_out == 1 else 'groups are'} not drawn)" if left_out else ""

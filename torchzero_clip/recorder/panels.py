@@ -13,7 +13,7 @@ from torchzero_clip.recorder.arithmetic import median_of
 from torchzero_clip.recorder.binning import HUGE, Events, column_size, in_columns, largest, means, medians
 from torchzero_clip.recorder.data import Data
 from torchzero_clip.recorder.series import Series
-from torchzero_clip.recorder.words import as_number
+from torchzero_clip.recorder.words import number_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -53,7 +53,7 @@ def _limits(axes: "Axes", events: Events) -> None:
     if len(limits):
         size = column_size(len(events.steps))
         heights = in_columns(events.limits, size, medians).tolist()
-        label = f"limit: {'' if limits.min() == limits.max() else 'median '}{as_number(median_of(limits))}"
+        label = f"limit: {'' if limits.min() == limits.max() else 'median '}{number_text(median_of(limits))}"
         axes.stairs(heights, _edges(events, size), baseline=None, label=label, zorder=3, **LIMIT)
 
 

@@ -76,8 +76,8 @@ class _Report:
         if len(norms):
             top = steps[int(self._record.norm.nan_to_num(nan=-1.0, posinf=-1.0).argmax())]
             text.append(
-                f"The joint norm of all gradients had the median {words.as_number(median_of(norms))}. The largest was "
-                f"{words.as_number(float(norms.max()))}, in step {top:,}."
+                f"The joint norm of all gradients had the median {words.number_text(median_of(norms))}. The largest "
+                f"was {words.number_text(float(norms.max()))}, in step {top:,}."
             )
         else:
             text.append("Every joint norm was 0, inf or NaN, or there was no gradient.")

@@ -6,7 +6,7 @@ from zlib import crc32
 LONGEST = 80
 
 
-def as_number(value: float, otherwise: str = "unknown") -> str:
+def number_text(value: float, otherwise: str = "unknown") -> str:
     return f"{value:.4g}" if math.isfinite(value) else otherwise
 
 

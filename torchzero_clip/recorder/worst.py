@@ -50,10 +50,10 @@ class Worst:
             deeds.append(f"(the norm was not finite in the next {words.counted(more, 'step')} either)")
         return [
             f"{self._record.steps[i]:,}",
-            words.as_number(float(norm), LOST if self._events.spikes[i] else "unknown"),
-            words.as_number(float(usual)),
+            words.number_text(float(norm), LOST if self._events.spikes[i] else "unknown"),
+            words.number_text(float(usual)),
             words.as_ratio(ratio) if math.isfinite(norm) else "",
-            words.as_number(float(self._record.loss[i])),
+            words.number_text(float(self._record.loss[i])),
             "\n".join(deeds),
         ]
 
@@ -64,7 +64,7 @@ class Worst:
         deeds: list[str] = []
         for name in dict.fromkeys(key.rpartition("/")[0] for key in self._record.metrics):
             limit, factor, share = (self._metric(f"{name}/{key}", i) for key in ("limit", "factor", "clipped"))
-            texts = [f"{what} {words.as_number(x)}" for what, x in (("limit", limit), ("factor", factor)) if x == x]
+            texts = [f"{what} {words.number_text(x)}" for what, x in (("limit", limit), ("factor", factor)) if x == x]
             if share == share:
                 texts.append(f"clipped {words.as_percent(share)}")
             if texts:
@@ -78,7 +78,7 @@ class Worst:
         if name in REASONS:
             return f": {REASONS[name]}"
         mean = self._metric(f"{name}/mean", i)
-        above = f", whose running mean was {words.as_number(mean)}" if math.isfinite(mean) else ""
+        above = f", whose running mean was {words.number_text(mean)}" if math.isfinite(mean) else ""
         return f" by {words.short(name)}{above}"
 
     def layer_table(self) -> list[str]:
@@ -97,8 +97,8 @@ def _cells_of(layers: Layers) -> list[list[str]]:
     rows = [
         [
             words.short(layer.name),
-            words.as_number(layer.norm, LOST),
-            words.as_number(layer.usual),
+            words.number_text(layer.norm, LOST),
+            words.number_text(layer.usual),
             words.as_ratio(layer.ratio),
         ]
         for layer in layers[:TOP]

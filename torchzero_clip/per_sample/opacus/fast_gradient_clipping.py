@@ -12,7 +12,7 @@ from torchzero_clip.checks import boolean, instance, non_negative, one_of
 from torchzero_clip.per_sample.captured_layer import CapturedLayer
 from torchzero_clip.per_sample.clipper import LossReduction
 from torchzero_clip.per_sample.gradients.captured_gradients import Forward
-from torchzero_clip.per_sample.layer import described, trainable
+from torchzero_clip.per_sample.layer import layer_text, trainable
 from torchzero_clip.per_sample.norm_clippers import ConstantFlatClipper
 from torchzero_clip.per_sample.opacus.two_passes import TwoPassEngine
 from torchzero_clip.per_sample.rules.copies import EMPTY
@@ -267,5 +267,5 @@ def _refuse_buffers(model: nn.Module, *, batch_first: bool) -> None:
             reason = refusal(module, batch_first=batch_first) or mixes(module)
             way_out = "use strict=False if it does not, and check_per_sample to be sure"
             raise NotImplementedError(
-                f"{described(name, module)} includes a buffer: {reason or f'it may mix samples. {way_out}'}"
+                f"{layer_text(name, module)} includes a buffer: {reason or f'it may mix samples. {way_out}'}"
             )

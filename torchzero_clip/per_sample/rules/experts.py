@@ -15,7 +15,7 @@ from torchzero_clip.per_sample.gradients.contributions import Contribution
 from torchzero_clip.per_sample.gradients.row_norms import wide
 from torchzero_clip.per_sample.gradients.rows import RowProducts, SparseRows
 from torchzero_clip.per_sample.rules.copies import EMPTY
-from torchzero_clip.per_sample.samples.nodes import IDENTITIES
+from torchzero_clip.per_sample.samples.graph_nodes import IDENTITIES
 from torchzero_clip.per_sample.samples.pattern import Place, samples_of_items
 
 SETTINGS = ("num_experts", "has_gate", "has_bias", "is_transposed", "has_post_expert_norm", "_apply_gate")

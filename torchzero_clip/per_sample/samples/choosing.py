@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from torchzero_clip.per_sample.samples.graph import Graph
-from torchzero_clip.per_sample.samples.nodes import KINDS
+from torchzero_clip.per_sample.samples.graph_nodes import KINDS
 
 Grads: TypeAlias = Sequence[Tensor | None]
 

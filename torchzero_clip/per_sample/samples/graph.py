@@ -11,7 +11,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
 from torchzero_clip.per_sample.samples.call import Call, call_of
-from torchzero_clip.per_sample.samples.nodes import KINDS, NodeKind, kind_of, shape_of
+from torchzero_clip.per_sample.samples.graph_nodes import KINDS, NodeKind, kind_of, shape_of
 from torchzero_clip.per_sample.samples.pattern import kinds_of_sizes
 
 OUTPUT = "output of the model"  # a key of the metadata of a node, for the forward that it is of

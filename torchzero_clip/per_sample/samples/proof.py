@@ -21,7 +21,7 @@ from torchzero_clip.per_sample.samples.errors import (
     too_small,
 )
 from torchzero_clip.per_sample.samples.graph import Graph
-from torchzero_clip.per_sample.samples.nodes import shape_of
+from torchzero_clip.per_sample.samples.graph_nodes import shape_of
 from torchzero_clip.per_sample.samples.pattern import (
     MIXED,
     UNTOLD,

@@ -16,7 +16,7 @@ from torchzero_clip.engine.gradient_norms import GradientNorms
 from torchzero_clip.engine.idle import Idle
 from torchzero_clip.engine.listener import Listener
 from torchzero_clip.engine.nonfinite import StepPolicy
-from torchzero_clip.engine.others import Others
+from torchzero_clip.engine.other_processes import OtherProcesses
 from torchzero_clip.engine.parts import Parts
 from torchzero_clip.engine.walk import RefusedByDevice, Walk
 from torchzero_clip.functional.ways import may_look
@@ -112,9 +112,9 @@ class OrdinaryStep(AnyStep):
         try:
             if "closure" in walk.nodes.targets:
                 walk.change_closure_gradients(self.chain)
-            walk.run(self.chain, "", table.rows, walk.end)
+            walk.run(self.chain, "", list(range(len(self.params))), walk.end)
             has_gradients = True
-            if isinstance(company, Others):
+            if isinstance(company, OtherProcesses):
                 metrics = company.metrics(walk.nodes, walk.metrics, len(table.params) > 0)
                 walk.metrics, has_gradients = metrics or {}, metrics is not None
             gradient_norms = walk.gradient_norms

@@ -25,7 +25,7 @@ from torchzero_clip.functional.slices import joint_of_norms
 
 
 @final
-class Others(Company):
+class OtherProcesses(Company):
     """The processes that hold other parameters. All have the same chain, and so send equally many numbers."""
 
     def __init__(self, group: ProcessGroup, device: torch.device, *, has_schedules: bool = False) -> None:
@@ -114,6 +114,6 @@ def _stand_in(walk: Walk, group: ProcessGroup, device: torch.device) -> Walk:
     executor = ReadableExecutor(Updates(table, walk.chain_state, maximize=False))
     gradient_norms = GradientNorms(walk.gradient_norms.norm_needs, table.grads, executor)
     gradient_norms.norms = torch.zeros(1, dtype=widest(device), device=device)
-    company = Others(group, device)
+    company = OtherProcesses(group, device)
     company.absence = Absence(group, device)
     return replace(walk, table=table, executor=executor, gradient_norms=gradient_norms, company=company)

@@ -12,7 +12,7 @@ from torch import nn
 
 import torchzero_clip.functional.grads as module
 from torchzero_clip import clip_grad_norm_, clip_grad_value_, normalize_grads_
-from torchzero_clip.functional.ordinary import ordinary_gradients
+from torchzero_clip.functional.ordinary_gradients import ordinary_gradients
 
 SHAPES = [(), (1,), (3,), (4, 3), (2, 3, 4, 5), (7, 293), (1500,), (65537,)]
 ORDINARY = {

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from torchzero_clip.per_sample.samples.graph import Graph
-from torchzero_clip.per_sample.samples.nodes import kind_of
+from torchzero_clip.per_sample.samples.graph_nodes import kind_of
 
 COUNT = 3
 
