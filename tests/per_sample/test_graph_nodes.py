@@ -4,6 +4,7 @@ import itertools
 import sys
 import types
 import unittest
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from per_sample.harness import Net, assert_close, clip, losses_of, norms_in_batc
 from torch import nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
 
 from torchzero_clip.per_sample.samples.graph import Graph
 from torchzero_clip.per_sample.samples.graph_nodes import kind_of
@@ -243,6 +245,13 @@ def test_values_that_may_move_rows_are_proved_in_each_step(name):
     order = torch.tensor([1, 0, 3, 2])
     model = Net(lambda m, x: MOVING[name](m.lin(x), order), lin=lin())
     assert min(proofs(model, lambda m: losses_of(m(torch.randn(4, 3))))) > 1
+
+
+@pytest.mark.parametrize("way", [lambda f, x: f(x), partial(checkpoint, use_reentrant=False)])
+def test_in_a_checkpoint_an_index_along_another_dimension_may_move_rows_too(way):
+    """To read the index would run the checkpoint again."""
+    model = Net(lambda m, x: way(lambda h: m.lin(h).sort(-1).values, x), lin=lin())
+    assert (min(proofs(model, lambda m: losses_of(m(torch.randn(4, 3))))) == 1) == (not isinstance(way, partial))
 
 
 def test_a_function_may_say_that_it_keeps_rows():
