@@ -1,8 +1,11 @@
 """Both checks of layouts, the one in C++ and the one that takes its place, tell the same apart."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from torchzero_clip import AdamW, ClipNorm, Modular, before_step, compat
 
@@ -79,3 +82,21 @@ def test_steps_on_the_cpu_do_not_ask_a_driver_that_is_missing(monkeypatch):
     weight.grad = torch.tensor([2.0])
     optimizer.step()
     assert weight.item() == pytest.approx(0.5, abs=1e-6)
+
+
+def test_only_hooks_of_torch_are_those_of_a_checkpoint():
+    def checkpoint_to_disk(x):
+        return x
+
+    for pack in (checkpoint_to_disk, partial(checkpoint_to_disk)):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            assert compat.checkpoint_around() is None
+            assert not compat.is_restored_by_checkpoint()
+    seen = []
+
+    def shown(x):
+        seen.append((compat.checkpoint_around() is not None, compat.is_restored_by_checkpoint()))
+        return x.sin()
+
+    checkpoint(shown, torch.ones(2, requires_grad=True), use_reentrant=False).sum().backward()
+    assert seen == [(True, False), (False, True)]

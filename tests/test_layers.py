@@ -36,12 +36,13 @@ BELOW = {
     "types": set(),
 }
 LEVELS = [
-    {"arguments", "hooks", "modes", "norm_clippers", "processes", "whole"},
+    {"arguments", "each_sample", "function_names", "hooks", "modes", "norm_clippers", "processes", "whole"},
     {"layer"},
     {"gradients"},
     {"per_example", "samples"},
     {"capture"},
     {"classic", "shared_inputs"},
+    {"rows_layer"},
     {"broadcast_row"},
     {"captured_layer"},
     {"rules"},

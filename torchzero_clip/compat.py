@@ -92,7 +92,13 @@ def checkpoint_around() -> object:
     # torch shows only the hooks of a checkpoint, which are known by their names
     top: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # pyright: ignore
     hooks = None if top is None else top(True)
-    return hooks[0] if hooks is not None and "checkpoint" in hooks[0].__qualname__ else None
+    return hooks[0] if hooks is not None and _is_of_checkpoint(hooks[0], "checkpoint") else None
+
+
+def _is_of_checkpoint(hook: object, word: str) -> bool:
+    """True for a hook that `torch.utils.checkpoint` has made, with this word in its name."""
+    is_made = getattr(hook, "__module__", "") == "torch.utils.checkpoint"
+    return is_made and word in getattr(hook, "__qualname__", "")
 
 
 def is_restored_by_checkpoint() -> bool:
@@ -104,7 +110,7 @@ def is_restored_by_checkpoint() -> bool:
     above: list[tuple[object, object]] = []
     try:
         while (hooks := calls._top_saved_tensors_default_hooks(True)) is not None:
-            if "recomputation" in hooks[0].__qualname__:
+            if _is_of_checkpoint(hooks[0], "recomputation"):
                 return True
             above.append(hooks)
             calls._pop_saved_tensors_default_hooks()

@@ -8,7 +8,7 @@ from contract.entries import Mul, TrackJointNorm
 from contract.training import stepped
 from torch import nn
 
-from torchzero_clip import SGD, Adam, AdamW, Chain, ClipNorm, ClipValue, ClipValueByEMA, Modular
+from torchzero_clip import SGD, Adam, AdamW, Chain, ClipNorm, ClipNormByEMA, ClipValue, ClipValueByEMA, Modular
 
 
 def test_the_first_owner_of_a_key_has_it_bare():
@@ -112,3 +112,15 @@ def test_one_transform_may_serve_twice_and_in_several_optimizers():
     assert param.tolist() == pytest.approx([-0.6, -0.8])
     assert stepped(clip, [0.0, 2.0])[0].tolist() == [0, -1]
     assert pickle.loads(pickle.dumps(clip)).defaults == clip.defaults
+
+
+@pytest.mark.parametrize(("target", "expected"), [("grad", [-4.5, -6.0]), ("update_difference", [0.0, 0.0])])
+def test_statistics_may_follow_a_unit_without_transforms(target, expected):
+    param = nn.Parameter(torch.zeros(2))
+    optimizer = Modular([param], Chain(target=target), ClipNormByEMA(beta=0.5, ema_init="update"))
+    for grad in ([3.0, 4.0], [30.0, 40.0]):
+        param.data.zero_()
+        param.grad = torch.tensor(grad)
+        optimizer.step()
+    # the second average, (3 + 30) / 2, would be 16.5, but may grow to 1.5 times the first only
+    torch.testing.assert_close(param.data, torch.tensor(expected))

@@ -8,7 +8,7 @@ from contract.training import gradients, stepped, train
 from torch import nn
 from versions import needs_muon
 
-from torchzero_clip import LR, SGD, Adam, AdamW, Chain, ClipNorm, ClipValue, Modular, Muon, UpdateRule
+from torchzero_clip import LR, SGD, Adam, AdamW, Chain, ClipNorm, ClipValue, Modular, Muon, SkipStep, UpdateRule
 
 
 def model():
@@ -175,3 +175,15 @@ def test_default_learning_rates_that_differ_need_lr():
 def test_lr_scales_where_it_stands():
     assert stepped([LR(0.5), ClipNorm(1)], [3.0, 4.0])[0].tolist() == pytest.approx([-0.6, -0.8])
     assert stepped([ClipNorm(1), LR(0.5)], [3.0, 4.0])[0].tolist() == pytest.approx([-0.3, -0.4])
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_the_place_of_a_gate_changes_no_rounding(fast):
+    grad, results = torch.randn(1000), []
+    for chain in ([LR(0.1), SkipStep(max_norm=1e9)], [SkipStep(max_norm=1e9), LR(0.1)], [LR(0.1)]):
+        param = nn.Parameter(torch.linspace(-1, 1, 1000))
+        param.grad = grad.clone()
+        Modular([param], *chain, fast=fast).step()
+        results.append(param)
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])

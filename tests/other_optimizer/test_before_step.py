@@ -1088,12 +1088,29 @@ def test_a_compiled_step_is_the_step():
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own import
 def test_an_optimizer_of_parts_of_the_parameters_is_refused_without_naming_the_one_inside():
-    kind = type("ZeroRedundancyOptimizer", (torch.optim.SGD,), {})
-    outer = kind([one()], 0.1)
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    outer = object.__new__(ZeroRedundancyOptimizer)  # its __init__ needs several processes
     outer.optim = sgd([one()])
     with pytest.raises(TypeError, match=r"norms would be those of one process: use fully_shard"):
         before_step(outer, ClipNorm(1, dim="global"))
+
+
+def test_another_optimizer_may_have_its_name():
+    param = one()
+    optimizer = type("ZeroRedundancyOptimizer", (torch.optim.SGD,), {})([param], 1.0)
+    before_step(optimizer, ClipNorm(1, dim="global"))
+    before, param.grad = param.detach().clone(), torch.full_like(param, 3.0)
+    optimizer.step()
+    torch.testing.assert_close(before - param, torch.ones_like(param) / param.numel() ** 0.5)
+
+
+def test_a_wrapper_of_a_trainer_without_an_optimizer_is_none():
+    placeholder = type("DummyOptim", (), {"__module__": "accelerate.utils"})()
+    with pytest.raises(TypeError, match=r"optimizer must be a torch.optim.Optimizer, got DummyOptim"):
+        before_step(placeholder, ClipNorm(1))
 
 
 def test_a_limit_that_reads_parameters_is_that_of_a_chain():

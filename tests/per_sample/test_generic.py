@@ -53,6 +53,16 @@ def test_modules_that_keep_their_outputs_can_be_compared_for_every_shape():
         assert_close(clipper.backward(model(x).sum(1)).norms, x.norm(dim=1), rtol=1e-5)
 
 
+def test_a_module_may_draw_numbers_from_a_generator_of_its_own():
+    def forward(m, x):
+        return x * m.scale * (torch.rand(x.shape, generator=m.generator) > 0.5)
+
+    model = Net(forward, scale=weight(5, value=1.0), generator=torch.Generator().manual_seed(0))
+    clipper, x = clip(model, whole=(Net,)), torch.randn(4, 5)
+    output = model(x)
+    assert_close(clipper.backward(output.sum(1)).norms, output.detach().norm(dim=1), rtol=1e-5)
+
+
 @pytest.mark.parametrize("whole", [(), (Net,)])
 def test_random_numbers_of_generic_modules_are_drawn_once_in_every_forward(whole):
     model, x, states = Net(lambda m, x: F.dropout(x) * m.scale, scale=weight(3, value=1.0)).double(), batch(), []

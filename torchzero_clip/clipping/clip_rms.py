@@ -1,5 +1,7 @@
 """Clipping by the root of the mean square."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from typing_extensions import override
@@ -67,7 +69,6 @@ class ClipRMS(Scaling):
 
         scratch = step.tools.scratch_for(updates)  # its memory lets later steps copy nothing to the device
         roots = made() if scratch is None else scratch.plan(f"roots {id(self)}", updates, made)
-        measured.vector = measured.vector / roots
-        metric = measured.metric
-        factors = measured.by_setting(step.settings, lambda norms, s: clip_factors(metric, norms, s["max_rms"]))
-        return where(measured.vector < torch.inf, factors, 1.0)
+        rms, metric = replace(measured, vector=measured.vector / roots), measured.metric
+        factors = rms.by_setting(step.settings, lambda norms, s: clip_factors(metric, norms, s["max_rms"]))
+        return where(rms.vector < torch.inf, factors, 1.0)

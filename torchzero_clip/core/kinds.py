@@ -126,7 +126,7 @@ class Scaling(NeverApplied):
         tensors. The first of them compares it with `factors`, and raises if they differ.
 
         Args:
-            norm: The joint norm, finite.
+            norm: The joint norm, between 1e-12 and 1e30.
             setting: The settings, which are equal for all parameters.
         """
         raise NotImplementedError

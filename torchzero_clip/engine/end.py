@@ -53,8 +53,9 @@ class Subtract(End):
     @override
     def finish(self, walk: WalkLike, node: Node, rows: list[int], rest: Sequence[Node]) -> set[int]:
         transform = node.transform
+        # gates have decided before, and transforms of closures have acted
+        rest = [n for n in rest if n.transform.target != "closure" and not isinstance(n.transform, Gate)]
         if isinstance(transform, UpdateRule):
-            rest = [n for n in rest if n.transform.target != "closure" and not isinstance(n.transform, Gate)]
             if not isinstance(transform, FinalRule):
                 return walk.executor.finish(walk, node, rows, rest)
             walk.ask(f"{transform!r} takes the step")

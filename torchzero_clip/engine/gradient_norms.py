@@ -192,5 +192,6 @@ def _measures_gradients(transform: Transform) -> bool:
     if transform.scope.limited or transform.target not in ("update", "update_difference", "grad"):
         return False
     if isinstance(transform, Chain):
-        return _measures_gradients(next(iter(transform.transforms.values())))
+        first = next(iter(transform.transforms.values()), None)
+        return first is not None and _measures_gradients(first)
     return isinstance(transform, Scaling)

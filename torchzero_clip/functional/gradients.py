@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -98,10 +98,10 @@ def warn_of_no_gradients(params: Tensors, parameters: Sequence[Tensor]) -> None:
 
 
 def own_gradients(params: Sequence[Tensor]) -> list[Tensor]:
-    """The gradients of parameters that have one, each laid out like its parameter and in memory of its own."""
+    """The gradients of parameters that all have one, each laid out like its parameter and in memory of its own."""
     # a gradient that has other placements, a pending conjugation or negation, or expanded or shared memory is replaced,
     # in .grad too
-    before = [param.grad for param in params if param.grad is not None]
+    before = [cast(Tensor, param.grad) for param in params]
     strided = {torch.strided}.issuperset([grad.layout for grad in before])
     if strided and are_plain(before, 0) and all_contiguous(before) and len(set(map(id, before))) == len(before):
         return before

@@ -123,7 +123,6 @@ class Measured:
     @property
     def total(self) -> Tensor:
         """The metric of all tensors together, those left alone included: 0-d."""
-        # not of ``vector``, which a scaling may have replaced
         norms = self.vector if self.tensor_norms is None else self.tensor_norms
         return torch.linalg.vector_norm(norms) if self._total is None else self._total
 
@@ -520,7 +519,7 @@ def effect(measured: Measured, factors: Tensor) -> dict[str, Tensor]:
 
 
 class Effect(NamedTuple):
-    """What a scaling has done to tensors that were slices, from which `effects` computes its metrics later."""
+    """What a scaling has done to whole tensors, from which `effects` computes its metrics later."""
 
     path: str
     """Of the scaling."""

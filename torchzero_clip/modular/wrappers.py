@@ -20,5 +20,7 @@ def unwrap(optimizer: Any) -> Any:
 def without_wrappers(optimizer: Any) -> Any:
     """The optimizer in wrappers of Accelerate and Lightning. Other wrappers may change gradients or count steps."""
     while type(optimizer).__module__.partition(".")[0] in ("accelerate", "lightning", "pytorch_lightning"):
-        optimizer = optimizer.optimizer
+        if (inner := getattr(optimizer, "optimizer", None)) is None:
+            break
+        optimizer = inner
     return optimizer

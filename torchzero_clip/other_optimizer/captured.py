@@ -81,8 +81,6 @@ class CapturedStep:
         self._metrics: StepMetrics | None = None  # where a replay leaves them
         self._refuse()
         self._hook = optimizer.register_load_state_dict_post_hook(self._note_load)
-        # torch warns of ordinary steps with capturable=True, which come first
-        optimizer._warned_capturable_if_run_uncaptured = True  # pyright: ignore
 
     def __call__(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take a step, as ``optimizer.step(closure)`` does, and return what the closure returned.
@@ -376,8 +374,8 @@ def captured(optimizer: Optimizer) -> CapturedStep:
     """Return a function that takes the steps of an optimizer as replays of a CUDA graph.
 
     A replay launches all kernels of the step by one call. Before it, the host compares the memory of all parameters and
-    gradients. The optimizer stays as it is, for schedulers, trainers and
-    checkpoints: only call ``step()`` instead of ``optimizer.step()``.
+    gradients. The optimizer stays as it is, for schedulers, trainers and checkpoints: only call ``step()`` instead of
+    ``optimizer.step()``.
 
     The first steps are ordinary. When a few looked the same, a step is captured, and later ones are replays. The rates
     ``lr`` and the limits of `ClipNorm`, `ClipRMS` and `ClipValue` may change in each step. Before each replay, the

@@ -14,7 +14,7 @@ from torchzero_clip.core.chain import Transforms, flatten
 from torchzero_clip.engine.listener import HasListener
 from torchzero_clip.functional.lists import params_of
 from torchzero_clip.modular.modular import Modular
-from torchzero_clip.modular.validation import NOT_ZERO_REDUNDANCY
+from torchzero_clip.modular.validation import NOT_ZERO_REDUNDANCY, is_zero_redundancy
 from torchzero_clip.types import Group
 
 Args: TypeAlias = tuple[Any, ...]
@@ -39,7 +39,7 @@ def check_optimizer(inner: Any, transforms: Sequence[Transforms]) -> None:
         raise TypeError(f"this optimizer is a chain, which takes the transforms: Modular(params, {shown}, ...)")
     if not listed:
         raise ValueError("before_step needs at least one transform, as in before_step(optimizer, ClipNorm(1))")
-    if name == "ZeroRedundancyOptimizer":
+    if is_zero_redundancy(inner):
         raise TypeError(NOT_ZERO_REDUNDANCY)
     if inside:
         raise TypeError(f"{name} takes its steps by another optimizer{way_out}")

@@ -7,91 +7,33 @@ whose shape it expects. A function that joins it with a tensor of the batch, as 
 
 import functools
 import inspect
-import warnings
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from typing_extensions import override
 
 from torchzero_clip.compat import DisableTorchFunctionSubclass, never_a_frame, never_traced, pytree
-from torchzero_clip.functional.dtypes import widened
 from torchzero_clip.per_sample.arguments import Rebuild, counts_up, flattened, tensors_in
-from torchzero_clip.per_sample.capture import Capture
+from torchzero_clip.per_sample.each_sample import are_equal, by_vmap
+from torchzero_clip.per_sample.function_names import EXPANSIONS, HOOKS, OF_DTYPE, TRANSPOSED, is_arithmetic, is_in_place
 from torchzero_clip.per_sample.gradients.autograd_graph import nodes_of
 from torchzero_clip.per_sample.gradients.contributions import Dense
 from torchzero_clip.per_sample.gradients.row_norms import wide
-from torchzero_clip.per_sample.layer import Layer
 from torchzero_clip.per_sample.modes import attribute_read
 from torchzero_clip.per_sample.processes.sharding import storages_of
-from torchzero_clip.per_sample.samples.call import Contribute, LayerInput, call_of, rows_first
+from torchzero_clip.per_sample.rows_layer import RowsLayer
+from torchzero_clip.per_sample.samples.call import LayerInput, call_of, rows_first
 from torchzero_clip.per_sample.samples.pattern import Place
-from torchzero_clip.per_sample.shared_inputs import SharedInputs
 
-ARITHMETIC = {"add", "sub", "mul", "div", "truediv"}
-IN_PLACE = {"iadd", "isub", "imul", "idiv", "itruediv"}
-OF_DTYPE = {"to", "type_as"}
-EXPANSIONS = {"expand", "expand_as", "broadcast_to", "repeat"}
-TRANSPOSED = {"T", "mT", "H", "mH", "real", "imag"}
 _EMBEDDING = inspect.signature(F.embedding)
 CANNOT = IndexError, RuntimeError, TypeError, ValueError
 """Errors of a function of torch that cannot run for single samples, because they lack the dimension that it names.
 
 They hide no wrong call of the user: if all ways fail, the function runs with its own arguments, and raises.
 """
-HOOKS = {"register_hook", "retain_grad", "register_post_accumulate_grad_hook"}
-
-
-@dataclass
-class Learnt:
-    """What rules have learnt about a layer in earlier calls."""
-
-    # functions of rows: what was expanded to another size than that of the batch, and where outputs have the samples
-    expanded: set[Hashable] = field(default_factory=set)
-    dims: dict[Hashable, list[int] | None] = field(default_factory=dict)
-    # modules that run whole: arguments that all samples share or that had samples, and those that were compared
-    arguments: set[Hashable] = field(default_factory=set)
-    compared: set[Hashable] = field(default_factory=set)
-    by_vmap: bool = True  # False if vmap cannot run the module
-    has_hooks: bool = False  # whether modules in it have hooks
-    may_rerun: bool = False  # whether its graph has a function that may run modules again
-    has_warned: bool = False  # of its memory
-
-
-class RowsLayer(Layer, ABC):
-    """A layer, with what rows need of it."""
-
-    def __init__(self, capture: Capture, name: str, module: nn.Module) -> None:
-        super().__init__(name, module, capture.model, capture.reruns)
-        self.capture = capture
-        self.shared = SharedInputs(capture)
-        self.learnt = Learnt()
-        self.written: dict[int, tuple[Tensor, Tensor]] | None = None
-        """Tensors into which the module has written rows, with rows in their place, by id; None outside of it."""
-        self.misuse: tuple[str, bool] | None = None
-        """The last function that got a row and cannot run for each sample, and whether the layer called it."""
-
-    @abstractmethod
-    def refuse_row(self) -> None:
-        """Raise for a gradient that is summed over samples."""
-
-    @abstractmethod
-    def watch(
-        self,
-        output: Tensor,
-        inputs: Sequence[Tensor],
-        contribute: Contribute,
-        samples: LayerInput | None = None,
-        *,
-        on_shared: Callable[[], bool] | None = None,
-    ) -> Tensor:
-        """Return the output, whose gradient and inputs will be passed to ``contribute``."""
 
 
 Make: TypeAlias = Callable[[int, Callable[[], bool] | None], Tensor]
@@ -153,13 +95,6 @@ class BroadcastRow(Tensor):
             if name in HOOKS:
                 rows[0]._layer.refuse_row()
             return func(*args, **kwargs)
-
-
-def is_in_place(name: str) -> bool:
-    """True for the names of functions that change their first argument."""
-    if name.startswith("__"):
-        return name == "__setitem__" or name.strip("_") in IN_PLACE
-    return name.endswith("_") and name != "requires_grad_"
 
 
 def is_row(value: Any) -> bool:
@@ -233,11 +168,6 @@ class _Use:
         tensors = {i: x for i, x in enumerate(leaves) if isinstance(x, Tensor)}
         self._others = {i: x for i, x in tensors.items() if i not in self.rows and self.name not in OF_DTYPE}
 
-    @property
-    def is_arithmetic(self) -> bool:
-        """True for functions such as addition, in which a row may be expanded."""
-        return self.name.strip("_").removeprefix("r") in ARITHMETIC
-
     def output(self) -> Any:
         """The output in the first way that can run the function; NotImplemented if there is none."""
         for way in self._ways():
@@ -261,7 +191,7 @@ class _Use:
 
         The backward finds the sample of each position.
         """
-        if not self.is_arithmetic or len(self.rows) != 1 or len(self._others) != 1:
+        if not is_arithmetic(self.name) or len(self.rows) != 1 or len(self._others) != 1:
             return NotImplemented
         row, (x,), layer = self._first, self._others.values(), self.layer
         if (param := row._param) is None or x.is_nested or x.is_sparse:
@@ -492,7 +422,7 @@ class _WithCopies:
             return NotImplemented
         (run,), places, count = runs, [place.dim for place in self._places.values()], len(self.copies[0])
         kind = {(place, x.ndim) for place, x in zip(places, of_batch, strict=True)}
-        if use.is_arithmetic and run == len(kind) == 1 and not use.changes:
+        if is_arithmetic(use.name) and run == len(kind) == 1 and not use.changes:
             ((dim, ndim),) = kind
             rows = [use.leaves[i] for i in use.rows]
             if all(row.fits(ndim, dim) for row in rows):
@@ -548,17 +478,9 @@ class _WithCopies:
             if one.ndim != whole.ndim + 1 or [sizes[i] for i in apart] != [(run, len(one) * run)]:
                 return None
             dims.append(apart[0])
-            if not _are_equal(whole, _joined(one, apart[0])):
+            if not are_equal(whole, _joined(one, apart[0])):
                 return None
         return dims
-
-
-def by_vmap(function: Callable[..., Any], *tensors: Any, attends: bool = True, randomness: str = "different") -> Any:
-    """The output of a function, which may have attention, for all samples. Each draws its own random numbers."""
-    # vmap runs the other backends in a loop; to choose one takes 11 microseconds
-    with warnings.catch_warnings(), sdpa_kernel(SDPBackend.MATH) if attends else nullcontext():
-        warnings.filterwarnings("ignore", "There is a performance drop")
-        return torch.vmap(function, randomness=randomness)(*tensors)
 
 
 def _alike(call: _WithCopies, *tensors: Tensor) -> Any:
@@ -569,12 +491,6 @@ def _alike(call: _WithCopies, *tensors: Tensor) -> Any:
 def _joined(each: Tensor, dim: int) -> Tensor:
     """The output of the batch, from that of each sample, samples first, with rows of the sample along a dimension."""
     return each.movedim(dim + 1, 1).flatten(0, 1).movedim(0, dim)
-
-
-def _are_equal(together: Tensor, alone: Tensor) -> bool:
-    """True if outputs of the batch and of its samples are equal up to rounding."""
-    tolerance = torch.finfo(together.dtype).eps ** 0.5 if together.is_floating_point() else 0
-    return not differ(widened(together), widened(alone.detach()), tolerance)
 
 
 def without_padding(args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -592,16 +508,3 @@ def without_padding(args: Any, kwargs: Any) -> tuple[Any, Any]:
     elif index is not None:
         call.arguments["weight"] = detached(table)
     return call.args, call.kwargs
-
-
-def differ(together: Tensor, alone: Tensor, tolerance: float) -> bool:
-    """True if two tensors of one shape differ by more than a tolerance, relative to the largest magnitude.
-
-    Equal values at the ends of the range, such as -1e9 in masks, do not count as magnitudes.
-    """
-    apart = ~together.isclose(alone, rtol=0, atol=1e-12, equal_nan=True)
-    if not apart.any():
-        return False
-    apart |= (together > together.min()) & (together < together.max())
-    scale = together[apart].nan_to_num(0, 0, 0).abs().max()
-    return not bool(((together - alone)[apart].abs() <= tolerance * scale).all())

@@ -13,13 +13,13 @@ from typing_extensions import override
 
 from torchzero_clip.compat import get_interpreter_stack, never_compiled, without_autocast
 from torchzero_clip.per_sample.arguments import tensors_in
-from torchzero_clip.per_sample.broadcast_row import BroadcastRow, RowsLayer, is_row, row_of
+from torchzero_clip.per_sample.broadcast_row import BroadcastRow, is_row, row_of
 from torchzero_clip.per_sample.capture import Capture
 from torchzero_clip.per_sample.gradients.contributions import Contribution, Dense
 from torchzero_clip.per_sample.gradients.row_norms import wide
 from torchzero_clip.per_sample.processes.sharding import slots, stands_for, storages_of
+from torchzero_clip.per_sample.rows_layer import RowsLayer
 from torchzero_clip.per_sample.samples.call import Call, Contribute, LayerInput, Reduce, rows_first
-from torchzero_clip.per_sample.samples.graph_nodes import IDENTITIES
 from torchzero_clip.per_sample.samples.pattern import Place
 from torchzero_clip.per_sample.whole import class_in_code
 
@@ -247,6 +247,8 @@ def class_forward(module: nn.Module) -> Callable[..., object]:
 class _Watched(torch.autograd.Function):
     """Passes an output on and its gradient back, so that the gradient includes later hooks and changes in place."""
 
+    keeps_rows = True
+
     @staticmethod
     @override
     def forward(
@@ -288,9 +290,6 @@ class _Watched(torch.autograd.Function):
                 capture.add(call, capture.contributions(call, grad, inputs, before))
         # torch takes no gradient for a None among the inputs
         return None, grad if ctx.goes_on else None, None, None, None, None
-
-
-IDENTITIES.add(_Watched)  # without this line, each step would be proved
 
 
 def with_strides(strides: tuple[int, ...], grad: Tensor) -> Tensor:

@@ -9,8 +9,9 @@ from typing_extensions import override
 
 from torchzero_clip.compat import checkpoint_around, pytree
 from torchzero_clip.per_sample.arguments import flattened
-from torchzero_clip.per_sample.broadcast_row import TRANSPOSED, is_row, row_of_param
+from torchzero_clip.per_sample.broadcast_row import is_row, row_of_param
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
+from torchzero_clip.per_sample.function_names import TRANSPOSED
 from torchzero_clip.per_sample.modes import Mode, attribute_read
 from torchzero_clip.per_sample.rules.copies import copy_of
 from torchzero_clip.per_sample.rules.generic import GENERIC

@@ -15,7 +15,6 @@ from torchzero_clip.per_sample.gradients.contributions import Contribution
 from torchzero_clip.per_sample.gradients.row_norms import wide
 from torchzero_clip.per_sample.gradients.rows import RowProducts, SparseRows
 from torchzero_clip.per_sample.rules.copies import EMPTY
-from torchzero_clip.per_sample.samples.graph_nodes import IDENTITIES
 from torchzero_clip.per_sample.samples.pattern import Place, samples_of_items
 
 SETTINGS = ("num_experts", "has_gate", "has_bias", "is_transposed", "has_post_expert_norm", "_apply_gate")
@@ -66,6 +65,8 @@ class ExpertsRule(Rule):
 class Taken(torch.autograd.Function):
     """Takes rows by an index. The rule knows the sample of each, so that it does not count as moving rows by values."""
 
+    keeps_rows = True
+
     @staticmethod
     @override
     def forward(ctx: Any, x: Tensor, index: Tensor) -> Tensor:
@@ -86,6 +87,8 @@ class ByExperts(torch.autograd.Function):
     Autograd would save the numbers of rows. They change in each step, so each step would have to be proved.
     """
 
+    keeps_rows = True
+
     @staticmethod
     @override
     def forward(ctx: Any, rows: Tensor, lengths: list[int], weights: Tensor, biases: Tensor | None) -> Tensor:
@@ -100,9 +103,6 @@ class ByExperts(torch.autograd.Function):
         (grad,), (weights,) = grads, ctx.saved_tensors
         pairs = zip(grad.split(ctx.lengths), weights, strict=True)
         return torch.cat([x @ w.mT.to(x.dtype) for x, w in pairs]).to(ctx.dtype), None, None, None
-
-
-IDENTITIES.update((Taken, ByExperts))  # without this line, each step would be proved
 
 
 def _sent(layer: CapturedLayer, tokens: Tensor, length: int, lengths: list[int], name: str, rows: Tensor) -> Tensor:

@@ -25,17 +25,10 @@ from torchzero_clip.compat import (
 )
 from torchzero_clip.functional.dtypes import widened
 from torchzero_clip.per_sample.arguments import counts_up
-from torchzero_clip.per_sample.broadcast_row import (
-    HOOKS,
-    by_vmap,
-    differ,
-    has_layers,
-    is_in_place,
-    is_row,
-    row_of,
-    without_padding,
-)
+from torchzero_clip.per_sample.broadcast_row import has_layers, is_row, row_of, without_padding
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
+from torchzero_clip.per_sample.each_sample import by_vmap, differ
+from torchzero_clip.per_sample.function_names import HOOKS, is_in_place
 from torchzero_clip.per_sample.gradients.autograd_graph import nodes_of
 from torchzero_clip.per_sample.hooks import Hook
 from torchzero_clip.per_sample.modes import Mode, attribute_read
@@ -329,8 +322,8 @@ def _compare(
 ) -> None:
     """Run the module once more, on its batch, and raise unless it gives the same output as sample by sample.
 
-    If it draws random numbers, only shapes are compared. It is not run if there are hooks inside, which would be
-    called twice.
+    If it draws random numbers, only shapes are compared. With a generator that is not that of the CPU, they show only
+    by a second run that differs. It is not run if there are hooks inside, which would be called twice.
     """
     inner = [module for module in layer.module.modules() if module is not layer.module]
     hooks = [  # torch has no public list of them
@@ -343,25 +336,35 @@ def _compare(
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     if hooked or any(is_row(x) or not x.numel() for x in tensors):
         return
-    state.begin()
-    before = torch.get_rng_state()
-    given = pytree.tree_map_only(Tensor, lambda x: x.detach().clone(), (args, kwargs))
-    try:
+
+    def whole() -> list[Any]:
+        state.begin()
+        given = pytree.tree_map_only(Tensor, lambda x: x.detach().clone(), (args, kwargs))
         with torch.no_grad():
-            together = type(layer.module).forward(layer.module, *given[0], **given[1])
-        drew = not torch.equal(before, torch.get_rng_state())
-    except Exception:  # a cache among its arguments, for example, has been filled by the runs before
-        return
-    finally:
-        torch.set_rng_state(before)
-    dim = layer.capture.batch_dim
-    for one, other in zip(pytree.tree_leaves(together), pytree.tree_leaves(output), strict=False):
-        if isinstance(one, Tensor) and isinstance(other, Tensor) and not _agree(other.detach(), one, dim, drew):
-            raise ValueError(
-                f"{layer} gives another output for a batch than for its samples one by one: it mixes samples, or a "
-                "tensor among its arguments that all samples share has the size of the batch. Give that one a batch "
-                f"dimension{layer.way_out}"
-            )
+            return pytree.tree_leaves(type(layer.module).forward(layer.module, *given[0], **given[1]))
+
+    dim, before = layer.capture.batch_dim, torch.get_rng_state()
+    devices = {x.device.index for x in tensors if x.is_cuda} if torch.cuda.is_initialized() else ()
+    with torch.random.fork_rng(devices):
+        try:
+            together = whole()
+            drew = not torch.equal(before, torch.get_rng_state())
+            if _all_agree(pytree.tree_leaves(output), together, dim, drew) or not _all_agree(
+                whole(), together, dim, drew
+            ):
+                return
+        except Exception:  # a cache among its arguments, for example, has been filled by the runs before
+            return
+    raise ValueError(
+        f"{layer} gives another output for a batch than for its samples one by one: it mixes samples, or a tensor "
+        "among its arguments that all samples share has the size of the batch. Give that one a batch "
+        f"dimension{layer.way_out}"
+    )
+
+
+def _all_agree(alone: Sequence[Any], together: Sequence[Any], dim: int, drew: bool) -> bool:
+    pairs = zip(alone, together, strict=False)
+    return all(_agree(x.detach(), y, dim, drew) for x, y in pairs if isinstance(x, Tensor) and isinstance(y, Tensor))
 
 
 def _agree(alone: Tensor, together: Tensor, dim: int, drew: bool) -> bool:

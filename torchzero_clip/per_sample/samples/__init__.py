@@ -7,9 +7,9 @@ To read it, in this order:
 
 1. `pattern` is what is kept of a proof: the place of the samples in each `call` of a layer, for batches of any size.
 2. `powers` has the factors, and reads samples from ratios.
-3. `nodes` says which functions may move rows by values that are not in the hash of the graph, so that each step has to
-   be proved. `graph` walks from the losses to the layers. A proof holds while the hash stays the same. `choosing` lets
-   NaN through functions that choose by values.
+3. `graph_nodes` says which functions may move rows by values that are not in the hash of the graph, so that each step
+   has to be proved. `graph` walks from the losses to the layers. A proof holds while the hash stays the same.
+   `choosing` lets NaN through functions that choose by values.
 4. `proof` runs the further backwards for one graph, and finds where the samples of each call are.
 5. `prover` decides which backwards are proved. `errors` has the errors.
 

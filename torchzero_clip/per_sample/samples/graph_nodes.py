@@ -9,6 +9,7 @@ Functions are told apart by their names, because torch exports no classes of tho
 """
 
 import itertools
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -75,11 +76,11 @@ POOLING = {
 BY_EQUALITY = frozenset({"MaxBackward1", "MinBackward1", "MedianBackward0", "NanmedianBackward0", "RenormBackward0"})
 """Functions of floats that move rows by the values of floats. NaN would not show it."""
 
-IDENTITIES: set[Any] = {BackwardHookFunction, DDPSink}
-"""Functions in Python, of torch and of this package, that leave rows where they are, or whose rows the package knows.
+_IDENTITIES = BackwardHookFunction, DDPSink
+"""Functions of torch in Python that leave rows where they are.
 
-Files with such a function add it when they are imported. Other functions in Python count as moving rows anywhere,
-unless they declare ``keeps_rows``. Each step with one is proved: slower, and never wrong.
+Other functions in Python count as moving rows anywhere, unless they declare ``keeps_rows``. Each step with one is
+proved: slower, and never wrong.
 """
 
 SIZES = "_info", "_output_size", "_scalar_type", "_numel", "_options", "_p", "_eps"
@@ -117,13 +118,12 @@ _compiled = itertools.count()  # all compiled functions have one name
 def kind_of(node: Node) -> NodeKind:
     """The kind of a node that is not in `KINDS` yet."""
     if isinstance(node, BackwardCFunction):
-        made_by = getattr(node, "_forward_cls", None)  # the `torch.autograd.Function`: a private name, no other
-        if made_by in IDENTITIES:
-            found = KINDS[type(node)] = NodeKind(type(node).__name__)
-            return found
+        made_by: Any = getattr(node, "_forward_cls", None)  # the `torch.autograd.Function`: a private name, no other
         found = _python_kinds.get(type(node))
         if found is None:
-            found = _python_kinds[type(node)] = _of_python(node, made_by)
+            found = _of_python(node, made_by)
+            lives_on = getattr(sys.modules.get(made_by.__module__), made_by.__name__, None) is made_by
+            (KINDS if lives_on else _python_kinds)[type(node)] = found
         return found
     found = KINDS[type(node)] = _of_torch(node)
     return found
@@ -165,7 +165,7 @@ def _is_size(attribute: str) -> bool:
 
 def _of_python(node: Any, made_by: Any) -> NodeKind:
     name = type(node).__name__
-    if getattr(made_by, "keeps_rows", False) or _is_of_shards(made_by):
+    if made_by in _IDENTITIES or getattr(made_by, "keeps_rows", False) or _is_of_shards(made_by):
         return NodeKind(name)
     if hasattr(node, "symints") and name == "CompiledFunctionBackward":
         return NodeKind(f"{name} {next(_compiled)}", ("symints",), moves_anywhere=_saves_integers)

@@ -1,0 +1,58 @@
+"""A layer as values that all samples share see it."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+from torchzero_clip.per_sample.capture import Capture
+from torchzero_clip.per_sample.layer import Layer
+from torchzero_clip.per_sample.samples.call import Contribute, LayerInput
+from torchzero_clip.per_sample.shared_inputs import SharedInputs
+
+
+@dataclass
+class Learnt:
+    """What rules have learnt about a layer in earlier calls."""
+
+    # functions of rows: what was expanded to another size than that of the batch, and where outputs have the samples
+    expanded: set[Hashable] = field(default_factory=set)
+    dims: dict[Hashable, list[int] | None] = field(default_factory=dict)
+    # modules that run whole: arguments that all samples share or that had samples, and those that were compared
+    arguments: set[Hashable] = field(default_factory=set)
+    compared: set[Hashable] = field(default_factory=set)
+    by_vmap: bool = True  # False if vmap cannot run the module
+    has_hooks: bool = False  # whether modules in it have hooks
+    may_rerun: bool = False  # whether its graph has a function that may run modules again
+    has_warned: bool = False  # of its memory
+
+
+class RowsLayer(Layer, ABC):
+    """A layer, with what rows need of it."""
+
+    def __init__(self, capture: Capture, name: str, module: nn.Module) -> None:
+        super().__init__(name, module, capture.model, capture.reruns)
+        self.capture = capture
+        self.shared = SharedInputs(capture)
+        self.learnt = Learnt()
+        self.written: dict[int, tuple[Tensor, Tensor]] | None = None
+        """Tensors into which the module has written rows, with rows in their place, by id; None outside of it."""
+        self.misuse: tuple[str, bool] | None = None
+        """The last function that got a row and cannot run for each sample, and whether the layer called it."""
+
+    @abstractmethod
+    def refuse_row(self) -> None:
+        """Raise for a gradient that is summed over samples."""
+
+    @abstractmethod
+    def watch(
+        self,
+        output: Tensor,
+        inputs: Sequence[Tensor],
+        contribute: Contribute,
+        samples: LayerInput | None = None,
+        *,
+        on_shared: Callable[[], bool] | None = None,
+    ) -> Tensor:
+        """Return the output, whose gradient and inputs will be passed to ``contribute``."""
