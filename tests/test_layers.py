@@ -160,12 +160,21 @@ def test_a_name_that_others_import_stands_once():
     """So does the name of a file. A reader then knows which one is meant."""
     places = defaultdict(list)
     for path in FILES:
-        for found in ast.parse(path.read_text()).body:
-            if isinstance(found, ast.FunctionDef | ast.ClassDef) and not found.name.startswith("_"):
-                places[found.name].append(path.relative_to(PACKAGE))
-        if path.name != "__init__.py":
-            places[path.name].append(path.relative_to(PACKAGE))
-    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+        names = [name for statement in ast.parse(path.read_text()).body for name in defined(statement)]
+        # a type variable has one letter
+        for name in (path.name, *(name for name in names if not name.startswith("_") and len(name) > 1)):
+            places[name].append(path.relative_to(PACKAGE))
+    del places["__init__.py"]
+    assert {name: found for name, found in places.items() if len(set(found)) > 1} == {}
+
+
+def defined(statement):
+    """The names that a statement of a module defines."""
+    if isinstance(statement, ast.FunctionDef | ast.ClassDef):
+        return [statement.name]
+    targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
+    parts = [part for target in targets for part in getattr(target, "elts", [target])]
+    return [part.id for part in parts if isinstance(part, ast.Name)]
 
 
 def test_frames_of_callers_are_read_in_two_places():

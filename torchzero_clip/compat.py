@@ -174,11 +174,11 @@ def _in_python(tensors: Sequence[Tensor]) -> SameLayout:
     return fits
 
 
-flatten: Callable[[Sequence[Tensor]], Tensor] = torch._C._nn.flatten_dense_tensors  # pyright: ignore
+flatten_dense: Callable[[Sequence[Tensor]], Tensor] = torch._C._nn.flatten_dense_tensors  # pyright: ignore
 """The elements of all tensors, one after the other: a new vector. torch has no public name for it."""
 
-unflatten: Callable[[Tensor, Sequence[Tensor]], list[Tensor]] = torch._C._nn.unflatten_dense_tensors  # pyright: ignore
-"""The inverse of `flatten`: views of the vector in the shapes of other tensors."""
+unflatten_dense: Callable[[Tensor, Sequence[Tensor]], list[Tensor]] = torch._C._nn.unflatten_dense_tensors  # pyright: ignore
+"""The inverse of `flatten_dense`: views of the vector in the shapes of other tensors."""
 
 
 def may_call_base(optimizer: Optimizer) -> bool:

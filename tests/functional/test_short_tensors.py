@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from torchzero_clip.functional.scratch import Scratch
-from torchzero_clip.functional.short_tensors import BLOCK, multiply_any_length_, multiply_short_
+from torchzero_clip.functional.short_tensors import FACTOR_BLOCK, multiply_any_length_, multiply_short_
 
-SIZES = [(), (3,), (0,), (BLOCK - 1,), (BLOCK,), (BLOCK + 1,), (3, BLOCK), (5, 70)]
+SIZES = [(), (3,), (0,), (FACTOR_BLOCK - 1,), (FACTOR_BLOCK,), (FACTOR_BLOCK + 1,), (3, FACTOR_BLOCK), (5, 70)]
 
 
 def tensors_of(dtype, seed=0):

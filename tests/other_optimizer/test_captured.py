@@ -29,7 +29,7 @@ def behind(model):
 
 @pytest.mark.parametrize("start", [chained, behind])
 def test_on_a_cpu_it_is_the_ordinary_step(start, monkeypatch):
-    monkeypatch.setattr(CapturedStep, "record", None)
+    monkeypatch.setattr(CapturedStep, "capture", None)
     found = []
     for is_captured in (True, False):
         model = model_of()

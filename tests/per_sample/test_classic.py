@@ -1,6 +1,7 @@
 """The classic form: gradients that come another way than through outputs, graphs that run once, and blocks of rows."""
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -135,3 +136,25 @@ def test_gradients_of_a_mean_and_of_a_sum_are_not_added():
         second.discard()
         first.backward(losses_of(other(model(x))))
         second.discard()
+
+
+def test_a_mean_in_another_thread_stays_one_while_losses_are_in_a_backward():
+    model, other, x = nn.Linear(3, 4).double(), nn.Linear(3, 2).double(), torch.randn(5, 3).double()
+    expected, found = norms_in_batch(other, x), []
+    with clip(model) as first, clip(other) as second:
+
+        def train_other():
+            losses_of(other(x)).mean().backward()
+            found.append(second.clip_and_accumulate().norms)
+
+        def meanwhile(grad):
+            if not found:
+                thread = threading.Thread(target=train_other)
+                thread.start()
+                thread.join()
+
+        output = model(x)
+        output.register_hook(meanwhile)
+        first.backward(losses_of(output))
+        second.pre_step()
+    assert_close(found[0], expected)

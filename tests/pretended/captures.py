@@ -71,7 +71,7 @@ class Recorded(Graph):
 def recorded() -> Iterator[None]:
     """Steps are captured by the pretended device within the block."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CapturedStep, "record", staticmethod(Recorded))
+        patch.setattr(CapturedStep, "capture", staticmethod(Recorded))
         yield
 
 
@@ -565,7 +565,7 @@ def failed_captures_end() -> None:
 
         with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            patch.setattr(CapturedStep, "record", staticmethod(fails))
+            patch.setattr(CapturedStep, "capture", staticmethod(fails))
             step = captured(optimizer) if is_captured else optimizer.step
             for k in range(20):
                 fill(params, seed=k)

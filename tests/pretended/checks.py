@@ -111,7 +111,7 @@ def entries_agree(dtype: torch.dtype) -> None:
 def parts_of_long_tensors_agree() -> None:
     """As if tensors of more than 4 elements were too long for one piece."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("BLOCK", "ALONE", "ELSEWHERE"):
+        for name in ("FACTOR_BLOCK", "ALONE", "ELSEWHERE"):
             patch.setattr(f"torchzero_clip.fast.pieces.{name}", 4)
         entries_agree(torch.bfloat16)
 

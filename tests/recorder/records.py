@@ -6,7 +6,7 @@ import math
 import torch
 
 from torchzero_clip import Record
-from torchzero_clip.recorder.precision import FLOAT32
+from torchzero_clip.recorder.precision import FLOAT32_ROUNDING
 from torchzero_clip.recorder.series import jumps
 
 
@@ -21,7 +21,9 @@ def made(norms, layers=("weight",), **options):
         "layer_steps": list(range(count)),
         "layer_norms": norm[:, None].expand(count, len(layers)).clone(),
     } | options
-    found = jumps(options["layer_norms"], FLOAT32, torch.zeros(len(layers), dtype=torch.bool)).nonzero().tolist()
+    found = (
+        jumps(options["layer_norms"], FLOAT32_ROUNDING, torch.zeros(len(layers), dtype=torch.bool)).nonzero().tolist()
+    )
     jumped = [(options["layer_steps"][row], layers[k]) for row, k in found]
     joint = [name.removesuffix("/limit") for name in options.get("metrics", {}) if name.endswith("/limit")]
     return Record(

@@ -11,7 +11,7 @@ from recorder import records
 from recorder.records import column, made
 
 from torchzero_clip import Recorder, read_record
-from torchzero_clip.recorder.binning import Events, Tiles, in_columns, largest, medians
+from torchzero_clip.recorder.binning import Events, Tiles, in_columns, largest, medians_of_columns
 from torchzero_clip.recorder.data import Block, Ratios
 from torchzero_clip.recorder.figures import draw_record, draw_series
 from torchzero_clip.recorder.panels import printable
@@ -229,7 +229,7 @@ def test_long_and_unprintable_names_are_shortened(name, most, short):
 def test_columns_take_the_median_and_the_largest_of_what_is_known():
     values = column([1.0, 5.0, 3.0, NAN, 7.0, NAN, NAN, NAN, NAN, 2.0])
     assert in_columns(values, 3, largest).nan_to_num(nan=-1).tolist() == [5, 7, -1, 2]
-    assert in_columns(values, 3, medians).nan_to_num(nan=-1).tolist() == [3, 7, -1, 2]
+    assert in_columns(values, 3, medians_of_columns).nan_to_num(nan=-1).tolist() == [3, 7, -1, 2]
 
 
 def test_bars_are_equally_wide_on_a_log_axis():

@@ -11,7 +11,7 @@ from torch import nn
 
 from torchzero_clip import Recorder, read_record
 from torchzero_clip.recorder import binning
-from torchzero_clip.recorder.precision import FLOAT32, LOW, precision_of, relative
+from torchzero_clip.recorder.precision import FLOAT32_ROUNDING, LOW, precision_of, relative
 from torchzero_clip.recorder.report import write_report
 
 BATCH, STEPS = 16, 36
@@ -113,7 +113,7 @@ def test_rounding_is_never_named(kind, mode, tmp_path):
     recorder = trained(model, mode, log=points.__setitem__, log_every=5, ratios_every=2, path=path, flush_every=20)
     recorder.close()
     kept, read = recorder.record(), read_record(path)
-    assert kept.precision == read.precision == (FLOAT32 if mode == "float32" else LOW)
+    assert kept.precision == read.precision == (FLOAT32_ROUNDING if mode == "float32" else LOW)
     for record in (kept, read):
         rows = [layer for step in record.steps[1:] for layer in record.worst(step, 99)]
         assert {layer.name for layer in rows if layer.ratio > 0}.isdisjoint(noise)
@@ -189,7 +189,7 @@ def test_a_gradient_of_zeros_does_not_jump_with_the_joint_norm():
 def test_a_gradient_that_is_no_longer_zero_is_named():
     """The first matrix of a LoRA has no gradient while the second one is zero."""
     record = made([1.0] * 30, ["a", "b"], layer_norms=column([[0.0, 1.0]] * 20 + [[1e-3, 1.0]] * 10))
-    assert record.worst(20)[0] == ("a", 1e-3, 0.0, pytest.approx(1e-3 / FLOAT32))
+    assert record.worst(20)[0] == ("a", 1e-3, 0.0, pytest.approx(1e-3 / FLOAT32_ROUNDING))
     assert math.isnan(record.worst(19)[1].ratio)
 
 
@@ -202,21 +202,21 @@ def test_what_a_norm_is_judged_against():
 
 
 DIGITS = {
-    "float32": (lambda: torch.randn(4000), FLOAT32),
+    "float32": (lambda: torch.randn(4000), FLOAT32_ROUNDING),
     "float64": (lambda: torch.randn(4000, dtype=torch.float64), 2.0**-48),
-    "few": (lambda: torch.randn(10), FLOAT32),
+    "few": (lambda: torch.randn(10), FLOAT32_ROUNDING),
     "bfloat16": (lambda: torch.randn(4000).bfloat16(), LOW),
     "cast": (lambda: torch.randn(300).bfloat16().float(), LOW),
     "float16": (lambda: torch.randn(4000).half().float() / 3, LOW),
     "clipped": (lambda: torch.randn(4000).bfloat16().float() * 0.3, LOW),
     "the mean of six": (lambda: torch.randn(6, 4000).bfloat16().float().mean(0), LOW),
-    "complex": (lambda: torch.randn(4000, dtype=torch.complex64), FLOAT32),
-    "sparse": (lambda: torch.randn(40, 40).to_sparse(), FLOAT32),
-    "equal": (lambda: torch.randn(200).repeat(20), FLOAT32),
+    "complex": (lambda: torch.randn(4000, dtype=torch.complex64), FLOAT32_ROUNDING),
+    "sparse": (lambda: torch.randn(40, 40).to_sparse(), FLOAT32_ROUNDING),
+    "equal": (lambda: torch.randn(200).repeat(20), FLOAT32_ROUNDING),
     "inf": (lambda: torch.cat([torch.randn(4000).bfloat16().float(), torch.tensor([INF, NAN])]), LOW),
-    "zeros": (lambda: torch.zeros(4000), FLOAT32),
-    "none": (lambda: torch.zeros(0), FLOAT32),
-    "rounding": (lambda: torch.cat([torch.randn(100), torch.randint(1, 9, (900,)) * 2.0**-24]), FLOAT32),
+    "zeros": (lambda: torch.zeros(4000), FLOAT32_ROUNDING),
+    "none": (lambda: torch.zeros(0), FLOAT32_ROUNDING),
+    "rounding": (lambda: torch.cat([torch.randn(100), torch.randint(1, 9, (900,)) * 2.0**-24]), FLOAT32_ROUNDING),
 }
 
 
@@ -225,10 +225,10 @@ def test_the_digits_of_gradients_tell_their_precision(kind):
     make, expected = DIGITS[kind]
     for seed in range(20):
         torch.manual_seed(seed)
-        assert precision_of([make(), torch.zeros(3)] if expected == FLOAT32 else [make()]) == expected
+        assert precision_of([make(), torch.zeros(3)] if expected == FLOAT32_ROUNDING else [make()]) == expected
 
 
-@pytest.mark.parametrize(("setting", "expected"), [("highest", FLOAT32), ("high", 2.0**-10), ("medium", LOW)])
+@pytest.mark.parametrize(("setting", "expected"), [("highest", FLOAT32_ROUNDING), ("high", 2.0**-10), ("medium", LOW)])
 def test_products_of_lower_precision_count(setting, expected):
     before = torch.get_float32_matmul_precision()
     try:

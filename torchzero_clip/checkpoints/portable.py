@@ -13,8 +13,8 @@ from torch import Tensor
 from torchzero_clip.compat import is_distributed
 from torchzero_clip.types import State
 
-STEP = "step"
-FLOAT32 = frozenset({torch.float32, torch.float16, torch.bfloat16})
+_STEP = "step"
+FIT_FLOAT32 = frozenset({torch.float32, torch.float16, torch.bfloat16})
 """The dtypes whose numbers are the same after a cast to float32 and back."""
 
 Packed: TypeAlias = dict[str, object]
@@ -35,8 +35,8 @@ def packed(state: State, kept: Container[torch.dtype] | None) -> dict[str, Packe
 def _packed(value: object, kept: Container[torch.dtype] | None) -> Packed:
     # distributed tensors cannot be viewed as bytes
     if not isinstance(value, Tensor) or kept is None or value.dtype in kept or is_distributed(value):
-        return {STEP: value}
-    return {str(value.dtype).removeprefix("torch."): {STEP: value.unsqueeze(-1).view(torch.uint8)}}
+        return {_STEP: value}
+    return {str(value.dtype).removeprefix("torch."): {_STEP: value.unsqueeze(-1).view(torch.uint8)}}
 
 
 def unpacked(saved: object) -> State:
@@ -49,11 +49,11 @@ def unpacked(saved: object) -> State:
 def _unpacked(key: str, value: object) -> object:
     if not isinstance(value, Mapping):
         return value
-    if list(value) == [STEP]:
-        return value[STEP]
+    if list(value) == [_STEP]:
+        return value[_STEP]
     name, inner = next(iter(value.items()), ("", None))
     dtype: object = getattr(torch, str(name), None)
-    elements = inner.get(STEP) if isinstance(inner, Mapping) else None
+    elements = inner.get(_STEP) if isinstance(inner, Mapping) else None
     if len(value) > 1 or not isinstance(dtype, torch.dtype) or not isinstance(elements, Tensor):
         raise ValueError(f"the state {key!r} of a transform is neither a value nor the bytes of one")
     if not elements.ndim or elements.shape[-1] != dtype.itemsize:

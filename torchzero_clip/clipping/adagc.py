@@ -96,7 +96,7 @@ class AdaGC(NormStatistics):
         return zero_numbers("warm_steps")
 
     @override
-    def limit(self, tracked: Tracked, updates: list[Tensor]) -> Tensor:
+    def factors_of(self, tracked: Tracked, updates: list[Tensor]) -> Tensor:
         norms, usual, started = tracked.norms, tracked["usual"], tracked.started
         limits = tracked.by_setting(lambda s, usual: s["ratio"] * usual, usual)
         limits = limits if tracked.is_usual else where(started, limits, torch.inf)

@@ -85,7 +85,7 @@ class AutoClip(NormStatistics):
         return {"ring": torch.zeros(self.window, dtype=torch.float64), **zero_numbers("started")}
 
     @override
-    def limit(self, tracked: Tracked, updates: list[Tensor]) -> Tensor:
+    def factors_of(self, tracked: Tracked, updates: list[Tensor]) -> Tensor:
         stored = tracked.remember()
         limit = stored.nanquantile(tracked.shared[0][0]["percentile"] / 100)
         tracked.show(limit=limit)

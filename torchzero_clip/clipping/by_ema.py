@@ -123,7 +123,7 @@ class ClipNormByEMA(NormStatistics):
         return {"ema": ema} | super().possible_state(param, setting)
 
     @override
-    def limit(self, tracked: Tracked, updates: list[Tensor]) -> Tensor:
+    def factors_of(self, tracked: Tracked, updates: list[Tensor]) -> Tensor:
         of_tracked = [updates[i] for i in tracked.indices]
         averages, measured = tracked.averaged("ema", of_tracked, self.slicing, from_update=self.ema_init == "update")
         size = self._grown(averages, measured, tracked)

@@ -17,7 +17,7 @@ from torchzero_clip.functional.dtypes import bias_correction
 from torchzero_clip.functional.measure import LINF, Slicing
 from torchzero_clip.types import NewState, Schedule, Setting, Target
 
-LARGEST = Slicing(LINF)
+_LARGEST = Slicing(LINF)
 
 
 class ClipByMaxEMA(Elementwise):
@@ -89,7 +89,7 @@ class ClipByMaxEMA(Elementwise):
     def flags(self, updates: Sequence[Tensor], step: Step, rows: Sequence[int] | None) -> Flags:
         """The limit of each tensor, and its ratio to the largest element, after moving the averages."""
         updates = [torch.view_as_real(x) if x.is_complex() else x for x in updates]
-        tracked = Tracked(step.tools.measure(updates, LARGEST), step, False, lambda _: True)
+        tracked = Tracked(step.tools.measure(updates, _LARGEST), step, False, lambda _: True)
         count = tracked["started"] + 1
         average = tracked.by_setting(averaged, tracked["largest"], tracked.norms)
         tracked.keep(largest=average, started=count)

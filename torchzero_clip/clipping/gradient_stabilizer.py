@@ -81,7 +81,7 @@ class GradientStabilizer(NormStatistics):
         return zero_numbers("norm", "square", "started", device=param.device)
 
     @override
-    def limit(self, tracked: Tracked, updates: list[Tensor]) -> Tensor:
+    def factors_of(self, tracked: Tracked, updates: list[Tensor]) -> Tensor:
         norms, count = tracked.norms, tracked["started"] + 1
         seen = norms.clamp(max=squarable(norms))
         norm = tracked.by_setting(partial(averaged, key="beta1"), tracked["norm"], seen)

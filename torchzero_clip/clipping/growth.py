@@ -255,7 +255,7 @@ class ClipNormGrowth(NormStatistics):
         return super().factors(measured, updates, step)
 
     @override
-    def limit(self, tracked: Tracked, updates: list[Tensor]) -> Tensor:
+    def factors_of(self, tracked: Tracked, updates: list[Tensor]) -> Tensor:
         size, prev = tracked.metric(tracked.norms), tracked["prev"]
         limited, ratio = tracked.limited(size, tracked.limits(tracked.by_setting(_allowed, prev)))
         # prev is 0 before the start

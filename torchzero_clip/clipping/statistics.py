@@ -225,7 +225,7 @@ def averaged(setting: Setting, average: Tensor, new: Tensor, key: str = "beta") 
 
 
 class NormStatistics(Scaling):
-    """Stores norms, of each tensor or, if ``joint``, of all together; `limit` of subclasses returns their factors."""
+    """Stores norms, of each tensor or, if ``joint``, of all together. Subclasses return `factors_of` them."""
 
     keeps_statistics = True
 
@@ -239,7 +239,7 @@ class NormStatistics(Scaling):
         self.joint = joint
 
     @abstractmethod
-    def limit(self, tracked: Tracked, updates: list[Tensor]) -> Tensor:
+    def factors_of(self, tracked: Tracked, updates: list[Tensor]) -> Tensor:
         """Return the factor of each norm, 1 where it is not usable, and store what the next step needs."""
 
     def takes_part(self, setting: Setting) -> bool:
@@ -281,4 +281,6 @@ class NormStatistics(Scaling):
         if not any(self.takes_part(setting) for setting, _ in step.by_setting()):
             return torch.ones_like(measured.vector)
         tracked = Tracked(measured, step, self.joint, self.takes_part)
-        return tracked.factors(self.limit(tracked, updates)) if tracked.indices else torch.ones_like(measured.vector)
+        return (
+            tracked.factors(self.factors_of(tracked, updates)) if tracked.indices else torch.ones_like(measured.vector)
+        )

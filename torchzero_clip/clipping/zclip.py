@@ -103,7 +103,7 @@ class ZClip(NormStatistics):
         return zero_numbers("mean", "variance", "started")
 
     @override
-    def limit(self, tracked: Tracked, updates: list[Tensor]) -> Tensor:
+    def factors_of(self, tracked: Tracked, updates: list[Tensor]) -> Tensor:
         setting, norm, mean, variance = tracked.shared[0][0], tracked.norms, tracked["mean"], tracked["variance"]
         is_warm, count, threshold = tracked["started"] >= self.warmup_steps, tracked["started"] + 1, setting["z_thresh"]
         deviation = variance.sqrt()

@@ -70,7 +70,7 @@ class DeviceDecisions:
         """Who may refuse a step."""
         self.counts = torch.zeros(3, dtype=dtype, device=device)
         """Steps taken, steps skipped, and steps skipped in a row."""
-        self._taken, _, self._in_a_row = self.counts.unbind()
+        self._taken_count, _, self._in_a_row = self.counts.unbind()
         self._skips = self.counts.narrow(0, 1, 2)
         self.found_inf = torch.zeros((), dtype=torch.float32, device=device)
         """1 if the step is refused, as kernels of torch read it."""
@@ -102,13 +102,13 @@ class DeviceDecisions:
             torch.stack(list(passed), out=self._passed)
         self.taken = self._passed.all() if len(passed) > 1 else passed[0]
         torch.logical_not(self.taken, out=self.found_inf)
-        self._taken.add_(self.taken)
+        self._taken_count.add_(self.taken)
         self._skips.add_(self.found_inf)
         self._in_a_row.mul_(self.found_inf)
 
     def uncount(self) -> None:
         """Take back the count of a step that has raised an error. If it ended skips in a row, their count stays 0."""
-        self._taken.sub_(self.taken.to(self._taken.dtype))
+        self._taken_count.sub_(self.taken.to(self._taken_count.dtype))
         self._skips.sub_(self.found_inf)
 
     @property

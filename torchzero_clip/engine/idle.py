@@ -3,16 +3,16 @@
 from torchzero_clip.compat import never_compiled, warn_user
 from torchzero_clip.engine.walk import Walk
 
-IN_A_ROW = 20
+_IN_A_ROW = 20
 EVERY = 32  # planned steps compute the norm of all tensors only once in so many steps, to save time
 
-ABSENT = (
-    f"no parameter had a gradient in the last {IN_A_ROW} steps, so the steps did nothing. Call backward() "
+_ABSENT = (
+    f"no parameter had a gradient in the last {_IN_A_ROW} steps, so the steps did nothing. Call backward() "
     "after zero_grad() and before step(), with a loss that depends on the parameters of this optimizer"
 )
-ZERO = (
-    f"all gradients were 0 in the last {IN_A_ROW} steps. The loss may not depend on these parameters, or gradients are "
-    "set to 0 between backward() and step(). Gradients of float16 may underflow to 0 without a gradient scaler"
+_ZERO = (
+    f"all gradients were 0 in the last {_IN_A_ROW} steps. The loss may not depend on these parameters, or gradients "
+    "are set to 0 between backward() and step(). Gradients of float16 may underflow to 0 without a gradient scaler"
 )
 
 
@@ -33,20 +33,20 @@ class Idle:
         # without gradients here, another process may have some
         elif walk.company is None or walk.company.group is None:
             params = (param for group in walk.table.groups for param in group["params"])
-            self._count(ABSENT, steps_taken, is_usual=not any(param.requires_grad for param in params))
+            self._count(_ABSENT, steps_taken, is_usual=not any(param.requires_grad for param in params))
 
     @never_compiled
     def zeros(self, steps_taken: int, *, is_taken: bool = True) -> None:
         """Note a step whose gradients were 0, and whether it counts as taken."""
-        self._count(ZERO, steps_taken, is_taken=is_taken)
+        self._count(_ZERO, steps_taken, is_taken=is_taken)
 
-    def looks(self, steps_taken: int) -> bool:
+    def is_due(self, steps_taken: int) -> bool:
         """True if a planned step should look at its norm."""
         return not steps_taken % EVERY or self._at == steps_taken - 1
 
     def _count(self, reason: str, steps_taken: int, *, is_taken: bool = False, is_usual: bool = False) -> None:
         is_next = reason == self._reason and steps_taken == self._at + is_taken
         self._in_a_row, self._reason, self._at = self._in_a_row + 1 if is_next else 1, reason, steps_taken
-        if self._in_a_row >= IN_A_ROW and not (self._has_warned or is_usual):
+        if self._in_a_row >= _IN_A_ROW and not (self._has_warned or is_usual):
             self._has_warned = True
             warn_user(reason)

@@ -31,8 +31,8 @@ from torchzero_clip.types import Group, State
 
 Nonfinite: TypeAlias = Literal["propagate", "raise", "skip"]
 
-REMEMBERED = 10  # norms that an error shows
-WARNED_AFTER = 20  # refused steps in a row, for the first warning
+_REMEMBERED = 10  # norms that an error shows
+_WARNED_AFTER = 20  # refused steps in a row, for the first warning
 WAY_OUT = (
     "go back to a checkpoint, or change a limit if it refuses good steps. "
     "With max_consecutive_skips=, such a run raises"
@@ -54,7 +54,7 @@ class StepPolicy:
         self._recording = {name for name, gate in self._gates.items() if implements_record(type(gate))}
         self.bad_gradients: BadGradients | None = None  # the gradients of the last step that ``nonfinite`` has refused
         self.idle = Idle()  # counts steps without gradients, or with zeros
-        self._norms: deque[float] = deque(maxlen=REMEMBERED)
+        self._norms: deque[float] = deque(maxlen=_REMEMBERED)
         self._warned_at = 0  # steps in a row that the device has skipped, at the last warning
         self.has_gates = bool(self._gates)
         self.may_skip = nonfinite == "skip" or self.has_gates
@@ -87,7 +87,7 @@ class StepPolicy:
         """The counters that this policy needs, at 0."""
         return {SKIPPED: 0, CONSECUTIVE: 0} if self.may_skip else {}
 
-    def allows(self, walk: Walk, counts: State) -> bool:
+    def decide(self, walk: Walk, counts: State) -> bool:
         """Return True if the step is to be taken. It synchronizes with the GPU once.
 
         If no process has a gradient, the step is not taken, and does not count as skipped. The errors are those of
@@ -165,11 +165,11 @@ class StepPolicy:
         """True if the counts of a step about which the device decides are sent to the host."""
         return self.max_consecutive_skips is not None or not steps % MOST_LATE
 
-    def look(self, in_a_row: int, at_step: int) -> None:
+    def judge_skips(self, in_a_row: int, at_step: int) -> None:
         """Raise or warn after too many steps in a row that the device has skipped, up to this step."""
         who = "skipped_by and bad_gradients say more of the last one"
         if self.max_consecutive_skips is None:
-            if in_a_row < WARNED_AFTER:
+            if in_a_row < _WARNED_AFTER:
                 self._warned_at = 0
             elif in_a_row >= 2 * self._warned_at:
                 self._warned_at = in_a_row
@@ -190,7 +190,7 @@ class StepPolicy:
         norm_of = {names[param]: norm for param, norm in zip(params, norms, strict=True) if param in names}
         self.bad_gradients = bad_gradients(norm_of, [], None)
 
-    def passes(self, norm: Tensor, counts: State) -> None:
+    def allow(self, norm: Tensor, counts: State) -> None:
         """Allow a step without gates whose gradients have this joint norm, which is finite."""
         self._norms.append(norm.item())
         if self.may_skip:
@@ -242,7 +242,7 @@ class StepPolicy:
 
 def is_worth_a_warning(skips: int) -> bool:
     """True for 20, 40, 80, ... refused steps in a row."""
-    times, rest = divmod(skips, WARNED_AFTER)
+    times, rest = divmod(skips, _WARNED_AFTER)
     return times > 0 and not rest and not times & (times - 1)
 
 

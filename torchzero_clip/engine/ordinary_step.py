@@ -95,7 +95,7 @@ class OrdinaryStep(AnyStep):
 
     @override
     def is_allowed(self, policy: StepPolicy, counts: State) -> bool:
-        return policy.allows(self.walk, counts)
+        return policy.decide(self.walk, counts)
 
     @override
     def note_zeros(self, idle: Idle, steps_taken: int) -> None:

@@ -16,7 +16,7 @@ from torchzero_clip.functional import foreach
 from torchzero_clip.functional.clip import inverse
 from torchzero_clip.functional.measure import by_setting
 from torchzero_clip.functional.scratch import Scratch
-from torchzero_clip.functional.short_tensors import BLOCK
+from torchzero_clip.functional.short_tensors import FACTOR_BLOCK
 from torchzero_clip.types import Setting
 
 ON_CPU = 2**18
@@ -27,7 +27,7 @@ IN_ONE_PASS = 2**20  # without elementwise transforms, a piece is read only once
 
 ELSEWHERE = 2**24
 """Elements of a piece on other devices, 64 MiB of float32. Pieces are large, because each one takes launches. There,
-each tensor of a piece fills whole blocks of `BLOCK` elements, so numbers are spread over blocks, and not elements."""
+each tensor of a piece fills whole blocks of `FACTOR_BLOCK` elements, so numbers are spread over blocks."""
 
 ALONE_ON_CPU, ALONE = 2**17, 2**19  # longer tensors have pieces of their own, because they then need not be copied
 
@@ -52,7 +52,7 @@ class _Piece(NamedTuple):
 
     def laid_out(self, flat: Tensor) -> Tensor:
         """Elements of this piece as a matrix of blocks if it has an ``owner``, else unchanged."""
-        return flat if self.owner is None else flat.view(-1, BLOCK)
+        return flat if self.owner is None else flat.view(-1, FACTOR_BLOCK)
 
 
 class _Before(NamedTuple):
@@ -254,7 +254,7 @@ def _pieces(updates: Sequence[Tensor], groups: list[slice], depth: int, most: in
 
 def _rows_of_pieces(updates: Sequence[Tensor], group: slice, most: int, on_cpu: bool) -> Iterator[_Rows]:
     """The rows of each piece of a group. Short neighbours share a piece, and long tensors are cut."""
-    alone, unit = (ALONE_ON_CPU, 1) if on_cpu else (ALONE, BLOCK)
+    alone, unit = (ALONE_ON_CPU, 1) if on_cpu else (ALONE, FACTOR_BLOCK)
     rows, sizes = list[int](), list[int]()
     for i in range(group.start, group.stop):
         count = updates[i].numel()
@@ -287,9 +287,11 @@ def _piece(run: _Rows, memory: list[Tensor], shapes: list[torch.Size], rounded: 
     pads = [flat.narrow(0, a, rest) for flat in flats[: len(memory)] for a, rest in ends if rest]
     owner = None
     if len(rows) > 1 and not flats[0].is_cpu:
-        counts = torch.tensor(sizes, device=flats[0].device) // BLOCK
+        counts = torch.tensor(sizes, device=flats[0].device) // FACTOR_BLOCK
         places = torch.arange(len(counts), device=counts.device)
-        owner = torch.repeat_interleave(places, counts, output_size=total // BLOCK)  # a size, so that it does not wait
+        owner = torch.repeat_interleave(
+            places, counts, output_size=total // FACTOR_BLOCK
+        )  # a size, so that it does not wait
     state = list(zip(flats[1 : len(memory)], shaped[1 : len(memory)], strict=True))
     rounding = None if rounded is None else (flats[-1], shaped[-1])
     return _Piece(rows, shaped[0], flats[0], part, owner, pads, state, rounding)

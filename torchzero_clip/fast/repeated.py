@@ -146,8 +146,8 @@ class PlannedStep(AnyStep):
         total = None if self.is_seen else self.measure()
         if total is None:
             self.is_seen = True
-            return policy.allows(self.walk, counts)
-        policy.passes(total, counts)
+            return policy.decide(self.walk, counts)
+        policy.allow(total, counts)
         return True
 
     @override
@@ -187,7 +187,7 @@ class PlannedStep(AnyStep):
         # if ``total`` is set, it is not 0
         if self.is_seen and self.walk.are_zero:
             idle.zeros(steps_taken)
-        elif self.metrics is not None and (self.is_measured or idle.looks(steps_taken)):
+        elif self.metrics is not None and (self.is_measured or idle.is_due(steps_taken)):
             norm = self.metrics().get(self.course.norm_needs.norm_metric)
             if norm is not None and not norm.item():
                 idle.zeros(steps_taken)

@@ -14,7 +14,7 @@ from torchzero_clip.types import Setting
 
 TOLERANCE = 1e-4
 """The largest difference between `change` and the formula, as a part of the largest number: rounding is smaller."""
-ROUNDING = 1e-6
+_ROUNDING = 1e-6
 """The same between a formula of halves of a tensor and of the whole."""
 Computed = tuple[str, Tensor, float]
 """What was computed, its numbers, and how much they may differ."""
@@ -100,7 +100,7 @@ def _check_formula(transform: Elementwise, arguments: Sequence[Tensor], setting:
     """Raise if results of the formula that are not random depend on the shape."""
     with torch.random.fork_rng(devices=[]):
         whole, again, halves = (_in_parts(transform, arguments, setting, at, parts) for parts in (1, 1, 2))
-    if torch.equal(whole, again) and not torch.allclose(whole, halves, ROUNDING, ROUNDING * _largest(whole)):
+    if torch.equal(whole, again) and not torch.allclose(whole, halves, _ROUNDING, _ROUNDING * _largest(whole)):
         raise RuntimeError(
             f"{transform!r}.formula computes other numbers from halves of a tensor than from the whole. It must treat "
             "each element alone, because the optimizer cuts and joins tensors: derive from TensorwiseTransform instead"

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-MOST = 10
+_MOST = 10
 BESIDE = 3
 
 
@@ -88,7 +88,7 @@ def bad_gradients(norms: dict[str, float], meshes: Iterable[ProcessGroup], group
     names = [name for name, norm in pairs if not math.isfinite(norm)]
     # rounded, so that the order does not depend on how tensors are sharded or measured
     finite = sorted(((name, float(f"{x:.6g}")) for name, x in pairs if math.isfinite(x)), key=lambda pair: -pair[1])
-    return BadGradients(tuple(names[:MOST]), len(names), dict(finite[:BESIDE]))
+    return BadGradients(tuple(names[:_MOST]), len(names), dict(finite[:BESIDE]))
 
 
 def _from_all(norms: dict[str, float], group: ProcessGroup) -> list[dict[str, float]]:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchzero_clip.compat import flatten, unflatten
+from torchzero_clip.compat import flatten_dense, unflatten_dense
 from torchzero_clip.functional import foreach, slices
 from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.functional.shards import Part, pack, part, wholes
@@ -70,7 +70,7 @@ class Cut(NamedTuple):
         changes = (factors != 1).float()
         counts = changes.new_zeros(len(tensors)).index_add_(0, self.owner, changes)
         changed = (counts > 0).tolist()
-        numbers = unflatten(factors.to(tensors[0].dtype), self.templates)
+        numbers = unflatten_dense(factors.to(tensors[0].dtype), self.templates)
         foreach.multiply_plain_(list(compress(tensors, changed)), list(compress(numbers, changed)))
 
 
@@ -214,7 +214,7 @@ def joint_norm_once(tensors: Sequence[Tensor]) -> Tensor:
     for span in spans(sizes, COPIES):
         # the zeros fill the last block, because a block of another length would take more operations
         filling = tensors[0].new_zeros(-sum(sizes[span]) % BLOCK)
-        norms.append(_NORMS(flatten([*short[span], filling]).view(-1, BLOCK)))
+        norms.append(_NORMS(flatten_dense([*short[span], filling]).view(-1, BLOCK)))
     return torch.linalg.vector_norm((norms[0] if len(norms) == 1 else torch.cat(norms)).double())
 
 

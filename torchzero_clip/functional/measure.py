@@ -45,7 +45,7 @@ WIDTHS = {"norm": 1, "mad": 2, "sum": 2, "std": 4, "var": 4}
 """How many `Measured.numbers` each kind of metric has."""
 NOTHING = -1.0
 """What a process without tensors sends for a negative ``ord``: with 0, the joint norm would be 0, and inf is a norm."""
-ROUNDING = 1e-6
+_ROUNDING = 1e-6
 """A slice whose factor differs from 1 by at most this does not count as changed: it is about 8 times float32's epsilon.
 On CPU norms come from float32 sums of 1024 squares, and two norms of equal slices may differ by 2e-7."""
 L2, LINF = Metric("norm", 2.0), Metric("norm", math.inf)
@@ -510,11 +510,11 @@ def effect(measured: Measured, factors: Tensor) -> dict[str, Tensor]:
     if foreach.is_one_number(factors) and may_look(factors):
         factor = factors.select(0, 0).item()
         # written with `not`, so that a factor of NaN counts as changed
-        changed = torch.full_like(factors.select(0, 0), float(not abs(1 - factor) <= ROUNDING))
+        changed = torch.full_like(factors.select(0, 0), float(not abs(1 - factor) <= _ROUNDING))
         return {"norm": total, "factor": torch.full_like(changed, factor), "clipped": changed}
     factors = factors.narrow(0, 0, 1) if foreach.is_one_number(factors) else factors
     off = 1 - factors
-    changed = torch.hardshrink(off, ROUNDING) != 0  # also True for NaN
+    changed = torch.hardshrink(off, _ROUNDING) != 0  # also True for NaN
     return {"norm": total, "factor": 1 - off.mean(), "clipped": changed.mean(dtype=widest_of(changed))}
 
 
@@ -532,7 +532,7 @@ class Effect(NamedTuple):
 def effects(of_steps: Sequence[Effect]) -> dict[str, Tensor]:
     """The metrics of `effect`, as vectors with a number for each step of one scaling, in as many launches as of one."""
     off = 1 - torch.stack([factors for _, _, factors in of_steps])
-    changed = torch.hardshrink(off, ROUNDING) != 0
+    changed = torch.hardshrink(off, _ROUNDING) != 0
     share = changed.mean(dim=1, dtype=widest_of(changed))
     return {"norm": torch.stack([total for _, total, _ in of_steps]), "factor": 1 - off.mean(dim=1), "clipped": share}
 
@@ -541,7 +541,7 @@ def effect_numbers(measured: Measured, factors: Tensor) -> Tensor:
     """The numbers of this process from which `effect_of` finds the effect of several: a vector of three."""
     # the sum is taken of 1 - factor, so that ranks without slices report a factor of 1
     off = 1 - factors
-    columns: Sequence[Tensor] = [off, (torch.hardshrink(off, ROUNDING) != 0).to(off.dtype), torch.ones_like(factors)]
+    columns: Sequence[Tensor] = [off, (torch.hardshrink(off, _ROUNDING) != 0).to(off.dtype), torch.ones_like(factors)]
     if measured.spread:  # other ranks hold the rest of the slices
         parts, counts = measured.parts, measured.counts
         local = [Part(v, (0,), p.size, p.spread) for c in columns for p, v in zip(parts, c.split(counts), strict=True)]

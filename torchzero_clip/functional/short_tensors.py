@@ -14,10 +14,10 @@ from torchzero_clip.functional import foreach
 from torchzero_clip.functional.blocks import SHORT, Chunk, in_chunks
 from torchzero_clip.functional.scratch import Scratch
 
-BLOCK = 256
+FACTOR_BLOCK = 256
 """Elements of a block. Shorter ones need more numbers, and longer ones leave more of their last block unused."""
 
-MOST = 2**24  # elements of all blocks together, 64 MiB of float32
+_MOST = 2**24  # elements of all blocks together, 64 MiB of float32
 
 
 def multiply_short_(
@@ -54,6 +54,6 @@ def multiply_any_length_(tensors: Sequence[Tensor], factors: Tensor, scratch: Sc
 def _planned(tensors: Sequence[Tensor], like: Tensor, scratch: Scratch, most: int) -> list[tuple[Chunk, Tensor]]:
     """Chunks of the short tensors, each with the index of the tensor that a block belongs to."""
     short = [i for i, tensor in enumerate(tensors) if 0 < tensor.numel() <= most]
-    chunks = in_chunks("short", tensors, short, BLOCK, MOST // BLOCK, like, scratch)
-    owners = [[i for i in chunk.indices for _ in range(0, tensors[i].numel(), BLOCK)] for chunk in chunks]
+    chunks = in_chunks("short", tensors, short, FACTOR_BLOCK, _MOST // FACTOR_BLOCK, like, scratch)
+    owners = [[i for i in chunk.indices for _ in range(0, tensors[i].numel(), FACTOR_BLOCK)] for chunk in chunks]
     return [(chunk, torch.tensor(owner, device=like.device)) for chunk, owner in zip(chunks, owners, strict=True)]

@@ -17,7 +17,7 @@ from torchzero_clip.modular.modular import Modular
 from torchzero_clip.modular.wrappers import unwrap
 from torchzero_clip.types import Group, Setting
 
-SHOWN = 10  # names of updated parameters that an error shows
+_SHOWN = 10  # names of updated parameters that an error shows
 
 _WITHOUT: Group = {"params": []}
 
@@ -175,7 +175,7 @@ class StepInBackward:
             g, i = self._places[param]
             names.append(groups[g]["param_names"][i] if "param_names" in groups[g] else f"{i} of group {g}")
         total = sum(len(group["params"]) for group in groups)
-        shown = f": {', '.join(names[:SHOWN])}{', ...' if len(names) > SHOWN else ''}" if names else ""
+        shown = f": {', '.join(names[:_SHOWN])}{', ...' if len(names) > _SHOWN else ''}" if names else ""
         return f"the backward had updated {len(names)} of {total} parameters in this step{shown}"
 
 

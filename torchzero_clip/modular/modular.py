@@ -249,7 +249,7 @@ class Modular(Explained, ClassMaker, Optimizer):
         runner = self.runner
         try:
             if self._origin is not None and runner.fast_way.plan is None and not torch.compiler.is_compiling():
-                self._origin.look(self.param_groups)
+                self._origin.warn_of_lost(self.param_groups)
             if runner.schedules.of_groups:
                 self._check_schedulers()
             return runner.step(self.param_groups, self.state, closure)
@@ -293,7 +293,7 @@ class Modular(Explained, ClassMaker, Optimizer):
         """
         self.runner.reported.zeroed()
         if self._origin is not None:  # planned steps do not look
-            self._origin.look(self.param_groups)
+            self._origin.warn_of_lost(self.param_groups)
         super().zero_grad(set_to_none)
 
     def add_param_group(self, param_group: Group) -> None:
@@ -360,7 +360,7 @@ class Modular(Explained, ClassMaker, Optimizer):
         with self.runner.new_load(new, dropped).hooked(self):
             super().load_state_dict(state_dict)
         if self._origin is not None:
-            self._origin.looks = 0
+            self._origin.calls = 0
 
     def __getstate__(self) -> dict[str, Any]:
         self.runner.read_decisions(self.param_groups)

@@ -16,12 +16,12 @@ class Origin:
     def __init__(self, module: nn.Module) -> None:
         self.module = weakref.ref(module)
         self._has_warned = False
-        self.looks = 0  # since the optimizer was built or has loaded a checkpoint
+        self.calls = 0  # since the optimizer was built or has loaded a checkpoint
 
-    def look(self, groups: Iterable[Mapping[str, Any]]) -> None:
-        """Warn once of parameters with gradients that are in no group. Only calls 1, 2, 4, 8, ... look."""
-        module, self.looks = self.module(), self.looks + 1
-        if module is None or self._has_warned or self.looks & (self.looks - 1):
+    def warn_of_lost(self, groups: Iterable[Mapping[str, Any]]) -> None:
+        """Warn once of parameters with gradients that are in no group. Only calls 1, 2, 4, 8, ... look at gradients."""
+        module, self.calls = self.module(), self.calls + 1
+        if module is None or self._has_warned or self.calls & (self.calls - 1):
             return
         params = params_of(groups)
         if any(param.is_meta for param in params):  # the step raises, and says why

@@ -305,7 +305,7 @@ class Runner:
             if is_captured:
                 decisions.is_captured = True
             else:
-                self._look(decisions)
+                self._take_counts(decisions)
             if self.undo is not None:
                 self.undo.tensors([decisions.counts])
             self.found_inf = decisions.found_inf
@@ -334,13 +334,13 @@ class Runner:
         if SCHEDULE_STEP in self.chain_state.values:
             self.schedules.advance(groups)
 
-    def _look(self, decisions: DeviceDecisions) -> None:
+    def _take_counts(self, decisions: DeviceDecisions) -> None:
         """Take over the counts of the host. Raise or warn of skipped steps, if counts of the device have arrived."""
         values = self.chain_state.values
         decisions.continue_from(values[CONSECUTIVE])
         if (counts := decisions.arrived()) is not None:
             try:
-                self.policy.look(int(counts[2]), decisions.step_at(counts, self.steps_taken + values[SKIPPED]))
+                self.policy.judge_skips(int(counts[2]), decisions.step_at(counts, self.steps_taken + values[SKIPPED]))
             except RuntimeError:
                 decisions.forget_sent()
                 raise
@@ -354,7 +354,7 @@ class Runner:
         """Call it before a captured step is replayed, after which `end_replay` counts it."""
         self.skipped_by, self.found_inf = (), None
         if self.policy.may_skip and self.decisions is not None:
-            self._look(self.decisions)
+            self._take_counts(self.decisions)
 
     def end_replay(self, groups: list[Group]) -> None:
         """Count a step that was replayed, unless the device does."""

@@ -197,7 +197,7 @@ class BeforeStep:
             )
         self._depth.count = 1
         self.runner.skipped_by = ()
-        self._entries.look(optimizer)
+        self._entries.take_over_changes(optimizer)
         self._entries.placed.withdraw(optimizer)
         changed = with_closure(args, kwargs, partial(self._wrapped, optimizer))
         if changed is None:

@@ -24,9 +24,9 @@ from torchzero_clip.types import Group
 
 ALIKE, WITHOUT_PLAN = 3, 12
 """How many steps in a row have to look the same before a step is captured, with a plan and without one."""
-FEW, MOST_CAPTURES = 10, 3
+_FEW, MOST_CAPTURES = 10, 3
 """After so many captures in a row with fewer replays each, steps stay ordinary."""
-WARNED_AFTER = 50
+_WARNED_AFTER = 50
 """After so many ordinary steps in a row, a warning says why no step was captured."""
 IGNORED = {"params", "param_names", "name", "initial_lr", *COUNTERS}
 """Keys of param groups that do not change what a captured step does."""
@@ -41,7 +41,7 @@ class Replayable(Protocol):
         """Take the step."""
 
 
-def _recorded(call: Callable[[], object], device: torch.device) -> Replayable:
+def _captured_graph(call: Callable[[], object], device: torch.device) -> Replayable:
     graph = torch.cuda.CUDAGraph()
     # threads that load data may use CUDA meanwhile
     with torch.cuda.device(device), torch.cuda.graph(graph, capture_error_mode="thread_local"):
@@ -64,7 +64,7 @@ class _Same:
 class CapturedStep:
     """Takes the steps of an optimizer, as replays of a CUDA graph where it can. `captured` makes it."""
 
-    record: Callable[[Callable[[], object], torch.device], Replayable] = staticmethod(_recorded)
+    capture: Callable[[Callable[[], object], torch.device], Replayable] = staticmethod(_captured_graph)
     """Captures a call on a device, without carrying it out."""
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -96,7 +96,7 @@ class CapturedStep:
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
-        self._look(has_loss=result is not None)
+        self._compare(has_loss=result is not None)
         if self._graph is None:
             with self._tensors_in_groups():
                 _ = step() if closure is None else step(lambda: result)  # with the loss, which transforms may read
@@ -224,7 +224,7 @@ class CapturedStep:
         chain = [] if self._runner is None else self._runner.chain_state.values.values()
         return [value for value in (*values, *nested, *chain) if isinstance(value, Tensor)]
 
-    def _look(self, *, has_loss: bool) -> None:
+    def _compare(self, *, has_loss: bool) -> None:
         """Compare this step with the last one. Drop the graph if they differ, and capture a step if it is time."""
         self._find_chain()
         self._has_loss = self._may_read_loss() and (has_loss or self._reports_loss())
@@ -247,11 +247,11 @@ class CapturedStep:
             self._drop()
         if self._is_ready():
             self._prepare()
-        elif self._ordinary == WARNED_AFTER:
+        elif self._ordinary == _WARNED_AFTER:
             reasons = [] if self._chain is None else self._chain.host_decides
             reasons = ["a transform may read the loss"] if self._has_loss else reasons
             why = next(iter(reasons), f"{differing[0]} changes" if differing else "steps differ")
-            warn_user(f"no step was captured in {WARNED_AFTER} steps, because {why}{_way_out(why)}")
+            warn_user(f"no step was captured in {_WARNED_AFTER} steps, because {why}{_way_out(why)}")
 
     def _is_ready(self) -> bool:
         runner = self._runner
@@ -304,7 +304,7 @@ class CapturedStep:
         runner = self._runner
         try:
             with self._host_unchanged(groups), self._tensors_in_groups():
-                self._graph = self.record(self.optimizer.step, device)
+                self._graph = self.capture(self.optimizer.step, device)
                 self._metrics = None if runner is None else runner.step_metrics.copy()
         except RuntimeError as error:
             self._drop()
@@ -361,11 +361,11 @@ class CapturedStep:
         self._drop()
         if self._runner is not None:
             self._runner.read_decisions(self._runner_groups())
-        self._short = self._short + 1 if self._replays < FEW else 0
+        self._short = self._short + 1 if self._replays < _FEW else 0
         if self._short == MOST_CAPTURES:
             self._is_off = True
             warn_user(
-                f"the step was captured {MOST_CAPTURES} times, and replayed fewer than {FEW} times each, because "
+                f"the step was captured {MOST_CAPTURES} times, and replayed fewer than {_FEW} times each, because "
                 f"{changed} changed. Steps are ordinary from now on{_way_out(changed)}"
             )
 

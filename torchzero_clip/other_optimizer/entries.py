@@ -80,12 +80,12 @@ class Entries:
     def begin(self, optimizer: Optimizer) -> None:
         """Take over entries of a checkpoint that was loaded before. A copy of another optimizer begins anew."""
         if any(isinstance(group.get(KEY), Mapping) for group in optimizer.param_groups):
-            self.look(optimizer)
+            self.take_over_changes(optimizer)
         else:
             self.placed.forget(optimizer)
             self._name_groups(optimizer)
 
-    def look(self, optimizer: Optimizer) -> None:
+    def take_over_changes(self, optimizer: Optimizer) -> None:
         """Take over what a load without hooks, or a user, has left in the optimizer."""
         groups = optimizer.param_groups
         entries = [group.get(KEY) for group in groups]
@@ -95,7 +95,7 @@ class Entries:
                     self._take_over(load)
                 self.placed.place(optimizer)
             self._name_groups(optimizer)
-        self.placed.look(optimizer)
+        self.placed.take_over_changes(optimizer)
 
     def save(self, optimizer: Optimizer, saved: StateDict) -> None:
         """Write everything to a checkpoint."""
@@ -103,7 +103,7 @@ class Entries:
         followed = self._followed
         followed.sync(optimizer.param_groups)
         followed.runner.read_decisions(followed.param_groups)
-        self.placed.look(optimizer)
+        self.placed.take_over_changes(optimizer)
         each = self.placed.save(optimizer, saved)
         for settings, group in zip(followed.settings_to_save(), saved["param_groups"], strict=True):
             group[KEY] = {"settings": settings, "each": each}

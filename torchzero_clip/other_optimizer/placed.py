@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torchzero_clip.checkpoints.fitting import fitted_state
-from torchzero_clip.checkpoints.portable import FLOAT32, packed, unpacked
+from torchzero_clip.checkpoints.portable import FIT_FLOAT32, packed, unpacked
 from torchzero_clip.core.group_keys import BEFORE_STEP as KEY
 from torchzero_clip.core.scope import named_params
 from torchzero_clip.functional.lists import same_objects
@@ -69,7 +69,7 @@ class Placed:
             optimizer.state.pop(param, None)
         self._is_out = bool(self._alone)
 
-    def look(self, optimizer: Optimizer) -> None:
+    def take_over_changes(self, optimizer: Optimizer) -> None:
         """Take over what was done to ``optimizer.state`` since `place`: replaced, cleared, moved or cast state."""
         followed, states = self._followed, optimizer.state
         if self._is_loaded:
@@ -186,4 +186,4 @@ def _kept_dtypes(optimizer: Optimizer, group: Group) -> Container[torch.dtype] |
     """The dtypes that a load of the optimizer leaves as they are under the key "step"; None for all."""
     if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
         return ()  # another package may cast as it likes
-    return FLOAT32 if group.get("fused") or group.get("capturable") else None
+    return FIT_FLOAT32 if group.get("fused") or group.get("capturable") else None

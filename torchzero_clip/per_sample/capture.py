@@ -7,6 +7,7 @@ from collections.abc import Generator, Hashable, Iterable, Sequence
 from contextlib import contextmanager
 from enum import Enum, auto
 from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -41,8 +42,8 @@ class Capture(ABC):
     A clipper has an `Engine`. Files between this one and the engine, such as those of layers, know this class alone.
     """
 
-    blocks_of_losses = 0
-    """How many `backward(losses)` run, of all clippers."""
+    tasks_of_losses: ClassVar[set[int]] = set()
+    """The ids of the graph tasks of `backward(losses)` that run now, of all clippers in all threads."""
     params: dict[str, nn.Parameter]
     """The trainable parameters, by name."""
     modules: list[nn.Module]
@@ -195,7 +196,7 @@ class Capture(ABC):
         if self.enabled:
             self.captured.forwards.add(call.forward)
         if self.of_mean and self.prover.count is None:
-            is_of_sum = Capture.blocks_of_losses > 0
+            is_of_sum = current_graph_task_id() in Capture.tasks_of_losses
             if self.captured.of and is_of_sum is not self._is_of_sum:
                 self.clear()
                 raise RuntimeError(

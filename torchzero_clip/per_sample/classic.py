@@ -24,7 +24,7 @@ from torchzero_clip.per_sample.samples.pattern import ZERO, Place, some_place
 from torchzero_clip.per_sample.samples.powers import are_apart
 from torchzero_clip.per_sample.samples.proof import Backward, Proof
 
-ELSEWHERE = "a part of their gradient did not come through the outputs of the model"
+_ELSEWHERE = "a part of their gradient did not come through the outputs of the model"
 
 
 class Classic:
@@ -53,7 +53,7 @@ class Classic:
             # a model that is run whole gets its gradients for samples, also those of a penalty on gradients
             is_model = call.copies and not call.layer.name
             if call.through is not None and not is_model and are_apart(grad, call.through):
-                raise call.layer.unknown_rows(ELSEWHERE)
+                raise call.layer.unknown_rows(_ELSEWHERE)
         except BaseException:
             self._capture.clear()
             raise
@@ -191,7 +191,7 @@ class Classic:
             raise runs_in_backward(call.layer)
         if call.is_silent and count is not None:  # what came through the outputs was zeros
             if bool((grad != 0).any()):
-                raise call.layer.unknown_rows(ELSEWHERE)
+                raise call.layer.unknown_rows(_ELSEWHERE)
             return some_place(torch.full(call.shape, ZERO, device=grad.device), count), count
         if declared is not None and len(call.shape) == 1 and call.shape[0] in declared.of:
             return declared.of[call.shape[0]].to(grad.device), declared.batch_size

@@ -17,7 +17,7 @@ from torchzero_clip.per_sample.hooks import replace_gradients
 from torchzero_clip.per_sample.layer import trainable
 from torchzero_clip.per_sample.norm_clippers import NormClipper, checked_norm_clipper
 from torchzero_clip.per_sample.samples.prover import Verify
-from torchzero_clip.per_sample.weighting import ClippingResult, Nonfinite, clipped_backward, weighed
+from torchzero_clip.per_sample.weighting import ClippingResult, NonfiniteSample, clipped_backward, weighed
 from torchzero_clip.per_sample.whole import Whole
 
 LossReduction: TypeAlias = Literal["mean", "sum"]
@@ -102,7 +102,7 @@ class PerSampleGradientClipper(Explained):
         loss_reduction: LossReduction = "mean",
         *,
         memory: Memory = "auto",
-        nonfinite: Nonfinite = "zero",
+        nonfinite: NonfiniteSample = "zero",
         keep_grad_samples: bool = False,
         whole: Whole = (),
         verify: Verify = "first",
@@ -111,7 +111,7 @@ class PerSampleGradientClipper(Explained):
         one_of("nonfinite", nonfinite, ("zero", "raise"))
         boolean("keep_grad_samples", keep_grad_samples)
         self.loss_reduction: LossReduction = loss_reduction
-        self.nonfinite: Nonfinite = nonfinite
+        self.nonfinite: NonfiniteSample = nonfinite
         checked_norm_clipper(norm_clipper)  # before the module, because it explains arguments in the wrong order
         instance("module", module, nn.Module)
         norm_clipper.check_count(len(trainable(module)))

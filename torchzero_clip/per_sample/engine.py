@@ -255,7 +255,6 @@ class Engine(Capture):
         inside = set(map(id, self.params.values()))
         runs_again = further > 0 or keeps_graph
         restore = outside_gradients(losses, inside, self.retained()) if runs_again else None
-        Capture.blocks_of_losses += 1
         try:
             yield partial(self._backward, losses, further, keeps_graph)
             if len(losses) > 1:
@@ -265,7 +264,6 @@ class Engine(Capture):
                 restore()
             raise
         finally:
-            Capture.blocks_of_losses -= 1
             self.clear()
 
     def _backward(self, losses: Tensor, further: int, keeps_graph: bool) -> None:
@@ -273,12 +271,18 @@ class Engine(Capture):
         sharded = keeps_graph and self.processes.sharded
         agreement = self.processes.agreement(self.params, 1) if sharded else None
         with agreement or nullcontext():
+            tasks: list[int] = []
+            total = losses.sum()
+            if total.grad_fn is not None:
+                total.grad_fn.register_prehook(partial(_note_task, tasks))
             try:
-                losses.sum().backward(retain_graph=further > 0 or keeps_graph)
+                total.backward(retain_graph=further > 0 or keeps_graph)
             except RuntimeError as error:
                 if is_of_donated_buffers(error):
                     raise not_repeatable(error) from error
                 raise
+            finally:
+                Capture.tasks_of_losses.difference_update(tasks)
             further = max(further, self.prover.plan_late()) if keeps_graph else further
             if agreement is not None:
                 agreement.numbers = [further]
@@ -328,6 +332,12 @@ class Engine(Capture):
             reruns = bool(self.tasks - {current_graph_task_id()})
             self.clear()
             raise outside_error(self.attachment.layers, self, name, ran=ran, reruns=reruns)
+
+
+def _note_task(tasks: list[int], grads: object) -> None:
+    """The hook of the sum of losses, which runs before all others."""
+    tasks.append(task := current_graph_task_id())
+    Capture.tasks_of_losses.add(task)
 
 
 def processes_of(model: nn.Module) -> tuple[Processes, nn.Module]:

@@ -16,7 +16,7 @@ from torchzero_clip.per_sample.gradients.row_norms import joint_norms, stacked
 from torchzero_clip.per_sample.hooks import accumulate
 from torchzero_clip.per_sample.norm_clippers import NormClipper
 
-Nonfinite: TypeAlias = Literal["zero", "raise"]
+NonfiniteSample: TypeAlias = Literal["zero", "raise"]
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class ClippingResult:
 
 
 def clipped_backward(
-    engine: Engine, losses: Tensor, norm_clipper: NormClipper, *, mean: bool, nonfinite: Nonfinite = "zero"
+    engine: Engine, losses: Tensor, norm_clipper: NormClipper, *, mean: bool, nonfinite: NonfiniteSample = "zero"
 ) -> ClippingResult:
     """Run the backward of the losses, and add the clipped gradients to ``.grad``, which an error leaves unchanged."""
     sums, used, result = clipped_sums(engine, losses, norm_clipper, mean=mean, nonfinite=nonfinite)
@@ -61,7 +61,7 @@ def clipped_backward(
 
 
 def clipped_sums(
-    engine: Engine, losses: Tensor, norm_clipper: NormClipper, *, mean: bool, nonfinite: Nonfinite = "zero"
+    engine: Engine, losses: Tensor, norm_clipper: NormClipper, *, mean: bool, nonfinite: NonfiniteSample = "zero"
 ) -> tuple[dict[str, Tensor], set[str], ClippingResult]:
     """Run the backward of the losses; ``.grad`` does not change.
 
@@ -181,7 +181,7 @@ def weighed(
     engine: Engine,
     gathered: dict[int, tuple[Contribution, Tensor]],
     norm_clipper: NormClipper,
-    nonfinite: Nonfinite,
+    nonfinite: NonfiniteSample,
 ) -> Weighed:
     """Compute the norms and factors of the samples. Contributions are removed from ``gathered``."""
     params = engine.params

@@ -20,7 +20,7 @@ TABLE: Mapping[str, str] = {
 }
 """Classes that cannot be captured layer by layer, by their qualified names, and the reason."""
 
-AROUND: Mapping[str, str] = {
+_AROUND: Mapping[str, str] = {
     "peft.tuners.lora.dora.DoraLinearLayer": "DoRA uses the weights of two layers outside of their calls"
 }
 """Classes that need the module around them to be run whole, by their qualified names, and the reason."""
@@ -45,7 +45,7 @@ def chosen_whole(model: nn.Module, given: Any) -> dict[str, str]:
             chosen[name] = "whole="
     found = {name: reason for name, module in model.named_modules() if (reason := _listed(module, TABLE))}
     for name, module in model.named_modules():
-        if (reason := _listed(module, AROUND)) and (outer := _around(model, name)):
+        if (reason := _listed(module, _AROUND)) and (outer := _around(model, name)):
             found[outer[0][0]] = reason
     for name, reason in found.items():
         around = any(_inside(other, [name]) for other in chosen)

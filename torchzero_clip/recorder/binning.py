@@ -17,7 +17,7 @@ MOST_COLUMNS = 1000
 MOST_TILES = 252
 MOST_NAMES = 25
 MOST_MARKS = 100
-WIDTHS = 300  # a column this part of the picture wide can be seen
+_WIDTHS = 300  # a column this part of the picture wide can be seen
 HUGE = 1e30  # stands for larger norms in pictures: matplotlib's margins overflow near the largest float
 
 
@@ -76,7 +76,7 @@ def in_columns(values: Tensor, size: int, reduce: Callable[[Tensor], Tensor]) ->
     return reduce(torch.cat([values, values.new_full((missing,), torch.nan)]).view(-1, size))
 
 
-medians = partial(torch.nanquantile, q=0.5, dim=1)
+medians_of_columns = partial(torch.nanquantile, q=0.5, dim=1)
 largest = partial(torch.nanquantile, q=1.0, dim=1)
 means = partial(torch.nanmean, dim=1)
 
@@ -127,7 +127,7 @@ def _with_own_columns(
     stored = record.layer_steps
     low = min([edges[0], *(step - 0.5 for step in stored[:1])])
     high = max([edges[-1], *(step + 0.5 for step in stored[-1:])])
-    half = max(0.5, (high - low) / WIDTHS / 2)
+    half = max(0.5, (high - low) / _WIDTHS / 2)
     spans = {} if _is_whole(record) else {step: (step - 0.5, step + 0.5) for step in stored}
     marks = sorted(marked)
     between = [(a + b) / 2 for a, b in pairwise(marks)]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torchzero_clip.checks import count
 from torchzero_clip.recorder.arithmetic import medians
-from torchzero_clip.recorder.precision import FLOAT32, relative
+from torchzero_clip.recorder.precision import FLOAT32_ROUNDING, relative
 from torchzero_clip.recorder.series import Doubt, EarlySign, early_signs, spikes_among
 from torchzero_clip.recorder.words import as_table, counted, short, was
 
@@ -80,7 +80,7 @@ class Data:
     blocks: list[Block] = field(default_factory=list, repr=False)
     ratios: list[Ratios] = field(default_factory=list, repr=False)
     joint: list[str] = field(default_factory=list)
-    precision: float = FLOAT32
+    precision: float = FLOAT32_ROUNDING
     jumps: list[tuple[int, str]] = field(default_factory=list, repr=False)
 
     @cached_property

@@ -27,7 +27,9 @@ from torchzero_clip.recorder.data import Data
 VERSION = 1
 BEGIN = '{"kind": "run"'  # how the first line of a file begins
 NUMBER = float | int | None
-KINDS: Mapping[str, Mapping[str, type | UnionType]] = {  # what lines must have; files of earlier releases have no ids
+KINDS_OF_LINES: Mapping[
+    str, Mapping[str, type | UnionType]
+] = {  # what lines must have; files of earlier releases have no ids
     "run": {"version": int, "start": int, "by": str, "joint": list, "layers": list},
     "step": {"step": int, "norm": NUMBER, "loss": NUMBER, "reason": str, "metrics": dict},
     "loss": {"step": int, "loss": NUMBER},
@@ -36,7 +38,7 @@ KINDS: Mapping[str, Mapping[str, type | UnionType]] = {  # what lines must have;
     "ratios": {"step": int, "params": list, "updates": list},
 }
 
-Line: TypeAlias = dict[str, Any]  # a JSON object with the entries in `KINDS`
+Line: TypeAlias = dict[str, Any]  # a JSON object with the entries in `KINDS_OF_LINES`
 FilePath: TypeAlias = str | Path
 
 

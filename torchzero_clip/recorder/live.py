@@ -16,10 +16,10 @@ from torchzero_clip.recorder.record import Record
 Send: TypeAlias = Callable[[int, dict[str, float]], object]
 
 EARLIER = 200  # how many earlier steps give the usual norm
-TOP = 3
+_TOP = 3
 HIGH = 2.0
-MOST_LAYERS = 20
-STEP = "gradients/step"
+_MOST_LAYERS = 20
+_STEP = "gradients/step"
 
 
 class Live:
@@ -72,7 +72,7 @@ class Live:
         high = relative(norms, usual, record.precision).nan_to_num(nan=-1.0, posinf=math.inf).amax(dim=0)
         shown = {*_top(high), *_top(ratios)}
         for i, name in enumerate(record.layers):
-            if i in shown and high[i] > HIGH and len(self._layers) < MOST_LAYERS:
+            if i in shown and high[i] > HIGH and len(self._layers) < _MOST_LAYERS:
                 self._layers.add(name)
             if i in shown or name in self._layers:
                 values[f"layers/{name}/norm"] = float(largest[i]) if largest[i] >= 0 else math.nan
@@ -82,7 +82,7 @@ class Live:
 
 def _top(sizes: Tensor) -> list[int]:
     sizes = sizes.nan_to_num(nan=-1.0, posinf=math.inf)
-    return [i for i in sizes.argsort(descending=True, stable=True).tolist()[:TOP] if sizes[i] > 0]
+    return [i for i in sizes.argsort(descending=True, stable=True).tolist()[:_TOP] if sizes[i] > 0]
 
 
 def sender(target: Any) -> tuple[Send, bool]:
@@ -96,9 +96,9 @@ def sender(target: Any) -> tuple[Send, bool]:
         return add, False
     if hasattr(target, "define_metric") and hasattr(target, "log"):
         for names in ("gradients/*", "layers/*"):
-            target.define_metric(names, step_metric=STEP)
+            target.define_metric(names, step_metric=_STEP)
         # without step=, because W&B drops rows whose step is below its own count; each call raises that count by one
-        return lambda step, values: target.log({**values, STEP: step}), True
+        return lambda step, values: target.log({**values, _STEP: step}), True
     if hasattr(target, "log_metrics"):
         return lambda step, values: target.log_metrics(values, step=step), False
     log = getattr(target, "log", None)

@@ -10,7 +10,7 @@ from torchzero_clip.functional.norms import norms_of_each
 from torchzero_clip.recorder.precision import precision_of
 
 ORDINARY = {Tensor, nn.Parameter, nn.Buffer}
-SHOWN = 3  # names in a warning
+_SHOWN = 3  # names in a warning
 
 
 class Measurable:
@@ -39,7 +39,7 @@ class Measurable:
         for what, errors in (("gradients", grads), ("weights and updates", weights)):
             names = [repr(name) for name, error in errors if error is not None]
             if names:
-                missing.append(f"{what} of {', '.join(names[:SHOWN])}{', ...' if len(names) > SHOWN else ''}")
+                missing.append(f"{what} of {', '.join(names[:_SHOWN])}{', ...' if len(names) > _SHOWN else ''}")
         error = next((error for _, error in [*grads, *weights] if error is not None), None)
         self._has_said = True
         return f"the record has no norms of {' and of '.join(missing)}, which cannot be measured: {error!r}"

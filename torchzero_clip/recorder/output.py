@@ -19,11 +19,11 @@ from torchzero_clip.recorder.record import Record
 from torchzero_clip.recorder.recorded_params import By
 from torchzero_clip.recorder.series import spikes_among
 
-REMEMBERED = 1000  # how many earlier joint norms are used to find spikes among the next ones
-BLOCK = 100
+_REMEMBERED = 1000  # how many earlier joint norms are used to find spikes among the next ones
+_BLOCK = 100
 WITH_LAYERS = 100  # for comparisons with other runs, the layers of this many first steps are written
-IN_A_ROW = 10  # in a series of spikes or refused steps, the layers of so many steps are written
-FIRST = 10
+_IN_A_ROW = 10  # in a series of spikes or refused steps, the layers of so many steps are written
+_FIRST = 10
 SECONDS = 30.0
 
 ReadLast: TypeAlias = Callable[[int], Record]
@@ -43,7 +43,7 @@ class FirstProcess:
         return self._rank == 0 and os.getpid() == self._process
 
 
-class Log:
+class StepFile:
     """Appends the steps of one run to a file, at most ``most`` at once; the last ``keep`` can be read again."""
 
     def __init__(self, path: Path, by: By, most: int, keep: int) -> None:
@@ -61,7 +61,7 @@ class Log:
         self.is_new = True  # False if the file had lines before, and this run has not written or loaded anything yet
         self._header: tuple[list[str], float] | None = None  # the layers and the precision in the file
         # the last steps in the file: their joint norms, and whether one was refused, not finite or a jump
-        self._seen: deque[tuple[int, float, bool]] = deque(maxlen=REMEMBERED)
+        self._seen: deque[tuple[int, float, bool]] = deque(maxlen=_REMEMBERED)
         self._with_layers: set[int] = set()  # the steps whose layers are in the file
         self._open = 0  # how many of the last steps in the file are in no complete block
         self._has_block = False
@@ -90,7 +90,7 @@ class Log:
         bad = [s in jumped or bool(why) or no for s, why, no in zip(new.steps, new.reasons, lost, strict=True)]
         seen = [*self._seen, *zip(new.steps, new.norm.tolist(), bad, strict=True)]
         # if older steps are forgotten, a series of bad ones may have begun before
-        in_series = IN_A_ROW if len(self._seen) == REMEMBERED else 0
+        in_series = _IN_A_ROW if len(self._seen) == _REMEMBERED else 0
         with_layers = _steps_with_layers(seen, in_series) | {ratios.step for ratios in new.ratios}
         with_layers |= set(new.steps[: max(WITH_LAYERS - self._count, 0)])
         with_layers -= self._with_layers
@@ -128,8 +128,8 @@ class Log:
         """The blocks that are complete, and the number of steps that are in no complete block yet."""
         blocks: list[files.Line] = []
         first, end = 0, len(record.steps)
-        while end - first >= BLOCK or (end > first and (is_end or end - first + self._most > self._keep)):
-            steps, norms = record.layer_steps[first : first + BLOCK], record.layer_norms[first : first + BLOCK]
+        while end - first >= _BLOCK or (end > first and (is_end or end - first + self._most > self._keep)):
+            steps, norms = record.layer_steps[first : first + _BLOCK], record.layer_norms[first : first + _BLOCK]
             blocks.append(files.block_line(steps, norms))
             first += len(steps)
         if first == 0 and end and not self._has_block:
@@ -139,12 +139,12 @@ class Log:
 
 
 def _steps_with_layers(seen: list[tuple[int, float, bool]], series: int) -> set[int]:
-    """Spikes, jumps and refused steps; at most `IN_A_ROW` of a series, of which ``series`` came before."""
+    """Spikes, jumps and refused steps; at most `_IN_A_ROW` of a series, of which ``series`` came before."""
     norms = torch.tensor([norm for _, norm, _ in seen], dtype=torch.float64, device="cpu")
     steps = set[int]()
     for (step, _, is_bad), is_spike in zip(seen, spikes_among(norms).tolist(), strict=True):
         series = series + 1 if is_bad or is_spike else 0
-        if 0 < series <= IN_A_ROW:
+        if 0 < series <= _IN_A_ROW:
             steps.add(step)
     return steps
 
@@ -152,7 +152,7 @@ def _steps_with_layers(seen: list[tuple[int, float, bool]], series: int) -> set[
 class Output:
     """Decides when steps are written: at most ``every`` wait. The last ``keep`` steps can be read again."""
 
-    def __init__(self, log: Log | None, live: Live | None, every: int, keep: int) -> None:
+    def __init__(self, log: StepFile | None, live: Live | None, every: int, keep: int) -> None:
         self.log, self.live = log, live
         self.is_writer = FirstProcess()  # the only one of a group that writes and sends
         self.waiting = 0  # how many steps are not in the file
@@ -193,7 +193,7 @@ class Output:
         self._untried += 1
         if self.log is None and self.live is None:
             return False
-        is_due = self._untried >= self._every or self._count == FIRST or self.waiting == self._keep
+        is_due = self._untried >= self._every or self._count == _FIRST or self.waiting == self._keep
         return is_due or time.monotonic() - self._tried_at > SECONDS
 
     def flush(self, read_last: ReadLast, *, warn: bool = False, is_end: bool = False) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torchzero_clip.recorder.arithmetic import median_of
-from torchzero_clip.recorder.binning import HUGE, Events, column_size, in_columns, largest, means, medians
+from torchzero_clip.recorder.binning import HUGE, Events, column_size, in_columns, largest, means, medians_of_columns
 from torchzero_clip.recorder.data import Data
 from torchzero_clip.recorder.series import Series
 from torchzero_clip.recorder.words import number_text
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.axis import Axis
 
 MOST_LABELS = 6
-FEW = 60
+_FEW = 60
 BARS = 60
 NEAR = 0.14  # labels of marks that are closer, as a share of the panel, would overlap
 LOST_AT = 0.95  # where in the panel norms that are not finite are marked
@@ -28,9 +28,9 @@ Style: TypeAlias = dict[str, Any]
 DOUBLE: Style = {"dtype": torch.float64, "device": "cpu"}
 LIMIT: Style = {"color": "black", "linestyle": "--", "linewidth": 1.2}
 SPIKE: Style = {"color": "tab:red", "marker": "^", "markersize": 8, "fillstyle": "none", "linestyle": "none"}
-SKIPPED: Style = {"color": "black", "marker": "x", "markersize": 6, "linestyle": "none"}
+_SKIPPED: Style = {"color": "black", "marker": "x", "markersize": 6, "linestyle": "none"}
 SIGN: Style = {"color": "tab:brown", "marker": "D", "markersize": 6, "fillstyle": "none", "linestyle": "none"}
-LOST: Style = {"color": "tab:purple", "marker": "v", "markersize": 7, "linestyle": "none"}
+_LOST: Style = {"color": "tab:purple", "marker": "v", "markersize": 7, "linestyle": "none"}
 FIRST: Style = {"color": "black", "markerfacecolor": "gold", "marker": "D", "markersize": 5, "linestyle": "none"}
 LABEL: Style = {"xycoords": "axes fraction", "textcoords": "offset points", "ha": "center", "fontsize": "small"}
 
@@ -52,7 +52,7 @@ def _limits(axes: "Axes", events: Events) -> None:
     limits = events.limits[events.limits.isfinite()]
     if len(limits):
         size = column_size(len(events.steps))
-        heights = in_columns(events.limits, size, medians).tolist()
+        heights = in_columns(events.limits, size, medians_of_columns).tolist()
         label = f"limit: {'' if limits.min() == limits.max() else 'median '}{number_text(median_of(limits))}"
         axes.stairs(heights, _edges(events, size), baseline=None, label=label, zorder=3, **LIMIT)
 
@@ -64,10 +64,10 @@ def _edges(events: Events, size: int) -> list[float]:
 def _curve(axes: "Axes", x: Tensor, norms: Tensor, what: str) -> None:
     """A line of norms, or for many norms, lines of their medians and largest values."""
     size = column_size(len(norms))
-    middle, highest = in_columns(norms, size, medians).tolist(), in_columns(norms, size, largest).tolist()
+    middle, highest = in_columns(norms, size, medians_of_columns).tolist(), in_columns(norms, size, largest).tolist()
     place = in_columns(x, size, means).tolist()
     if size == 1:
-        dots = 2 if len(norms) > FEW else 6
+        dots = 2 if len(norms) > _FEW else 6
         axes.plot(place, middle, color="tab:blue", linewidth=0.8, marker=".", markersize=dots, label="norm")
         return
     axes.fill_between(place, middle, highest, color="tab:blue", alpha=0.35, linewidth=0)
@@ -80,9 +80,9 @@ def _marks(axes: "Axes", events: Events) -> None:
     has_norm = events.norm.isfinite()
     for where, style, label in (
         (events.spikes & has_norm, SPIKE, "spikes: {:,}"),
-        (events.spikes & ~has_norm, LOST, "inf or NaN: {:,}"),
+        (events.spikes & ~has_norm, _LOST, "inf or NaN: {:,}"),
         (events.signs & has_norm, SIGN, "early signs: {:,}"),
-        (events.skipped, SKIPPED, "skipped: {:,} steps"),
+        (events.skipped, _SKIPPED, "skipped: {:,} steps"),
     ):
         if bool(where.any()):
             finite, lost = where & has_norm, events.steps[where & ~has_norm].tolist()
@@ -129,7 +129,7 @@ def draw_thin_panels(axes_of_panels: Sequence["Axes"], panels: Mapping[str, Tens
         set_steps(axes, events)
         if label == "loss":
             losses = torch.where(values.isfinite(), values.clamp(-HUGE, HUGE), torch.nan)
-            axes.plot(place, in_columns(losses, size, medians).tolist(), color="0.35", linewidth=0.8)
+            axes.plot(place, in_columns(losses, size, medians_of_columns).tolist(), color="0.35", linewidth=0.8)
             if size > 1:
                 axes.plot(place, in_columns(losses, size, largest).tolist(), color="0.35", linewidth=0.4)
             if bool((losses > 0).any()) and float(losses[losses > 0].max() / losses[losses > 0].min()) > 100:

@@ -12,8 +12,8 @@ SAMPLE = 2**14
 TAIL = 2.0**-20
 LOW = 2.0**-7  # the spacing of bfloat16. The noise of bfloat16 was at most a seventh of it times the joint norm
 # sums of float32 round in float32 too. Noise was at most 1.2e-6 of the joint norm in sums of a million terms
-FLOAT32 = 2.0**-19
-DTYPES = {torch.float64: 2.0**-48, torch.float32: FLOAT32}
+FLOAT32_ROUNDING = 2.0**-19
+DTYPES = {torch.float64: 2.0**-48, torch.float32: FLOAT32_ROUNDING}
 PRODUCTS = {"highest": 0.0, "high": 2.0**-10, "medium": LOW}  # of float32 matrices: TensorFloat32 and bfloat16
 
 
@@ -36,7 +36,7 @@ def precision_of(grads: Sequence[Tensor]) -> Tensor:
     digits = torch.where(is_counted, torch.frexp(sizes).mantissa, unequal).sort().values
     pairs, count = (digits.diff() == 0).sum(), is_counted.sum().to(sizes.dtype)
     least = max(DTYPES.get(g.dtype, LOW) for g in values)
-    if least == FLOAT32:
+    if least == FLOAT32_ROUNDING:
         least = max(least, PRODUCTS[torch.get_float32_matmul_precision()])
     return torch.where(pairs > 4 + count.square() / 2**20, max(LOW, least), least).to(sizes.dtype)
 

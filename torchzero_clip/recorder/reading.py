@@ -13,8 +13,8 @@ from torch import Tensor
 from torchzero_clip.compat import warn_user
 from torchzero_clip.recorder import words
 from torchzero_clip.recorder.data import Block, Ratios, at_places, places_of
-from torchzero_clip.recorder.files import BEGIN, KINDS, NUMBER, VERSION, FilePath, Line
-from torchzero_clip.recorder.precision import FLOAT32, relative
+from torchzero_clip.recorder.files import BEGIN, KINDS_OF_LINES, NUMBER, VERSION, FilePath, Line
+from torchzero_clip.recorder.precision import FLOAT32_ROUNDING, relative
 from torchzero_clip.recorder.record import Record
 from torchzero_clip.recorder.series import JUMP
 
@@ -87,7 +87,7 @@ class _RunInFile:
     joint: list[str] = field(default_factory=list)
     layers: list[str] = field(default_factory=list)
     precision: float = 0.0
-    lines: dict[str, dict[int, Line]] = field(default_factory=lambda: {kind: {} for kind in KINDS})
+    lines: dict[str, dict[int, Line]] = field(default_factory=lambda: {kind: {} for kind in KINDS_OF_LINES})
     """By kind and step, or the first step of a block. Each has the names of the layers in "layers"."""
 
     def drop(self, start: int) -> None:
@@ -127,7 +127,7 @@ class _Reader:
         kind = line["kind"]
         if not self.runs and kind != "run" and "run" not in line:
             raise self._wrong(number, "a line of the kind 'run' must come first")
-        if kind not in KINDS:
+        if kind not in KINDS_OF_LINES:
             return
         try:
             _check_types(line)
@@ -155,7 +155,7 @@ class _Reader:
             self.broken += 1
             return
         self.last, run = name, self.runs[name]
-        for key, types in KINDS[kind].items():
+        for key, types in KINDS_OF_LINES[kind].items():
             if types is list:
                 if len(line[key]) != len(run.layers):
                     raise ValueError(f"it has {len(line[key])} numbers for {len(run.layers)} layers")
@@ -201,7 +201,7 @@ class _Reader:
 
 
 def _check_types(line: Line) -> None:
-    for key, types in KINDS[line["kind"]].items():
+    for key, types in KINDS_OF_LINES[line["kind"]].items():
         if key not in line or not isinstance(line[key], types) or isinstance(line[key], bool):
             raise ValueError(f"{key!r} is missing or of the wrong type")
         if types is int and not 0 <= line[key] < LARGEST_STEP:
@@ -226,7 +226,7 @@ def _composed(path: str, run: _RunInFile, size: int) -> Record:
     empty = torch.zeros(0, len(places), dtype=torch.float64, device="cpu")
     norms = torch.stack([wide(line, "norms") for line in with_layers]) if with_layers else empty
     # the run may have found only later how coarse its gradients were
-    is_far = (relative(norms, torch.zeros_like(norms), run.precision or FLOAT32) > JUMP).tolist()
+    is_far = (relative(norms, torch.zeros_like(norms), run.precision or FLOAT32_ROUNDING) > JUMP).tolist()
     jumps = [
         (line["step"], str(name))
         for line, far in zip(with_layers, is_far, strict=True)
@@ -245,7 +245,7 @@ def _composed(path: str, run: _RunInFile, size: int) -> Record:
         [Block(line["first"], line["last"], wide(line, "median"), wide(line, "maximum")) for line in blocks],
         [Ratios(line["step"], wide(line, "params"), wide(line, "updates")) for line in ratios],
         run.joint,
-        run.precision or FLOAT32,
+        run.precision or FLOAT32_ROUNDING,
         jumps,
     )
 

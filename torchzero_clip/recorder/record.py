@@ -14,7 +14,7 @@ from torchzero_clip.recorder.data import Data, Layers, Ratios, at_places, places
 from torchzero_clip.recorder.figures import draw_record
 from torchzero_clip.recorder.files import FilePath
 from torchzero_clip.recorder.series import EarlySign
-from torchzero_clip.recorder.suggestion import Scope, Suggestion, suggested
+from torchzero_clip.recorder.suggestion import LimitScope, Suggestion, suggested
 from torchzero_clip.recorder.two_runs import Comparison, compared, reported_otherwise
 from torchzero_clip.recorder.words import counted
 
@@ -143,7 +143,7 @@ class Readable(ABC):
             raise TypeError(f"other must be a Record or a Recorder, got {type(other).__name__}: call read_record(path)")
         return compared(self._with_older(), other._with_older())
 
-    def suggest_max_norm(self, share_clipped: float = 0.01, scope: Scope = "joint") -> Suggestion:
+    def suggest_max_norm(self, share_clipped: float = 0.01, scope: LimitScope = "joint") -> Suggestion:
         """Find a limit for `ClipNorm` that would have clipped a given share of the usual norms.
 
         The limit is the quantile 1 - ``share_clipped`` of the norms, without norms that are 0 or not finite, without

@@ -19,14 +19,14 @@ from torchzero_clip.private_losses import refuse_loss
 from torchzero_clip.recorder.data import step_number
 from torchzero_clip.recorder.files import FilePath, check
 from torchzero_clip.recorder.live import Live, Send
-from torchzero_clip.recorder.output import FirstProcess, Log, Output
+from torchzero_clip.recorder.output import FirstProcess, Output, StepFile
 from torchzero_clip.recorder.reading import read_record
 from torchzero_clip.recorder.record import Readable, Record
 from torchzero_clip.recorder.recorded_params import By
 from torchzero_clip.recorder.recording import Recording, take_over
 from torchzero_clip.recorder.saved import checked_state
 from torchzero_clip.recorder.step_hooks import StepHooks
-from torchzero_clip.recorder.suggestion import Scope, Suggestion, suggested
+from torchzero_clip.recorder.suggestion import LimitScope, Suggestion, suggested
 
 
 class Recorder(Readable):
@@ -120,7 +120,7 @@ class Recorder(Readable):
         live = None if log is None else Live(log, min(log_every, keep))
         file = None
         if path is not None:
-            file = Log(Path(path), by, flush_every, keep)
+            file = StepFile(Path(path), by, flush_every, keep)
             take_over(file.path)
             file.is_new = not FirstProcess() or not check(Path(path))
         self.optimizer = inner  # the optimizer that is recorded, without its wrappers
@@ -213,8 +213,8 @@ class Recorder(Readable):
             return latest
 
     @override
-    def suggest_max_norm(self, share_clipped: float = 0.01, scope: Scope = "joint") -> Suggestion:
-        one_of("scope", scope, get_args(Scope))
+    def suggest_max_norm(self, share_clipped: float = 0.01, scope: LimitScope = "joint") -> Suggestion:
+        one_of("scope", scope, get_args(LimitScope))
         self._recording.finish()
         tape = self._recording.tape
         if scope == "joint" or tape is None:

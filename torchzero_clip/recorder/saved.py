@@ -13,7 +13,7 @@ def _is_list(value: object) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
-KINDS: Mapping[type, tuple[str, Callable[[Any], bool]]] = {
+_KINDS: Mapping[type, tuple[str, Callable[[Any], bool]]] = {
     int: (
         "an int >= 0",
         lambda x: isinstance(x, SupportsIndex) and not isinstance(x, bool | Tensor) and operator.index(x) >= 0,
@@ -92,7 +92,7 @@ def _check_tape(tape: SavedTape) -> None:
 def _check(place: str, value: Any, kind: Any) -> None:
     """Raise unless a value is of a type such as ``list[tuple[int, Tensor]]``."""
     origin, inner = get_origin(kind) or kind, get_args(kind)
-    name, is_one = KINDS[origin]
+    name, is_one = _KINDS[origin]
     if not is_one(value):
         _raise(f"{place} must be {name}, got {_shown(value)}")
     if not inner:

@@ -27,11 +27,11 @@ BLOCKS = 20
 DEVIATION = 1.4826  # the standard deviation of a normal distribution, in median distances from the median
 SPREAD = 6 * DEVIATION
 TWICE = math.log(2)
-LARGEST = 709.0  # the logarithm of the largest number
+_LARGEST = 709.0  # the logarithm of the largest number
 MOST_DROPPED = 10
 CLOSE = 1.25
-FEW = 10
-AROUND = 100
+_FEW = 10
+_AROUND = 100
 # quantiles of the normal distribution, for the error of a slope
 NORMAL = (torch.arange(1, 42, 2, dtype=torch.float64, device="cpu") / 21 - 1).erfinv() * 2**0.5
 NUMERALS = ("no", "one", "two", "three", "four")
@@ -62,7 +62,7 @@ class Series:
         usable = values.isfinite() & (values > 0)
         norms = values[usable]
         unit = 2.0 ** (math.frexp(median_of(norms))[1] - 1)  # a power of 2, so that the scale makes no difference
-        logs = (norms / unit).clamp(math.exp(-LARGEST), math.exp(LARGEST)).log()
+        logs = (norms / unit).clamp(math.exp(-_LARGEST), math.exp(_LARGEST)).log()
         starts = [k * len(norms) // BLOCKS for k in range(BLOCKS)]
         dropped = _unsteady(logs, starts)
         start = starts[dropped]
@@ -73,7 +73,7 @@ class Series:
         calm = (~wild).nonzero().flatten().tolist()
         ending = len(values) - 1 - calm[-1] if calm else len(values)
         bad, zeros = int((~values.isfinite()).sum()), int((values == 0).sum())
-        spike_limit = math.exp(min(border, LARGEST)) * unit
+        spike_limit = math.exp(min(border, _LARGEST)) * unit
         return cls(norms, dropped, start, spikes, spike_limit, zeros, bad, ending)
 
     @cached_property
@@ -86,7 +86,7 @@ class Series:
         """The halves of the run that have usual norms; the last one tells what comes."""
         is_usual = torch.cat([torch.zeros(self.start, dtype=torch.bool, device="cpu"), ~self.spikes])
         places, middle = is_usual.nonzero().flatten(), len(self.norms) // 2
-        parts = [part for part in (places[places < middle], places[places >= middle]) if len(part) >= FEW]
+        parts = [part for part in (places[places < middle], places[places >= middle]) if len(part) >= _FEW]
         return [Half.of(part.double() / (len(self.norms) / 4), self.norms[part].log()) for part in parts or [places]]
 
     @cached_property
@@ -114,7 +114,7 @@ class Series:
         if _spreads(self._rest):
             return "large norms become more frequent"
         half = self.halves[-1]
-        share = max(share, min(FEW / len(half.rest), 0.5))  # fewer than ten norms would show chance
+        share = max(share, min(_FEW / len(half.rest), 0.5))  # fewer than ten norms would show chance
         if self.chance(share) > 1 - SURE:
             return ""
         limit = quantile(self.usual, 1 - share)
@@ -157,7 +157,7 @@ class Series:
         """The median of the usual norms after the first spike, divided by that before; 1 with few norms on a side."""
         kept, first = self.norms[self.start :], int(self.spikes.int().argmax())
         before, after = kept[:first], kept[first:][~self.spikes[first:]]
-        return median_of(after) / median_of(before) if min(len(before), len(after)) >= FEW else 1.0
+        return median_of(after) / median_of(before) if min(len(before), len(after)) >= _FEW else 1.0
 
     def doubts(self, limit: float) -> Iterator[Doubt]:
         """The reasons why a limit found from these norms may be wrong."""
@@ -166,7 +166,7 @@ class Series:
         for count, total, border, what in (*others, (int(self.spikes.sum()), len(kept), 20, "spikes")):
             if count > total / border:
                 yield f"{count:,} of {total:,} norms are {what}", count > total / 10
-        if self.ending >= FEW:
+        if self.ending >= _FEW:
             yield f"the last {self.ending:,} norms are all spikes, inf or NaN", True
         if several := levels(kept):
             first, *others = (f"{100 * share:.2g}% are near {level:.4g}" for level, share in several)
@@ -244,8 +244,8 @@ def _early_spikes(norms: Tensor, start: int) -> Tensor:
 
     The first norms change most. One of them must be ten times all but one of the twenty before and after it.
     """
-    logs, first = norms.log(), max(len(norms) // BLOCKS, FEW)
-    width = min(2 * first, AROUND, len(norms) - 1) + 1
+    logs, first = norms.log(), max(len(norms) // BLOCKS, _FEW)
+    width = min(2 * first, _AROUND, len(norms) - 1) + 1
     places = (torch.arange(start, device="cpu") - width // 2).clamp(0, len(norms) - width)
     around = logs.unfold(0, width, 1)[places]
     middle = around.median(dim=1).values
@@ -276,7 +276,7 @@ def _spreads(logs: Tensor) -> bool:
     slope = (place * shares).sum() / place.square().sum()
     rest = shares - shares.mean() - slope * place
     error = (rest.square().sum() / (BLOCKS - 2) / place.square().sum()).sqrt()
-    return len(logs) >= BLOCKS * FEW and bool(slope > torch.maximum(3.5 * error, shares.mean() / 2))
+    return len(logs) >= BLOCKS * _FEW and bool(slope > torch.maximum(3.5 * error, shares.mean() / 2))
 
 
 def _spread(logs: Tensor) -> float:
@@ -287,7 +287,7 @@ def _spread(logs: Tensor) -> float:
 def levels(norms: Tensor) -> list[tuple[float, float]]:
     """The levels that the norms are near, two to four, each with its share of the norms; empty if there is only one."""
     top = float(norms.max())
-    logs = (norms / top).clamp(min=math.exp(-LARGEST)).log().sort().values
+    logs = (norms / top).clamp(min=math.exp(-_LARGEST)).log().sort().values
     least = max(math.ceil(len(logs) / 20), 2)
     parts = _cut(logs, least)
     if not _are_levels(parts):

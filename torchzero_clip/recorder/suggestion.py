@@ -19,7 +19,7 @@ from torchzero_clip.recorder.words import as_percent, counted
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-Scope: TypeAlias = Literal["joint", "parameter", "group"]
+LimitScope: TypeAlias = Literal["joint", "parameter", "group"]
 Confidence: TypeAlias = Literal["high", "medium", "low"]
 
 SHARES = (0.01, 0.1, 0.5)
@@ -88,7 +88,7 @@ class Suggestion:
     answer: Answer
     confidence: Confidence
     reason: str
-    scope: Scope
+    scope: LimitScope
     share_clipped: float
     series: Mapping[str, Series] = field(repr=False)
     choices: tuple[Choice, ...] = ()
@@ -136,7 +136,7 @@ class Suggestion:
 
 
 def suggested(
-    norms: Mapping[str, Tensor], share_clipped: float, scope: Scope, doubts: Sequence[Doubt] = (), note: str = ""
+    norms: Mapping[str, Tensor], share_clipped: float, scope: LimitScope, doubts: Sequence[Doubt] = (), note: str = ""
 ) -> Suggestion:
     """Find a limit for the norms of each group, or for those under the name of the scope; -1 is no gradient.
 
@@ -174,7 +174,7 @@ def _series_of(norms: Tensor, of_group: str) -> Series:
     return Series.of(norms)
 
 
-def _sentences(series: Series, limit: float, scope: Scope) -> list[str]:
+def _sentences(series: Series, limit: float, scope: LimitScope) -> list[str]:
     usual, share = series.usual, float((series.usual > limit).double().mean())
     clip = f"ClipNorm({limit:.4g})" if scope == "parameter" else f'ClipNorm({limit:.4g}, dim="global")'
     what = "norms of tensors, whose median" if scope == "parameter" else "steps, whose median norm"

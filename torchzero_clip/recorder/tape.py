@@ -12,14 +12,14 @@ from torchzero_clip.functional.dtypes import moved, widest
 from torchzero_clip.functional.measure import Effect, effects
 from torchzero_clip.recorder.arithmetic import joined_norms
 from torchzero_clip.recorder.data import Ratios
-from torchzero_clip.recorder.precision import FLOAT32
+from torchzero_clip.recorder.precision import FLOAT32_ROUNDING
 from torchzero_clip.recorder.record import Record
 from torchzero_clip.recorder.recorded_params import By, RecordedParams
 from torchzero_clip.recorder.saved import SavedTape
 from torchzero_clip.recorder.series import LATEST, jumps
 
 PRECISION = "precision"  # the name of the column
-ABSENT = -1.0  # stands for the norm of a parameter without a gradient
+_ABSENT = -1.0  # stands for the norm of a parameter without a gradient
 PASSED = "passed "  # before the name of a gate: the column is 1 if it let the step pass about which the device decided
 
 
@@ -52,7 +52,7 @@ class Tape:
         with torch.inference_mode(False):  # memory that is made in inference mode cannot be written to outside of it
             self._steps = torch.full((self._size, len(params.names)), torch.nan, dtype=widest(device), device=device)
             self._used = torch.tensor([name in used for name in params.names], dtype=torch.bool, device=device)
-        self._absent = torch.full((len(params.names),), ABSENT, dtype=widest(device), device=device)
+        self._absent = torch.full((len(params.names),), _ABSENT, dtype=widest(device), device=device)
         self._unknown = torch.full((), torch.nan, dtype=widest(device), device=device)
         self._effects: list[tuple[int, Effect]] = []  # of which steps the metrics of the scaling are computed later
         self._places: Sequence[int] = ()
@@ -148,7 +148,7 @@ class Tape:
             foreach.copy_([values.select(0, len(self.params.names) + self.keys.index("loss"))], [loss])
 
     def norms(self) -> Tensor:
-        """The norms of the steps that are kept, on the CPU; `ABSENT` if there is no gradient."""
+        """The norms of the steps that are kept, on the CPU; `_ABSENT` if there is no gradient."""
         return self._read(self.keep)[0]
 
     def used(self) -> set[str]:
@@ -213,7 +213,7 @@ class Tape:
         found_inf = columns.pop("found_inf", unknown) > 0
         reasons = [note.refused_by or ("found_inf" if inf else "") for note, inf in zip(notes, found_inf, strict=True)]
         loss, precision = columns.pop("loss", unknown), columns.pop(PRECISION, unknown)
-        largest = max(precision[precision > 0].tolist(), default=FLOAT32)
+        largest = max(precision[precision > 0].tolist(), default=FLOAT32_ROUNDING)
         steps = [note.step for note in notes]
         record = Record(
             steps,

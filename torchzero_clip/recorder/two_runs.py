@@ -24,9 +24,9 @@ REPORTED = "reported_norm"
 MOST_ROWS = 10
 MOST_COPIES = 16  # the most copies, processes or accumulated batches that an explanation names
 DRIFT = 8.0  # in 36 pairs of runs that drift apart by rounding, no step was above 8 times the drift before it
-SMALL = 64.0  # a layer counts as if its norm were at least the joint norm divided by it
+_SMALL = 64.0  # a layer counts as if its norm were at least the joint norm divided by it
 # how precise the squares of reported norms are: if bfloat16 holds all norms, and otherwise
-BFLOAT16, FLOAT32 = 2.0**-7, 1e-5
+BFLOAT16, _FLOAT32 = 2.0**-7, 1e-5
 
 
 class Difference(NamedTuple):
@@ -229,7 +229,7 @@ def _apart(one: Tensor, other: Tensor) -> Tensor:
     present = [torch.where(x < 0, 0.0, x).double() for x in (one, other)]
     finite = [torch.where(x.isfinite(), x, 0.0) for x in present]
     joint = torch.maximum(*(joined_norms(x) for x in finite)) if len(one) else torch.zeros((), dtype=torch.float64)
-    scale = torch.maximum(torch.maximum(*finite), joint / SMALL)
+    scale = torch.maximum(torch.maximum(*finite), joint / _SMALL)
     apart = torch.where(scale > 0, (finite[0] - finite[1]).abs() / scale, 0.0)
     return torch.where(present[0].isfinite() == present[1].isfinite(), apart, math.inf)
 
@@ -246,11 +246,11 @@ def _parted(step: int, where: str, layers: Sequence[Difference], pair: _Pair, *,
     name = next((text for text, members in named_sets(pair.names).items() if members == places), None)
     some = f"{count:,} of {total:,} layers{f', {name},' if name else ''}"
     who = layers[0].name if count == 1 else f"all {total:,} layers" if count == total else some
-    look = f", {_look(layers, 4 * pair.precision)}" if guess else "."
-    return f"Step {step}{where}: {who} {'differs' if count == 1 else 'differ'}{look}"
+    appearance = f", {_appearance(layers, 4 * pair.precision)}" if guess else "."
+    return f"Step {step}{where}: {who} {'differs' if count == 1 else 'differ'}{appearance}"
 
 
-def _look(layers: Sequence[Difference], tolerance: float) -> str:
+def _appearance(layers: Sequence[Difference], tolerance: float) -> str:
     """What the differences of layers look like."""
     ratios = torch.tensor([layer.ratio for layer in layers], dtype=torch.float64)
     pairs = {name: [getattr(layer, name) for layer in layers] for name in ("first", "second")}
@@ -336,7 +336,7 @@ def reported_otherwise(record: Data) -> str | None:
     reported = record.metrics.get(REPORTED, torch.full_like(record.norm, torch.nan))
     usable = (reported.isfinite() & (reported >= 0) & record.norm.isfinite() & (record.norm > 0)).nonzero().flatten()
     sizes, squares = reported[usable], (reported[usable] / record.norm[usable]).square()
-    tolerance = BFLOAT16 if bool((sizes.bfloat16().double() == sizes).all()) else FLOAT32
+    tolerance = BFLOAT16 if bool((sizes.bfloat16().double() == sizes).all()) else _FLOAT32
     apart = ((squares - 1).abs() > tolerance).nonzero().flatten().tolist()
     if not apart:
         return None

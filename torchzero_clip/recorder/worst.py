@@ -11,9 +11,9 @@ from torchzero_clip.recorder.precision import relative
 
 MOST_STEPS = 20
 MOST_WITH_LAYERS = 10
-MOST_LAYERS = 20
-TOP = 5
-LOST = "inf or NaN"
+_MOST_LAYERS = 20
+_TOP = 5
+_LOST = "inf or NaN"
 REASONS = {
     "nonfinite": "a gradient was inf or NaN",
     "found_inf": "the gradient scaler found inf or NaN",
@@ -50,7 +50,7 @@ class Worst:
             deeds.append(f"(the norm was not finite in the next {words.counted(more, 'step')} either)")
         return [
             f"{self._record.steps[i]:,}",
-            words.number_text(float(norm), LOST if self._events.spikes[i] else "unknown"),
+            words.number_text(float(norm), _LOST if self._events.spikes[i] else "unknown"),
             words.number_text(float(usual)),
             words.as_ratio(ratio) if math.isfinite(norm) else "",
             words.number_text(float(self._record.loss[i])),
@@ -85,7 +85,7 @@ class Worst:
         with_layers = set(self._record.layer_steps) if self._record.layers else set[int]()
         steps = [step for step in self.steps if step in with_layers][:MOST_WITH_LAYERS]
         rows = [[f"{step:,}", *cells] for step in steps for cells in _cells_of(self._record.layers_of(step))]
-        caption = f"The {TOP} layers with the largest ratio of norm to usual norm, in the worst {len(steps)} steps."
+        caption = f"The {_TOP} layers with the largest ratio of norm to usual norm, in the worst {len(steps)} steps."
         return [table(caption, ("Step", "Layer", "Norm", "Usual", "Ratio"), rows)] if rows else []
 
 
@@ -97,14 +97,14 @@ def _cells_of(layers: Layers) -> list[list[str]]:
     rows = [
         [
             words.short(layer.name),
-            words.number_text(layer.norm, LOST),
+            words.number_text(layer.norm, _LOST),
             words.number_text(layer.usual),
             words.as_ratio(layer.ratio),
         ]
-        for layer in layers[:TOP]
+        for layer in layers[:_TOP]
         if not math.isnan(layer.ratio) or math.isnan(layer.usual)  # else rounding alone explains its norm
     ]
-    if lost > TOP:
+    if lost > _TOP:
         rows.append([f"({lost:,} of {count:,} layers are inf or NaN)", "", "", ""])
     return rows
 
@@ -113,7 +113,7 @@ def sign_table(record: Data) -> list[str]:
     signs = record.early_signs()
     rows = [
         [f"{step:,}", words.short(layer), number, f"{value:.2g}", f"{usual:.2g}", words.as_ratio(ratio)]
-        for step, layer, number, value, usual, ratio in signs[: MOST_STEPS * TOP]
+        for step, layer, number, value, usual, ratio in signs[: MOST_STEPS * _TOP]
     ]
     caption = "Norms of layers, and updates relative to the weights of their layer, that were unusually large"
     caption += f" (the first {len(rows)} of {len(signs):,})." if len(signs) > len(rows) else "."
@@ -127,7 +127,7 @@ def ratio_table(record: Data) -> list[str]:
     medians = ratios.nanmedian(dim=0).values.nan_to_num(nan=-1.0)
     order = medians.argsort(descending=True, stable=True).tolist()
     rows: list[list[str]] = []
-    for i in [i for i in order if float(medians[i]) >= 0][:MOST_LAYERS]:
+    for i in [i for i in order if float(medians[i]) >= 0][:_MOST_LAYERS]:
         top = int(ratios[:, i].nan_to_num(nan=-1.0).argmax())
         numbers = (f"{float(value):.2g}" for value in (medians[i], ratios[top, i]))
         rows.append([words.short(record.layers[i]), *numbers, f"{record.ratios[top].step:,}"])

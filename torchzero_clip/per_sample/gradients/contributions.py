@@ -14,7 +14,9 @@ from torchzero_clip.per_sample.gradients.row_norms import SMALL, in_float64, joi
 
 Memory: TypeAlias = Literal["auto", "low"]
 
-PIECE = 1 << 20  # bytes of per-sample gradients that are formed at a time, so that their norms read them from the cache
+_PIECE = (
+    1 << 20
+)  # bytes of per-sample gradients that are formed at a time, so that their norms read them from the cache
 Reserve: TypeAlias = Callable[[int, int], bool]
 """Reserves memory for per-sample gradients: see `CapturedGradients.reserve`."""
 
@@ -143,7 +145,7 @@ class Tied(Contribution):
 CANCELLED = 1e-2  # a norm below this share of its parts has lost digits by cancellation in float32
 
 
-def pieces(count: int, bytes_each: int, *, limit: int = PIECE) -> list[tuple[int, int]]:
+def pieces(count: int, bytes_each: int, *, limit: int = _PIECE) -> list[tuple[int, int]]:
     """The bounds of runs of samples, each of at most ``limit`` bytes, or of one sample."""
     step = max(1, min(count, limit // max(bytes_each, 1)))
     return [(start, min(start + step, count)) for start in range(0, count, step)]

@@ -10,9 +10,9 @@ from torchzero_clip.functional.foreach import wide_dtype
 from torchzero_clip.functional.shards import Part
 from torchzero_clip.functional.slices import norms_of_slices
 
-BLOCK = 4096  # the most elements that are added up in float32: a norm of 38M of them is 0.3% too small
+_BLOCK = 4096  # the most elements that are added up in float32: a norm of 38M of them is 0.3% too small
 SMALL = 1e-17  # in smaller norms, squares of elements have lost digits in float32
-PIECE = 1 << 23  # elements that are copied to float64 at a time
+_PIECE = 1 << 23  # elements that are copied to float64 at a time
 
 
 def wide(*tensors: Tensor) -> list[Tensor]:
@@ -35,13 +35,13 @@ def norms_of_rows(rows: Tensor) -> Tensor:
     flat = ordered.reshape(count, size)
     if not flat.is_cpu:
         return _rescaled(flat, 1) if is_narrow(flat) else torch.linalg.vector_norm(flat, dim=1, dtype=torch.float64)
-    even = size - size % BLOCK if size > BLOCK and flat.dtype != torch.float64 else 0
+    even = size - size % _BLOCK if size > _BLOCK and flat.dtype != torch.float64 else 0
     norms = torch.linalg.vector_norm(flat[:, even:], dim=1).double()
     if even:
-        blocks = torch.linalg.vector_norm(flat[:, :even].unflatten(1, (-1, BLOCK)), dim=2)
+        blocks = torch.linalg.vector_norm(flat[:, :even].unflatten(1, (-1, _BLOCK)), dim=2)
         norms = torch.linalg.vector_norm(torch.cat([blocks.double(), norms[:, None]], 1), dim=1)
     if flat.dtype != torch.float64 and (again := odd(norms)):
-        for chosen in torch.tensor(again, device=rows.device).split(max(1, PIECE // max(size, 1))):
+        for chosen in torch.tensor(again, device=rows.device).split(max(1, _PIECE // max(size, 1))):
             norms[chosen] = torch.linalg.vector_norm(flat[chosen].double(), dim=1)
     return norms
 

@@ -11,7 +11,7 @@ from torchzero_clip.per_sample.gradients.contributions import Contribution, Dens
 from torchzero_clip.per_sample.gradients.products import GRAM_BYTES, Products, exact, gram_norms
 from torchzero_clip.per_sample.gradients.row_norms import norms_of_rows, norms_of_samples
 
-LANES = 8  # products of matrices are 1.3 to 2 times as fast if their sides are multiples of it
+_LANES = 8  # products of matrices are 1.3 to 2 times as fast if their sides are multiples of it
 PADDING = 1.3  # the most by which padding may multiply the rows, besides filling the lanes
 
 
@@ -58,12 +58,12 @@ class RowProducts(Contribution):
         sides, start = self.inputs.shape[1] + self.outputs.shape[1], 0
         while start < len(lengths):
             rows = lengths[start]
-            longest = rows if rows < 3 else -(-rows // LANES) * LANES
+            longest = rows if rows < 3 else -(-rows // _LANES) * _LANES
             most = start + max(1, GRAM_BYTES // (longest * max(2 * longest, sides) * self.inputs.element_size()))
             stop = start + 1
             for length in lengths[stop:most]:
                 rows += length
-                if longest * (stop + 1 - start) > PADDING * rows and length <= longest - LANES:
+                if longest * (stop + 1 - start) > PADDING * rows and length <= longest - _LANES:
                     break
                 stop += 1
             yield start, stop, longest

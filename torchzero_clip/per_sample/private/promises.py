@@ -15,8 +15,8 @@ from torchzero_clip.per_sample.norm_clippers import NormClipper
 from torchzero_clip.per_sample.processes.sharding import reshard
 from torchzero_clip.per_sample.weighting import ClippingResult
 
-LARGEST = 1e30  # sums of larger gradients could overflow in float32, which would tell that they are there
-ROUNDING = 1e-5  # how far the norm of a clipped gradient may be above the limit, relative to it
+_LARGEST = 1e30  # sums of larger gradients could overflow in float32, which would tell that they are there
+_ROUNDING = 1e-5  # how far the norm of a clipped gradient may be above the limit, relative to it
 
 
 def joint_limit(norm_clipper: NormClipper, params: int) -> float:
@@ -27,8 +27,8 @@ def joint_limit(norm_clipper: NormClipper, params: int) -> float:
     expected = params if norm_clipper.is_per_layer else 1
     if len(limits) != expected:
         raise ValueError(f"norm_clipper must have {expected} limits, got {len(limits)}: {norm_clipper!r}")
-    if not bool(((limits >= 0) & (limits <= LARGEST)).all()):
-        raise ValueError(f"the limits of norm_clipper must be between 0 and {LARGEST}, got {limits.tolist()}")
+    if not bool(((limits >= 0) & (limits <= _LARGEST)).all()):
+        raise ValueError(f"the limits of norm_clipper must be between 0 and {_LARGEST}, got {limits.tolist()}")
     return float(torch.linalg.vector_norm(limits))
 
 
@@ -39,7 +39,7 @@ def check_within(limit: float, norm_clipper: NormClipper, result: ClippingResult
     else:
         pairs = zip(result.factors, result.param_norms.values(), strict=True)
         added = joint_norms(widened(torch.stack([factors * norms for factors, norms in pairs])))
-    if not bool((added.masked_fill(result.nonfinite, 0) <= limit * (1 + ROUNDING)).all()):  # also if one is NaN
+    if not bool((added.masked_fill(result.nonfinite, 0) <= limit * (1 + _ROUNDING)).all()):  # also if one is NaN
         raise RuntimeError(
             f"{norm_clipper!r} breaks its own limit: the norm of a clipped gradient is above {limit}. "
             "Factor times norm must not exceed the limit for any norm. Nothing was changed"

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from torchzero_clip.compat import dtensors, flatten, is_distributed, unflatten
+from torchzero_clip.compat import dtensors, flatten_dense, is_distributed, unflatten_dense
 from torchzero_clip.functional.foreach import wide_dtype
 from torchzero_clip.functional.processes import device_of, gathered, gathered_texts
 
@@ -105,9 +105,9 @@ class Processes:
             empty = value is None
             found[name] = torch.zeros_like(params[name], dtype=dtype) if empty else value.to(params[name].device, dtype)
         for bucket in _buckets(found.values()):
-            flat = flatten(bucket)
+            flat = flatten_dense(bucket)
             dist.all_reduce(flat, group=self.group)
-            for value, part in zip(bucket, unflatten(flat, bucket), strict=True):
+            for value, part in zip(bucket, unflatten_dense(flat, bucket), strict=True):
                 value.copy_(part)
         return shards | found
 

@@ -15,7 +15,7 @@ from torchzero_clip.per_sample.gradients.products import Products, inner_product
 
 PATCHES = 2 << 20  # bytes of patches that are copied out at a time
 ADDITION = 4  # the cost of an addition in memory, in multiplications
-LANES = 16  # numbers in a vector register
+_LANES = 16  # numbers in a vector register
 TAPS = 9  # elements of a kernel up to which a grouped convolution of single channels is faster than patches
 GROUPED = 8  # samples for one call of a grouped convolution, which is faster for at least as many channels
 
@@ -158,7 +158,7 @@ class Convolved(Products):
         groups, length = self._options.groups, self.outputs.shape[2:].numel()
         outputs, patch = self.param.shape[0] // groups, self.param.shape[1:].numel()
         # matmuls are faster if rows fill whole vector registers, which 3 x 3 x 3 does not
-        turned = groups == 1 and patch % LANES != 0
+        turned = groups == 1 and patch % _LANES != 0
         shape = (patch, outputs) if turned else (outputs, patch)
         result = self.outputs.new_empty(stop - start, groups, *shape)
         for first, last in pieces(stop - start, groups * patch * length * self.outputs.element_size(), limit=PATCHES):

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from torchzero_clip.per_sample.samples.graph import Graph
-from torchzero_clip.per_sample.samples.graph_nodes import KINDS
+from torchzero_clip.per_sample.samples.graph_nodes import NODE_KINDS
 
 Grads: TypeAlias = Sequence[Tensor | None]
 
@@ -22,7 +22,7 @@ def let_through(graph: Graph, *, sites: bool) -> list[RemovableHandle]:
     """Let NaN through, until the handles are removed. With ``sites``, also along dimensions in which rows are moved."""
     handles: list[RemovableHandle] = []
     for node in graph.nodes:
-        kind = KINDS.get(type(node))
+        kind = NODE_KINDS.get(type(node))
         if kind is None or not kind.saves or (kind.moves_anywhere is not None and kind.moves_anywhere(node)):
             continue
         if kind.inputs is None:

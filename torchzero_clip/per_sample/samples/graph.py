@@ -11,7 +11,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
 from torchzero_clip.per_sample.samples.call import Call, call_of
-from torchzero_clip.per_sample.samples.graph_nodes import KINDS, NodeKind, kind_of, shape_of
+from torchzero_clip.per_sample.samples.graph_nodes import NODE_KINDS, NodeKind, kind_of, shape_of
 from torchzero_clip.per_sample.samples.pattern import kinds_of_sizes
 
 OUTPUT = "output of the model"  # a key of the metadata of a node, for the forward that it is of
@@ -61,7 +61,7 @@ class Graph:
         numbers: dict[Node, int] = {node: i for i, node in enumerate(rest)}
         while rest:
             node = rest.pop()
-            kind = KINDS.get(type(node)) or kind_of(node)
+            kind = NODE_KINDS.get(type(node)) or kind_of(node)
             said.append(kind.name)
             call = call_of(node) if isinstance(node, BackwardCFunction) else None
             if call is not None:

@@ -87,7 +87,7 @@ SIZES = "_info", "_output_size", "_scalar_type", "_numel", "_options", "_p", "_e
 """The ends of names of saved sizes and floats."""
 
 MAY_BE_SPARSE = {"MvBackward0": ("_saved_self",), "BmmBackward0": ("_saved_self", "_saved_mat2")}
-PLAIN = frozenset({"AccumulateGrad", "CopyBackwards"})  # which save nothing
+_PLAIN = frozenset({"AccumulateGrad", "CopyBackwards"})  # which save nothing
 
 
 @dataclass(frozen=True)
@@ -109,23 +109,23 @@ class NodeKind:
     """Whether it saves tensors, so that values may keep a gradient from passing."""
 
 
-KINDS: dict[type[Node], NodeKind] = {}
+NODE_KINDS: dict[type[Node], NodeKind] = {}
 """The kinds of functions of torch that were seen."""
 _python_kinds: WeakKeyDictionary[type, NodeKind] = WeakKeyDictionary()
 _compiled = itertools.count()  # all compiled functions have one name
 
 
 def kind_of(node: Node) -> NodeKind:
-    """The kind of a node that is not in `KINDS` yet."""
+    """The kind of a node that is not in `NODE_KINDS` yet."""
     if isinstance(node, BackwardCFunction):
         made_by: Any = getattr(node, "_forward_cls", None)  # the `torch.autograd.Function`: a private name, no other
         found = _python_kinds.get(type(node))
         if found is None:
             found = _of_python(node, made_by)
             lives_on = getattr(sys.modules.get(made_by.__module__), made_by.__name__, None) is made_by
-            (KINDS if lives_on else _python_kinds)[type(node)] = found
+            (NODE_KINDS if lives_on else _python_kinds)[type(node)] = found
         return found
-    found = KINDS[type(node)] = _of_torch(node)
+    found = NODE_KINDS[type(node)] = _of_torch(node)
     return found
 
 
@@ -135,7 +135,7 @@ def _of_torch(node: Node) -> NodeKind:
     tensors = {attribute for attribute in names if hasattr(cls, f"_raw{attribute}")}
     numbers = tuple(attribute for attribute in names if attribute not in tensors and not _is_size(attribute))
     kind = partial(NodeKind, name, numbers, "_saved_self_sym_sizes" in names, saves=bool(tensors))
-    if name in PLAIN or name in FIXED:
+    if name in _PLAIN or name in FIXED:
         return kind()
     is_unknown = name != node.name() or name == "CopySlices"  # such as functions of extensions in C++
     if is_unknown or name in BY_EQUALITY or "Sparse" in name or "Nested" in name:

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from torchzero_clip.per_sample.samples.pattern import MIXED, UNTOLD, ZERO
 
-PIECE = 1 << 22  # bytes of gradients that are compared at a time
-WIDE = tuple(range(1, 65, 9))
+_PIECE = 1 << 22  # bytes of gradients that are compared at a time
+_WIDE = tuple(range(1, 65, 9))
 """The exponents of two. In float32, gradients of up to 2**63 do not overflow. If a row gets
 the mean of up to 256 samples, or if the backward squares or takes the sign, the ratio is none of these powers."""
 NARROW = (-1, 1)
 """The exponents in float16, where larger ones overflow."""
-SMALL = 2.0**26  # times the smallest normal number: larger gradients and their multiples are rounded alike
+_SMALL = 2.0**26  # times the smallest normal number: larger gradients and their multiples are rounded alike
 SMALL_NARROW = 2.0**4
 UNDERFLOW = 4.0  # in smallest normal numbers: what underflow may change in an entry of a row
 
@@ -30,7 +30,7 @@ class Powers:
     """The factor of each of ``count`` samples in each further backward."""
 
     def __init__(self, count: int, random: Random, *, narrow: bool = False) -> None:
-        self.exponents: Sequence[int] = NARROW if narrow else WIDE
+        self.exponents: Sequence[int] = NARROW if narrow else _WIDE
         self._factors = [sign * 2.0**exponent for sign in (1, -1) for exponent in self.exponents]
         self.passes = 1
         while len(self._factors) ** self.passes < count:
@@ -68,7 +68,7 @@ class Powers:
         """The number of the factor between each pair of rows, from 1 on; 0 for other ratios; or `ZERO`, `UNTOLD`."""
         if not first.numel():
             return torch.full(first.shape[:1], ZERO, device=first.device)
-        step = max(1, PIECE // max(first[:1].nbytes, 1)) if first.is_cpu else len(first)
+        step = max(1, _PIECE // max(first[:1].nbytes, 1)) if first.is_cpu else len(first)
         if len(first) <= step:
             return self._ratios(first, multiple, exact=exact)
         pairs = zip(first.split(step), multiple.split(step), strict=True)
@@ -77,7 +77,7 @@ class Powers:
     def _ratios(self, first: Tensor, multiple: Tensor, *, exact: bool) -> Tensor:
         """`ratios` of some rows.
 
-        A row (3, -1) with the multiple (3072, -1024) has the ratio 2**10, the second of `WIDE`: its number is 2. With
+        A row (3, -1) with the multiple (3072, -1024) has the ratio 2**10, the second of `_WIDE`: its number is 2. With
         (-3072, 1024), it is 2 + 8, because the negative factors follow the eight positive ones. With (3072, -1100), no
         factor fits both entries: 0.
         """
@@ -94,7 +94,7 @@ class Powers:
             share, fits = torch.where(fits, share, -share), fits | others
         result = torch.where(fits, 1 + nearest + len(self.exponents) * share.signbit(), 0)
         # rows that are too small or not finite have no ratio, except if their multiple is far too large for any factor
-        small = info.tiny * (SMALL if min(self.exponents) >= 0 else SMALL_NARROW)
+        small = info.tiny * (_SMALL if min(self.exponents) >= 0 else SMALL_NARROW)
         if ((largest >= small) & (largest_multiple < torch.inf)).all():
             return result
         may_be_multiple = (largest > 0) & (largest_multiple < largest * 4 * 2.0 ** max(self.exponents))
