@@ -27,10 +27,11 @@ def database():
         stub = types.ModuleType("expecttest")
         stub.TestCase = unittest.TestCase
         sys.modules["expecttest"] = stub
-    from torch.testing._internal import common_utils
-    from torch.testing._internal.common_methods_invocations import op_db
-
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.backends, "disable_global_flags", lambda: None)  # for all later tests of this process
+        from torch.testing._internal import common_utils
+        from torch.testing._internal.common_methods_invocations import op_db
+
         # for each input, torch looks for the name of a test in the source of all frames: half of the time
         patch.setattr(common_utils, "extract_test_fn", lambda: None)
         patch.setattr(torch, "manual_seed", torch.default_generator.manual_seed)  # see conftest.py
@@ -62,9 +63,13 @@ def labels(output, leaves, dim):
         number = (b / a).log2()
         known = (a != 0) & number.isfinite() & (number == number.round())
         found.append(torch.where(known, number, -1))
-    for part, reached in zip(found, reached_by_nan(output, leaves, dim), strict=True):
-        part[reached > 1] = -1  # NaN finds that values decide
     return found
+
+
+def sure(found, output, leaves, dim):
+    """The labels, without those of entries of which NaN finds that values decide about them."""
+    pairs = zip(found, reached_by_nan(output, leaves, dim), strict=True)
+    return [torch.where(reached > 1, -1, part) for part, reached in pairs]
 
 
 def reached_by_nan(output, leaves, dim):
@@ -130,11 +135,15 @@ def test_functions_of_torch_that_move_rows_by_values_have_another_hash_or_count_
                     continue
                 for dim in free_dims(graphs[0], found[0][0][number]):
                     checked += 1
+                    places = [(outputs[number], leaves, dim) for outputs, leaves in found]
                     try:
-                        each = [labels(outputs[number], leaves, dim) for outputs, leaves in found]
+                        each = [labels(*place) for place in places]
+                        is_wrong = clash(each) and clash(
+                            [sure(x, *place) for x, place in zip(each, places, strict=True)]
+                        )
                     except RuntimeError:  # its backward raises for these values
                         continue
-                    if any(clash(*pair) for others in zip(*each, strict=True) for pair in itertools.pairwise(others)):
+                    if is_wrong:
                         wrong.add((operation.name, found[0][0][number].grad_fn.name()))
     assert checked > 1000
     assert not sorted(wrong), sorted(wrong)
@@ -144,8 +153,10 @@ def wants(x):
     return isinstance(x, torch.Tensor) and x.requires_grad and x.layout == torch.strided
 
 
-def clash(one, other):
-    return bool(((one != other) & (one >= 0) & (other >= 0)).any())
+def clash(each):
+    """True if the gradient of an entry belongs to one sample with some values, and to another one with others."""
+    pairs = (pair for others in zip(*each, strict=True) for pair in itertools.pairwise(others))
+    return any(bool(((one != other) & (one >= 0) & (other >= 0)).any()) for one, other in pairs)
 
 
 def proofs(model, losses, steps=3):
