@@ -119,6 +119,7 @@ def _quantile(function: Any, *args: Any, **kwargs: Any) -> Any:
     return DEVICE.run("quantile", function, args, kwargs, launches=5)
 
 
+_NESTED = list, tuple, dict
 QUANTILES = (torch.quantile, Tensor.quantile, torch.nanquantile, Tensor.nanquantile)
 OWN = {
     Tensor.data_ptr: lambda tensor: tensor.kept.data_ptr(),
@@ -383,23 +384,27 @@ def _tensors(value: Any) -> list[Tensor]:
     """Those in nested lists, tuples and dicts. `torch.utils._pytree` takes several times as long."""
     if isinstance(value, Tensor):
         return [value]
-    if isinstance(value, dict):
-        value = value.values()
-    elif not isinstance(value, list | tuple):
-        return []
-    return [tensor for item in value for tensor in _tensors(item)]
+    found: list[Tensor] = []
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ():
+        if isinstance(item, Tensor):
+            found.append(item)
+        elif isinstance(item, _NESTED):
+            found += _tensors(item)
+    return found
 
 
 def _mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     """The same lists, tuples and dicts with the results for their tensors."""
     if isinstance(value, Tensor):
         return function(value)
+    if not value or not isinstance(value, _NESTED):
+        return value
     if isinstance(value, dict):
         return {key: _mapped(function, item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        items = [_mapped(function, item) for item in value]
-        return type(value)._make(items) if hasattr(value, "_make") else type(value)(items)
-    return value
+    items = [
+        function(x) if isinstance(x, Tensor) else _mapped(function, x) if isinstance(x, _NESTED) else x for x in value
+    ]
+    return type(value)._make(items) if hasattr(value, "_make") else type(value)(items)
 
 
 def memory_in_use() -> int:
