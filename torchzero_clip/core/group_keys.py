@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from torchzero_clip.checks import HOW
-from torchzero_clip.core.kinds import UpdateRule
+from torchzero_clip.core.kinds import FinalRule, UpdateRule
 from torchzero_clip.core.nodes import Nodes
 from torchzero_clip.core.transform import Transform, as_text
 from torchzero_clip.hints import did_you_mean, nearest
@@ -96,7 +96,7 @@ def _decays_elsewhere(is_decoupled: bool, nodes: Nodes) -> bool:
     for transform in [node.transform for node in nodes]:
         has_rule = has_rule or isinstance(transform, UpdateRule)
         if "weight_decay" in transform.defaults:
-            decouples, wrapped = has_rule, getattr(transform, "template", None)
+            decouples, wrapped = has_rule, transform.template if isinstance(transform, FinalRule) else None
             if wrapped is not None:  # the optimizer in a Wrap decays weights by its own rule
                 decouples = wrapped.defaults.get("decoupled_weight_decay", is_decoupled)
             return decouples is not is_decoupled

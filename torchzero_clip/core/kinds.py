@@ -5,6 +5,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, ClassVar, NamedTuple, NoReturn, TypeAlias
 
 from torch import Tensor
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from torchzero_clip.checks import as_number, same_in_all_groups, scalar
@@ -235,6 +236,11 @@ class FinalRule(NeverApplied, UpdateRule):
     """An update rule that changes the parameters itself, and so has to stand at the end of the chain."""
 
     # `take_step` creates the state of a parameter; `init_state` returns such a state for the checks of checkpoints
+
+    @property
+    def template(self) -> Optimizer | None:
+        """An optimizer like the one whose code takes the step; None if the rule has code of its own."""
+        return None
 
     @abstractmethod
     def take_step(self, updates: list[Tensor], step: Step) -> None:

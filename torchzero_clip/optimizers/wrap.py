@@ -84,7 +84,7 @@ class Wrap(FinalRule):
         return {**{key: value for key, value in vars(self).items() if key != "template"}, "_checked": []}
 
     @cached_property
-    def template(self) -> Optimizer:
+    def template(self) -> Optimizer:  # pyright: ignore[reportIncompatibleMethodOverride]
         """An optimizer of the class, on a small parameter."""
         return constructed(self.optimizer_class, self.kwargs)
 

@@ -77,7 +77,7 @@ class BeforeStep:
         entry_hooks = entries.register(optimizer)
         around = optimizer.register_step_pre_hook(self.before), optimizer.register_step_post_hook(self.after)
         self._hooks = [*around, *entry_hooks]
-        # the step is over before the post-hooks of others, whose errors do not undo it
+        # the step is over before the post-hooks of others, whose errors do not undo it: torch has no public order
         optimizer._optimizer_step_post_hooks.move_to_end(around[1].id, last=False)  # pyright: ignore
         self._wrappers = {
             "step": wrap_method(optimizer, "step", self._around_step),

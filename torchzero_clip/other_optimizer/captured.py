@@ -12,6 +12,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from torchzero_clip.checks import instance, scalar
 from torchzero_clip.compat import warn_user
 from torchzero_clip.core.chain_state import COUNTERS
+from torchzero_clip.core.kinds import FinalRule
 from torchzero_clip.core.transform import is_pure
 from torchzero_clip.engine.listener import HasListener
 from torchzero_clip.functional.dtypes import widest
@@ -151,7 +152,8 @@ class CapturedStep:
                 return "it steps in the backward. Call remove() of the handle that step_in_backward returned"
             if runner.policy.nonfinite == "raise":
                 return 'nonfinite="raise" raises in the same step. Write nonfinite="skip"'
-            if any(hasattr(transform, "template") for transform in runner.transforms.values()):
+            rules = [transform for transform in runner.transforms.values() if isinstance(transform, FinalRule)]
+            if any(rule.template is not None for rule in rules):
                 return "a Wrap runs the code of another optimizer. Use before_step on that optimizer"
             if "closure" in runner.nodes.targets:
                 return "a transform with target='closure' acts within the closure. Leave the target out"
