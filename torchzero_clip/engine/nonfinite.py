@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import compress
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -37,6 +37,14 @@ WAY_OUT = (
     "go back to a checkpoint, or change a limit if it refuses good steps. "
     "With max_consecutive_skips=, such a run raises"
 )
+
+
+class _Verdict(NamedTuple):
+    """What decides about a step."""
+
+    norm: float  # the joint norm of all gradients
+    is_bad: bool  # some gradient is not finite
+    of_gates: list[tuple[Node, Tensor, bool]]  # each gate, the norm that it has judged, and whether it refuses the step
 
 
 class StepPolicy:
@@ -94,6 +102,29 @@ class StepPolicy:
         `Modular.step`.
         """
         self._refuse_capture(walk)
+        verdict = self._judge(walk)
+        # a step without gradients changes no state and does not count as a skip, as on one process
+        if verdict is None:
+            return False
+        self._norms.append(verdict.norm)
+        walk.are_zero = verdict.norm == 0
+        walk.refused_by.extend(node.path for node, _, refuses_step in verdict.of_gates if refuses_step)
+        if verdict.is_bad and self.nonfinite != "propagate":
+            self._refuse(walk)
+        is_taken = not walk.refused_by
+        if not is_taken:
+            # before the gates store anything, because it raises after too many skips
+            self._count(walk, counts, verdict.of_gates)
+        elif self.may_skip:
+            counts[CONSECUTIVE] = 0
+        for node, norm, _ in verdict.of_gates:
+            step = _step_of_gate(walk, node)
+            record(node, norm, step, is_taken)
+            walk.store(node, step)
+        return is_taken
+
+    def _judge(self, walk: Walk) -> "_Verdict | None":
+        """Measure the gradients, ask the gates, and read all answers at once. None if no process has a gradient."""
         norms = walk.gradient_norms.measure(jointly=self._judges_all)
         group, device = _group_of(walk)
         if any(gate.needs_loss for gate in self._gates.values()):
@@ -108,30 +139,13 @@ class StepPolicy:
         answers = [answer.to(total.device) for _, _, answer in judged]
         numbers = torch.stack([x.to(total.dtype) for x in (total, is_bad, *answers, *taking_part)])
         # one read for all gates and for the norm, because each read synchronizes with the GPU
-        joint, is_bad, *flags = numbers.tolist()
-        refusing = flags[: len(judged)]
+        norm, is_bad, *flags = numbers.tolist()
         has_gradients, *acting = flags[len(judged) :] or [True] * (1 + len(judged))
-        # a step without gradients changes no state and does not count as a skip, as on one process
         if not has_gradients:
-            return False
-        self._norms.append(joint)
-        walk.are_zero = joint == 0
+            return None
+        of_gates = [(node, of_gate, bool(flag)) for (node, of_gate, _), flag in zip(judged, flags, strict=False)]
         # leave out the answers of gates whose scope has no gradient on any process
-        refusing, judged = list(compress(refusing, acting)), list(compress(judged, acting))
-        walk.refused_by.extend(node.path for node, _, _ in compress(judged, refusing))
-        if is_bad and self.nonfinite != "propagate":
-            self._refuse(walk)
-        is_taken = not walk.refused_by
-        if not is_taken:
-            # before the gates store anything, because it raises after too many skips
-            self._count(walk, counts, judged)
-        elif self.may_skip:
-            counts[CONSECUTIVE] = 0
-        for node, norm, _ in judged:
-            step = _step_of_gate(walk, node)
-            record(node, norm, step, is_taken)
-            walk.store(node, step)
-        return is_taken
+        return _Verdict(norm, bool(is_bad), list(compress(of_gates, acting)))
 
     def let_device_decide(
         self, gradient_norms: GradientNorms, walk: Walk | None, params: list[Tensor], decisions: DeviceDecisions
@@ -215,7 +229,7 @@ class StepPolicy:
                 f"steps{bad.beside}"
             )
 
-    def _count(self, walk: Walk, counts: State, judged: Sequence[tuple[Node, Tensor, Tensor]]) -> None:
+    def _count(self, walk: Walk, counts: State, judged: Sequence[tuple[Node, Tensor, bool]]) -> None:
         counts[SKIPPED] += 1
         counts[CONSECUTIVE] += 1
         skips = counts[CONSECUTIVE]
@@ -231,7 +245,7 @@ class StepPolicy:
                 f"{self.max_consecutive_skips}. The norms of the last gradients, the latest at the end: {shown}"
             )
 
-    def _reasons(self, walk: Walk, judged: Sequence[tuple[Node, Tensor, Tensor]]) -> dict[str, str]:
+    def _reasons(self, walk: Walk, judged: Sequence[tuple[Node, Tensor, bool]]) -> dict[str, str]:
         """Why the step is refused, by who refuses it."""
         gates = [(node, norm) for node, norm, _ in judged if node.path in walk.refused_by]
         reasons = {repr(node.path): why(node, norm, _step_of_gate(walk, node)) for node, norm in gates}

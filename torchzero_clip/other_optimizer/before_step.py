@@ -217,7 +217,10 @@ class BeforeStep:
         results: list[Any],
         versions_before: list[int | None] | None,
     ) -> Any:
-        """Call the closure, and apply the transforms; ``versions_before`` are those of parameters before the step."""
+        """Call the closure, and apply the transforms. ``results`` is empty until the first call.
+
+        ``versions_before`` are those of parameters before the step.
+        """
         if results:
             raise RuntimeError(
                 f"{type(optimizer).__name__} evaluates its closure several times in one step, and transforms that keep "
