@@ -317,7 +317,11 @@ class _Use:
         return data if may_be and not any(self.layer.shared.is_table(x) for x in data) else []
 
     def _places(self, squares: bool) -> dict[int, Place]:
-        """The places of samples in tensors, by their sizes. All samples share others; with ``squares``, no squares."""
+        """The places of samples in tensors, by their sizes. All samples share others; with ``squares``, no squares.
+
+        In a batch of 4 samples, a tensor of shape (4, 7, 8) has them in dimension 0, and one of shape (36, 49, 8), of
+        windows of images, in runs of 9.
+        """
         layer, places = self.layer, dict[int, Place]()
         if not self._others:
             return places
@@ -416,7 +420,11 @@ class _WithCopies:
         return [functools.partial(made, i) for i in range(outputs)]
 
     def _of_batch(self) -> Any:
-        """The output of the batch, from those of its samples; NotImplemented if its samples are in no dimension."""
+        """The output of the batch, from those of its samples; NotImplemented if its samples are in no dimension.
+
+        For ``x @ row``, with x of shape (4, 7, 8) and a row of shape (8, 5), vmap runs over x and the copies (4, 8, 5).
+        The output of the batch shows that its samples are in dimension 0 of (4, 7, 5).
+        """
         use, of_batch = self._use, [self._use.leaves[i] for i in self._places]
         if len(runs := {place.run for place in self._places.values()}) > 1:
             return NotImplemented
