@@ -157,7 +157,7 @@ def test_no_module_is_part_of_a_circle_of_imports():
 
 
 def test_a_name_that_others_import_stands_once():
-    """So does the name of a file. A reader then knows which one is meant."""
+    """File names too, so that a reader knows which one is meant."""
     places = defaultdict(list)
     for path in FILES:
         names = [name for statement in ast.parse(path.read_text()).body for name in defined(statement)]

@@ -89,7 +89,7 @@ def is_backward_compiled() -> bool:
 
 def checkpoint_around() -> object:
     """The innermost `torch.utils.checkpoint` around the code that runs now; None without one, or in a reentrant one."""
-    # torch shows only the hooks of a checkpoint, which are known by their names
+    # a checkpoint shows only by its hooks, which are known by their module and name
     top: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # pyright: ignore
     hooks = None if top is None else top(True)
     return hooks[0] if hooks is not None and _is_of_checkpoint(hooks[0], "checkpoint") else None

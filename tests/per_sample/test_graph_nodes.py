@@ -28,7 +28,9 @@ def database():
         stub.TestCase = unittest.TestCase
         sys.modules["expecttest"] = stub
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.backends, "disable_global_flags", lambda: None)  # for all later tests of this process
+        patch.setattr(
+            torch.backends, "disable_global_flags", lambda: None
+        )  # the import would lock torch's flags for later tests
         from torch.testing._internal import common_utils
         from torch.testing._internal.common_methods_invocations import op_db
 
@@ -67,7 +69,7 @@ def labels(output, leaves, dim):
 
 
 def sure(found, output, leaves, dim):
-    """The labels, without those of entries of which NaN finds that values decide about them."""
+    """The labels, with -1 where NaN shows that values decide."""
     pairs = zip(found, reached_by_nan(output, leaves, dim), strict=True)
     return [torch.where(reached > 1, -1, part) for part, reached in pairs]
 
@@ -154,7 +156,7 @@ def wants(x):
 
 
 def clash(each):
-    """True if the gradient of an entry belongs to one sample with some values, and to another one with others."""
+    """True if an entry belongs to different samples for different values."""
     pairs = (pair for others in zip(*each, strict=True) for pair in itertools.pairwise(others))
     return any(bool(((one != other) & (one >= 0) & (other >= 0)).any()) for one, other in pairs)
 

@@ -89,7 +89,7 @@ def test_all_modes_are_here():
     assert concrete | kinds_of(TorchDispatchMode) == set(MODES.values())
     assert all(issubclass(kind, Mode) for kind in concrete)
     own = [kind for kind in kinds_of(torch.Tensor) if "__torch_function__" in vars(kind)]
-    assert own == [BroadcastRow]  # `test_rows_in_compiled_functions` has it
+    assert own == [BroadcastRow]
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""A slow machine writes no file early: here the time limit of a flush counts in its own test only."""
+"""No time limit for flushes, so slow machines write no file early. The test of the limit restores it."""
 
 import math
 

@@ -59,7 +59,7 @@ def test_the_file_is_written_at_the_tenth_step_and_then_every_so_many(tmp_path):
 
 def test_the_file_is_written_every_30_seconds(tmp_path, monkeypatch):
     assert SECONDS == 30
-    monkeypatch.setattr(output, "SECONDS", SECONDS)  # conftest.py takes it away
+    monkeypatch.setattr(output, "SECONDS", SECONDS)  # conftest.py sets it to inf
     path, now = tmp_path / "run.jsonl", itertools.count()
     optimizer, _ = made(path=path, flush_every=1000)
     train(optimizer, 10)

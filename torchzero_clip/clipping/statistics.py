@@ -51,7 +51,7 @@ class Tracked:
         self._all_marked = False
         self.is_usual = self._are_usual()  # all are known to have started, and norms to be usable and not 0
         self.are_gradients = step.gradient_norms is self.norms
-        """True if ``norms`` is the object ``step.gradient_norms``. Results for a copy are the same, but slower."""
+        """True if ``norms`` is the object ``step.gradient_norms``. A copy gives the same results, more slowly."""
         if self.is_usual:
             self.usable = self.started  # True where gradient and norm are usable
         else:
@@ -61,7 +61,7 @@ class Tracked:
 
     @property
     def started(self) -> Tensor:
-        """True where a statistic has started before this step. Ask before `keep`, which marks more of them."""
+        """True where a statistic has started before this step. Read it before `keep`, which starts more of them."""
         return self._marks > 0
 
     def _are_usual(self) -> bool:
@@ -225,7 +225,7 @@ def averaged(setting: Setting, average: Tensor, new: Tensor, key: str = "beta") 
 
 
 class NormStatistics(Scaling):
-    """Stores norms, of each tensor or, if ``joint``, of all together. Subclasses return `factors_of` them."""
+    """Stores norms, of each tensor or, if ``joint``, of all together. Subclasses implement `factors_of`."""
 
     keeps_statistics = True
 

@@ -162,7 +162,7 @@ def _called(method: Callable[[Tensor, Step], object], node: Node, norm: Tensor, 
 def check_state(node: Node, step: Step) -> None:
     """Raise if a metric is not a 0-d tensor, or if state was not declared or checkpoints cannot hold it.
 
-    Metrics become tensors of their own, and what a raised error names is put right in the state.
+    Copies metrics that may be views of state. State that differs from what was declared is restored before the error.
     """
     for key, value in step.metrics.items():
         if not isinstance(value, Tensor) or value.ndim:  # pyright: ignore[reportUnnecessaryIsInstance]

@@ -41,7 +41,7 @@ class Idle:
         self._count(_ZERO, steps_taken, is_taken=is_taken)
 
     def is_due(self, steps_taken: int) -> bool:
-        """True if a planned step should look at its norm."""
+        """True if a planned step should read its norm."""
         return not steps_taken % EVERY or self._at == steps_taken - 1
 
     def _count(self, reason: str, steps_taken: int, *, is_taken: bool = False, is_usual: bool = False) -> None:

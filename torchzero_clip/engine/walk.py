@@ -116,7 +116,7 @@ class Walk:
                     # with company the walk goes on without rows, because others wait for this process in the exchanges
                     if not rows and company is None:
                         return
-            # gates have decided before the walk: see `StepPolicy.allows`
+            # gates have decided before the walk: see `StepPolicy.decide`
             if acting and not isinstance(transform, Gate):
                 self._change(node, acting, end, rest)
         if end is not None and rows:

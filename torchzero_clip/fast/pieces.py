@@ -27,7 +27,7 @@ IN_ONE_PASS = 2**20  # without elementwise transforms, a piece is read only once
 
 ELSEWHERE = 2**24
 """Elements of a piece on other devices, 64 MiB of float32. Pieces are large, because each one takes launches. There,
-each tensor of a piece fills whole blocks of `FACTOR_BLOCK` elements, so numbers are spread over blocks."""
+each tensor of a piece fills whole blocks of `FACTOR_BLOCK` elements, so each block needs one number."""
 
 ALONE_ON_CPU, ALONE = 2**17, 2**19  # longer tensors have pieces of their own, because they then need not be copied
 
@@ -289,9 +289,8 @@ def _piece(run: _Rows, memory: list[Tensor], shapes: list[torch.Size], rounded: 
     if len(rows) > 1 and not flats[0].is_cpu:
         counts = torch.tensor(sizes, device=flats[0].device) // FACTOR_BLOCK
         places = torch.arange(len(counts), device=counts.device)
-        owner = torch.repeat_interleave(
-            places, counts, output_size=total // FACTOR_BLOCK
-        )  # a size, so that it does not wait
+        # with a size, so that it does not wait
+        owner = torch.repeat_interleave(places, counts, output_size=total // FACTOR_BLOCK)
     state = list(zip(flats[1 : len(memory)], shaped[1 : len(memory)], strict=True))
     rounding = None if rounded is None else (flats[-1], shaped[-1])
     return _Piece(rows, shaped[0], flats[0], part, owner, pads, state, rounding)

@@ -1,7 +1,6 @@
 """The functions for ordinary gradients, those that backward gives to float32 parameters on CPU, in few calls of torch.
 
-What they return, and what they do to the gradients, is what `measure` and `scale_measured_` do for gradients of every
-kind.
+They return and change the same as `measure` and `scale_measured_`, which take gradients of every kind.
 """
 
 import math

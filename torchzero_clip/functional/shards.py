@@ -145,7 +145,7 @@ def pack(values: Sequence[Tensor]) -> Tensor:
 def elements_at(vector: Tensor, indices: Sequence[int]) -> Tensor:
     """The elements of a vector at some indices, in order, without a tensor of indices on the device."""
     if len(indices) == vector.numel():
-        return vector  # the same object, which spares statistics two operations
+        return vector  # the same object: statistics then skip a check
     if not indices:
         return vector.narrow(0, 0, 0)
     return torch.stack([vector.select(0, i) for i in indices])

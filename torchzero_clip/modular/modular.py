@@ -264,7 +264,7 @@ class Modular(Explained, ClassMaker, Optimizer):
 
     def _check_schedulers(self) -> None:
         """Raise if an lr has two schedules."""
-        # the only mark that a scheduler of torch leaves
+        # torch has no public mark: `initial_lr` is in checkpoints too
         if "lr" in self.runner.schedules and hasattr(self.step, "_wrapped_by_lr_sched"):
             raise ValueError("lr is a function of the step and has a scheduler as well: keep one of them")
 

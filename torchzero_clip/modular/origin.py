@@ -19,7 +19,7 @@ class Origin:
         self.calls = 0  # since the optimizer was built or has loaded a checkpoint
 
     def warn_of_lost(self, groups: Iterable[Mapping[str, Any]]) -> None:
-        """Warn once of parameters with gradients that are in no group. Only calls 1, 2, 4, 8, ... look at gradients."""
+        """Warn once of parameters that have a gradient and are in no group. Only calls 1, 2, 4, 8, ... look."""
         module, self.calls = self.module(), self.calls + 1
         if module is None or self._has_warned or self.calls & (self.calls - 1):
             return

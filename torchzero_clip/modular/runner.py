@@ -279,7 +279,7 @@ class Runner:
                 self.chain_state.show(groups)
 
     def _show(self, step: AnyStep, groups: list[Group], *, is_taken: bool) -> None:
-        """Keep what the user may ask of a step that was seen: who has refused it, and what was measured."""
+        """Store what the user may read after a step with a walk: `skipped_by` and the metrics."""
         walk, parts, metrics = step.walk, self.parts, self.step_metrics
         if self.listener is not None:
             self.untold = walk
@@ -305,7 +305,7 @@ class Runner:
             if is_captured:
                 decisions.is_captured = True
             else:
-                self._take_counts(decisions)
+                self._exchange_counts(decisions)
             if self.undo is not None:
                 self.undo.tensors([decisions.counts])
             self.found_inf = decisions.found_inf
@@ -334,8 +334,8 @@ class Runner:
         if SCHEDULE_STEP in self.chain_state.values:
             self.schedules.advance(groups)
 
-    def _take_counts(self, decisions: DeviceDecisions) -> None:
-        """Take over the counts of the host. Raise or warn of skipped steps, if counts of the device have arrived."""
+    def _exchange_counts(self, decisions: DeviceDecisions) -> None:
+        """Give the device the count of the host. If its own counts have arrived, raise or warn of skipped steps."""
         values = self.chain_state.values
         decisions.continue_from(values[CONSECUTIVE])
         if (counts := decisions.arrived()) is not None:
@@ -354,7 +354,7 @@ class Runner:
         """Call it before a captured step is replayed, after which `end_replay` counts it."""
         self.skipped_by, self.found_inf = (), None
         if self.policy.may_skip and self.decisions is not None:
-            self._take_counts(self.decisions)
+            self._exchange_counts(self.decisions)
 
     def end_replay(self, groups: list[Group]) -> None:
         """Count a step that was replayed, unless the device does."""

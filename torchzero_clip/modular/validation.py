@@ -75,13 +75,13 @@ def _check_not_local(params: Sequence[NamedParam]) -> None:
             )
     if not (dist.is_available() and dist.is_initialized()):
         return
-    # its frame is searched, because it passes its inner optimizer only parameters, and says nothing of itself
+    # ZeroRedundancyOptimizer passes its inner optimizer only parameters, so its frame is searched
     if any(is_zero_redundancy(frame.f_locals.get("self")) for frame, _ in walk_stack(sys._getframe())):
         raise ValueError(NOT_ZERO_REDUNDANCY)
 
 
 def is_zero_redundancy(optimizer: object) -> bool:
-    """True for torch's optimizer that gives each process the state of some parameters. Importing it takes time."""
+    """True for `ZeroRedundancyOptimizer`, which is not imported here, because that takes time."""
     module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     return module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer)
 

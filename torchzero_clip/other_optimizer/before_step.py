@@ -77,7 +77,7 @@ class BeforeStep:
         entry_hooks = entries.register(optimizer)
         around = optimizer.register_step_pre_hook(self.before), optimizer.register_step_post_hook(self.after)
         self._hooks = [*around, *entry_hooks]
-        # the step is over before the post-hooks of others, whose errors do not undo it: torch has no public order
+        # our post-hook runs first, so errors in those of others do not undo the step: torch has no public way for this
         optimizer._optimizer_step_post_hooks.move_to_end(around[1].id, last=False)  # pyright: ignore
         self._wrappers = {
             "step": wrap_method(optimizer, "step", self._around_step),
@@ -217,9 +217,10 @@ class BeforeStep:
         results: list[Any],
         versions_before: list[int | None] | None,
     ) -> Any:
-        """Call the closure, and apply the transforms. ``results`` is empty until the first call.
+        """Call the closure, and apply the transforms.
 
-        ``versions_before`` are those of parameters before the step.
+        ``results`` has what the closure returned earlier in this step, and ``versions_before`` the versions of the
+        parameters before it.
         """
         if results:
             raise RuntimeError(

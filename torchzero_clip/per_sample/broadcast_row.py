@@ -18,7 +18,7 @@ from typing_extensions import override
 from torchzero_clip.compat import DisableTorchFunctionSubclass, never_a_frame, never_traced, pytree
 from torchzero_clip.per_sample.arguments import Rebuild, counts_up, flattened, tensors_in
 from torchzero_clip.per_sample.each_sample import are_equal, by_vmap
-from torchzero_clip.per_sample.function_names import EXPANSIONS, HOOKS, OF_DTYPE, TRANSPOSED, is_arithmetic, is_in_place
+from torchzero_clip.per_sample.function_names import ATTRIBUTES, EXPANSIONS, HOOKS, OF_DTYPE, is_arithmetic, is_in_place
 from torchzero_clip.per_sample.gradients.autograd_graph import nodes_of
 from torchzero_clip.per_sample.gradients.contributions import Dense
 from torchzero_clip.per_sample.gradients.row_norms import wide
@@ -81,7 +81,7 @@ class BroadcastRow(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         with DisableTorchFunctionSubclass():
-            if (attribute := attribute_read(func)) is not None and attribute not in TRANSPOSED:
+            if (attribute := attribute_read(func)) is not None and attribute not in ATTRIBUTES:
                 return func(*args)
             leaves, rebuilt = flattened(args, kwargs)
             rows = [x for x in leaves if isinstance(x, BroadcastRow)]

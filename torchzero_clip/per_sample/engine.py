@@ -335,7 +335,7 @@ class Engine(Capture):
 
 
 def _note_task(tasks: list[int], grads: object) -> None:
-    """The hook of the sum of losses, which runs before all others."""
+    """Note the graph task of this backward, before any other hook runs."""
     tasks.append(task := current_graph_task_id())
     Capture.tasks_of_losses.add(task)
 

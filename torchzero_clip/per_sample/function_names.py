@@ -1,16 +1,20 @@
 """What the names of functions of torch say of them.
 
-A tensor subclass gets the functions that it is given to. One operation comes as a function of torch, as a method, as an
-operator and as an attribute: different objects, which have only parts of their names in common. A name that is not
-here has no rule of its own: its function runs for each sample, and is compared with that of the batch.
+`__torch_function__` receives each function that is called with a row. One operation comes as a function of torch, as a
+method, as an operator and as an attribute: different objects, which have only parts of their names in common. A
+function with another name runs for each sample, and its output is compared with that of the batch.
 """
 
 _ARITHMETIC = {"add", "sub", "mul", "div", "truediv"}
 _IN_PLACE = {"iadd", "isub", "imul", "idiv", "itruediv"}
 OF_DTYPE = {"to", "type_as"}
+"""Functions that read only the dtype and the device of their second argument."""
 EXPANSIONS = {"expand", "expand_as", "broadcast_to", "repeat"}
-TRANSPOSED = {"T", "mT", "H", "mH", "real", "imag"}
+"""Functions that may make an entry for each sample."""
+ATTRIBUTES = {"T", "mT", "H", "mH", "real", "imag"}
+"""Attributes that are functions of the values."""
 HOOKS = {"register_hook", "retain_grad", "register_post_accumulate_grad_hook"}
+"""Functions that give a tensor a hook, which would see a gradient that is summed over samples."""
 
 
 def is_arithmetic(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""A layer as values that all samples share see it."""
+"""The base class of captured layers, with what `broadcast_row` uses."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
@@ -29,7 +29,7 @@ class Learnt:
 
 
 class RowsLayer(Layer, ABC):
-    """A layer, with what rows need of it."""
+    """A captured layer, with what it has learnt of values that all samples share."""
 
     def __init__(self, capture: Capture, name: str, module: nn.Module) -> None:
         super().__init__(name, module, capture.model, capture.reruns)

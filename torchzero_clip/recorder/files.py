@@ -27,9 +27,8 @@ from torchzero_clip.recorder.data import Data
 VERSION = 1
 BEGIN = '{"kind": "run"'  # how the first line of a file begins
 NUMBER = float | int | None
-KINDS_OF_LINES: Mapping[
-    str, Mapping[str, type | UnionType]
-] = {  # what lines must have; files of earlier releases have no ids
+# what lines must have; files of earlier releases have no ids
+KINDS_OF_LINES: Mapping[str, Mapping[str, type | UnionType]] = {
     "run": {"version": int, "start": int, "by": str, "joint": list, "layers": list},
     "step": {"step": int, "norm": NUMBER, "loss": NUMBER, "reason": str, "metrics": dict},
     "loss": {"step": int, "loss": NUMBER},

@@ -14,9 +14,8 @@ from torchzero_clip.per_sample.gradients.row_norms import SMALL, in_float64, joi
 
 Memory: TypeAlias = Literal["auto", "low"]
 
-_PIECE = (
-    1 << 20
-)  # bytes of per-sample gradients that are formed at a time, so that their norms read them from the cache
+# bytes of per-sample gradients that are formed at a time, so that their norms read them from the cache
+_PIECE = 1 << 20
 Reserve: TypeAlias = Callable[[int, int], bool]
 """Reserves memory for per-sample gradients: see `CapturedGradients.reserve`."""
 

@@ -11,7 +11,7 @@ from torchzero_clip.compat import checkpoint_around, pytree
 from torchzero_clip.per_sample.arguments import flattened
 from torchzero_clip.per_sample.broadcast_row import is_row, row_of_param
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
-from torchzero_clip.per_sample.function_names import TRANSPOSED
+from torchzero_clip.per_sample.function_names import ATTRIBUTES
 from torchzero_clip.per_sample.modes import Mode, attribute_read
 from torchzero_clip.per_sample.rules.copies import copy_of
 from torchzero_clip.per_sample.rules.generic import GENERIC
@@ -74,7 +74,7 @@ class _Rows(Mode):
     def called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # attributes, such as shape, are those of the parameter, and captured submodules have rules of their own
         attribute = attribute_read(func)
-        if (attribute is not None and attribute not in TRANSPOSED) or self._layer.capture.running is not self._layer:
+        if (attribute is not None and attribute not in ATTRIBUTES) or self._layer.capture.running is not self._layer:
             return func(*args, **kwargs)
         leaves, rebuilt = flattened(args, kwargs)
         written = self._layer.written or {}

@@ -322,8 +322,8 @@ def _compare(
 ) -> None:
     """Run the module once more, on its batch, and raise unless it gives the same output as sample by sample.
 
-    If it draws random numbers, only shapes are compared. With a generator that is not that of the CPU, they show only
-    by a second run that differs. It is not run if there are hooks inside, which would be called twice.
+    If it draws random numbers, only shapes are compared. Numbers of other generators are noticed if a second run
+    differs; then nothing is compared. It is not run if there are hooks inside, which would be called twice.
     """
     inner = [module for module in layer.module.modules() if module is not layer.module]
     hooks = [  # torch has no public list of them

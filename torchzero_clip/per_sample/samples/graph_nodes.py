@@ -79,8 +79,8 @@ BY_EQUALITY = frozenset({"MaxBackward1", "MinBackward1", "MedianBackward0", "Nan
 _IDENTITIES = BackwardHookFunction, DDPSink
 """Functions of torch in Python that leave rows where they are.
 
-Other functions in Python count as moving rows anywhere, unless they declare ``keeps_rows``. Each step with one is
-proved: slower, and never wrong.
+Other functions in Python count as moving rows anywhere, unless they declare ``keeps_rows``. Each step with such a
+function is proved, which is slower but never wrong.
 """
 
 SIZES = "_info", "_output_size", "_scalar_type", "_numel", "_options", "_p", "_eps"
@@ -110,7 +110,7 @@ class NodeKind:
 
 
 NODE_KINDS: dict[type[Node], NodeKind] = {}
-"""The kinds of functions of torch that were seen."""
+"""The kinds that were seen. Classes made inside functions are in `_python_kinds`, which does not keep them alive."""
 _python_kinds: WeakKeyDictionary[type, NodeKind] = WeakKeyDictionary()
 _compiled = itertools.count()  # all compiled functions have one name
 
@@ -118,7 +118,7 @@ _compiled = itertools.count()  # all compiled functions have one name
 def kind_of(node: Node) -> NodeKind:
     """The kind of a node that is not in `NODE_KINDS` yet."""
     if isinstance(node, BackwardCFunction):
-        made_by: Any = getattr(node, "_forward_cls", None)  # the `torch.autograd.Function`: a private name, no other
+        made_by: Any = node._forward_cls  # pyright: ignore  # the `torch.autograd.Function`; torch has no public name
         found = _python_kinds.get(type(node))
         if found is None:
             found = _of_python(node, made_by)
