@@ -60,7 +60,7 @@ class Placed:
         self._note(optimizer)
 
     def place_later(self) -> None:
-        """Put the loaded state at its place at the next `take_over_changes`, because the load may go on after our hook."""
+        """Put the loaded state at its place at the next `take_over_changes`: a load may go on after our hook."""
         self._is_loaded = True
 
     def withdraw(self, optimizer: Optimizer) -> None:
