@@ -158,3 +158,34 @@ def test_a_mean_in_another_thread_stays_one_while_losses_are_in_a_backward():
         first.backward(losses_of(output))
         second.pre_step()
     assert_close(found[0], expected)
+
+
+class OwnGraph(torch.autograd.Function):
+    """Runs a module in a graph of its own, as functions do that free memory."""
+
+    @staticmethod
+    def forward(ctx, x, module):
+        with torch.enable_grad():
+            ctx.x = x.detach().requires_grad_()
+            ctx.y = module(ctx.x)
+        return ctx.y.detach()
+
+    @staticmethod
+    def backward(ctx, grad):
+        torch.autograd.backward(ctx.y, grad)
+        return ctx.x.grad, None
+
+
+def test_a_backward_inside_that_of_losses_of_another_clipper_may_be_of_a_mean_or_of_a_sum():
+    model, other, x = nn.Linear(4, 3).double(), nn.Linear(3, 4).double(), torch.randn(5, 3).double()
+    losses = losses_of(model(other(x)))
+    expected = torch.stack([torch.autograd.grad(loss, [*other.parameters()], retain_graph=True)[0] for loss in losses])
+    with clip(model) as first:
+        with clip(other), pytest.raises(RuntimeError, match=r'a mean: with loss_reduction="sum"'):
+            first.backward(losses_of(model(OwnGraph.apply(x.clone().requires_grad_(), other))))
+        first.discard()
+        with clip(other, loss_reduction="sum") as second:
+            first.backward(losses_of(model(OwnGraph.apply(x.clone().requires_grad_(), other))))
+            norms = second.clip_and_accumulate().param_norms["weight"]
+            second.pre_step()
+    assert_close(norms, expected.flatten(1).norm(dim=1))

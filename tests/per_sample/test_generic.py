@@ -63,6 +63,20 @@ def test_a_module_may_draw_numbers_from_a_generator_of_its_own():
     assert_close(clipper.backward(output.sum(1)).norms, output.detach().norm(dim=1), rtol=1e-5)
 
 
+def test_a_module_that_mixes_samples_and_cannot_run_three_times_is_found():
+    runs = []
+
+    def forward(m, x):
+        runs.append(1)
+        if len(runs) > 2:
+            raise RuntimeError("the third run")
+        return x * m.scale + x.mean(0, keepdim=True)
+
+    model = Net(forward, scale=weight(5, value=1.0))
+    with clip(model, whole=(Net,)), pytest.raises(ValueError, match="it mixes samples"):
+        model(torch.randn(4, 5))
+
+
 @pytest.mark.parametrize("whole", [(), (Net,)])
 def test_random_numbers_of_generic_modules_are_drawn_once_in_every_forward(whole):
     model, x, states = Net(lambda m, x: F.dropout(x) * m.scale, scale=weight(3, value=1.0)).double(), batch(), []

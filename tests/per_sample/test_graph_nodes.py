@@ -1,9 +1,11 @@
 """What the graph says of a function of torch: whether values that it saves may give rows to other samples."""
 
+import gc
 import itertools
 import sys
 import types
 import unittest
+import weakref
 from functools import partial
 
 import pytest
@@ -270,6 +272,21 @@ def test_in_a_checkpoint_an_index_along_another_dimension_may_move_rows_too(way)
 def test_a_function_may_say_that_it_keeps_rows():
     model = Net(lambda m, x: Kept.apply(m.lin(x)), lin=lin())
     assert proofs(model, lambda m: losses_of(m(torch.randn(4, 3))))[1:] == [1, 1]
+
+
+def test_a_function_that_is_defined_again_is_not_kept_alive():
+    kinds = []
+    model = Net(lambda m, x: made().apply(m.lin(x)), lin=lin())
+
+    def made():
+        globals()["_Again"] = kind = type("_Again", (Kept,), {"__module__": __name__})
+        kinds.append(weakref.ref(kind))
+        return kind
+
+    proofs(model, lambda m: losses_of(m(torch.randn(4, 3))))
+    del globals()["_Again"]
+    gc.collect()
+    assert [kind() for kind in kinds] == [None] * 3
 
 
 def test_what_is_not_known_moves():

@@ -82,6 +82,8 @@ class CapturedStep:
         self._metrics: StepMetrics | None = None  # where a replay leaves them
         self._refuse()
         self._hook = optimizer.register_load_state_dict_post_hook(self._note_load)
+        # else torch warns of the first steps of a copy, which are ordinary, although capturable=True
+        optimizer._warned_capturable_if_run_uncaptured = True  # pyright: ignore
 
     def __call__(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take a step, as ``optimizer.step(closure)`` does, and return what the closure returned.

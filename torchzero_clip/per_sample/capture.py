@@ -7,6 +7,7 @@ from collections.abc import Generator, Hashable, Iterable, Sequence
 from contextlib import contextmanager
 from enum import Enum, auto
 from functools import partial
+from threading import get_ident
 from typing import ClassVar
 
 import torch
@@ -42,8 +43,8 @@ class Capture(ABC):
     A clipper has an `Engine`. Files between this one and the engine, such as those of layers, know this class alone.
     """
 
-    tasks_of_losses: ClassVar[set[int]] = set()
-    """The ids of the graph tasks of `backward(losses)` that run now, of all clippers in all threads."""
+    tasks_of_losses: ClassVar[dict[int, int]] = {}
+    """The ids of the graph tasks of `backward(losses)` that run now, of all clippers, each with its thread."""
     params: dict[str, nn.Parameter]
     """The trainable parameters, by name."""
     modules: list[nn.Module]
@@ -197,6 +198,13 @@ class Capture(ABC):
             self.captured.forwards.add(call.forward)
         if self.of_mean and self.prover.count is None:
             is_of_sum = current_graph_task_id() in Capture.tasks_of_losses
+            if not is_of_sum and get_ident() in Capture.tasks_of_losses.values():
+                self.clear()
+                raise RuntimeError(
+                    f"{call.layer} got a gradient in a backward that runs inside the backward(losses) of another "
+                    'clipper, so it is not known whether it is that of a mean: with loss_reduction="sum", gradients '
+                    "are taken as they come"
+                )
             if self.captured.of and is_of_sum is not self._is_of_sum:
                 self.clear()
                 raise RuntimeError(

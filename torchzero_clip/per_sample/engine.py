@@ -4,6 +4,7 @@ import weakref
 from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -282,7 +283,8 @@ class Engine(Capture):
                     raise not_repeatable(error) from error
                 raise
             finally:
-                Capture.tasks_of_losses.difference_update(tasks)
+                for task in tasks:
+                    del Capture.tasks_of_losses[task]
             further = max(further, self.prover.plan_late()) if keeps_graph else further
             if agreement is not None:
                 agreement.numbers = [further]
@@ -337,7 +339,7 @@ class Engine(Capture):
 def _note_task(tasks: list[int], grads: object) -> None:
     """Note the graph task of this backward, before any other hook runs."""
     tasks.append(task := current_graph_task_id())
-    Capture.tasks_of_losses.add(task)
+    Capture.tasks_of_losses[task] = get_ident()
 
 
 def processes_of(model: nn.Module) -> tuple[Processes, nn.Module]:

@@ -9,7 +9,6 @@ Functions are told apart by their names, because torch exports no classes of tho
 """
 
 import itertools
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -110,7 +109,7 @@ class NodeKind:
 
 
 NODE_KINDS: dict[type[Node], NodeKind] = {}
-"""The kinds that were seen. Classes made inside functions are in `_python_kinds`, which does not keep them alive."""
+"""The kinds that were seen. Those of users' classes are in `_python_kinds`, which does not keep the classes alive."""
 _python_kinds: WeakKeyDictionary[type, NodeKind] = WeakKeyDictionary()
 _compiled = itertools.count()  # all compiled functions have one name
 
@@ -122,7 +121,7 @@ def kind_of(node: Node) -> NodeKind:
         found = _python_kinds.get(type(node))
         if found is None:
             found = _of_python(node, made_by)
-            lives_on = getattr(sys.modules.get(made_by.__module__), made_by.__name__, None) is made_by
+            lives_on = made_by.__module__.partition(".")[0] in ("torch", "torchzero_clip")
             (NODE_KINDS if lives_on else _python_kinds)[type(node)] = found
         return found
     found = NODE_KINDS[type(node)] = _of_torch(node)
