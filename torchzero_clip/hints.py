@@ -131,14 +131,15 @@ def check_call(kind: Callable[..., object], args: tuple[object, ...], kwargs: Ma
         named = [p.name for p in parameters.values() if p.kind is p.KEYWORD_ONLY]
         pair = " Write both betas as one pair, as in betas=(0.9, 0.999)." if "betas" in plain else ""
         raise TypeError(
-            f"{name} takes at most {len(plain)} arguments without a name ({', '.join(plain)}), got {len(args)}.{pair} "
+            f"{name} takes at most {len(plain)} argument{'s'[: len(plain) != 1]} without a name ({', '.join(plain)}), "
+            f"got {len(args)}.{pair} "
             f"Write the names of these arguments: {', '.join(named)}"
         )
 
 
 def _class_for_frameworks(kind: Callable[..., object], key: str, args: Iterable[object]) -> str:
     """The end of a message about an argument that the caller of `Modular` may be a framework for."""
-    if not hasattr(kind, "of"):
+    if not hasattr(kind, "of"):  # it is no `Modular`, which this file may not import
         return ""
     chain = ", ".join(repr(value) for value in args if isinstance(value, Explained)) or "ClipNorm(1), AdamW()"
     return f". A framework that passes {key!r} takes the class Modular.of({chain})"
@@ -161,7 +162,7 @@ def check_override(kind: type, name: str) -> None:
 
 def _arguments_of(function: FunctionType) -> tuple[object, ...]:
     """The arguments of a function as its code names them: a signature takes 100 times as long, in each import."""
-    code = function.__code__
+    code = function.__code__  # whose flags 0x0C are those of *args and **kwargs
     return code.co_argcount, code.co_varnames[: code.co_argcount + code.co_kwonlyargcount], code.co_flags & 0x0C
 
 

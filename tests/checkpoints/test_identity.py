@@ -97,6 +97,7 @@ def test_what_is_no_structure_makes_no_other_chain(saver, loader):
         (lambda text: json.dumps({**json.loads(text), "format": 99}), "has format 99"),
         (lambda text: 3, "does not describe a chain"),
         (lambda text: ["x"], "does not describe a chain"),
+        (lambda text: text.replace('"structure": {}', '"structure": []'), "does not describe a chain"),
         (lambda text: "[" * 100_000, "does not describe a chain"),
         (lambda text: text.replace('"structure": {', '"structure": null, "other": {'), "does not describe a chain"),
         (lambda text: text.replace('"name": "adam"', '"name": 1'), "does not describe a chain"),

@@ -30,6 +30,23 @@ def test_a_gradient_that_does_not_come_through_an_output_is_refused():
         assert len(clipper.clip_and_accumulate().norms) == 4
 
 
+@pytest.mark.parametrize("form", ["losses", "classic"])
+def test_memory_that_is_lacking_in_a_proof_is_not_taken_for_another_error(form):
+    runs = []
+
+    def hook(grad):
+        runs.append(1)
+        if len(runs) == 3:
+            raise torch.OutOfMemoryError("out of memory")
+
+    model = nn.Sequential(nn.Linear(W, W), nn.Linear(W, W))
+    with clip(model) as clipper, pytest.raises(torch.OutOfMemoryError, match="^out of memory$"):
+        output = model(torch.randn(4, W))
+        losses = losses_of(output)
+        output.register_hook(hook)
+        clipper.backward(losses) if form == "losses" else losses.mean().backward()
+
+
 class Once(torch.autograd.Function):
     """Has a backward that cannot run again."""
 

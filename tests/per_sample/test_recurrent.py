@@ -57,7 +57,8 @@ def first_states(m, y):
     given = [y.repeat(1, shape[1]), 2 * y.repeat(1, shape[1])][: 1 + isinstance(m.rnn, nn.LSTM)]
     states = given if m.states == "given" else [layer(y) for layer in m.first]
     states = [state.view(shape).transpose(0, 1).contiguous() for state in states]
-    return tuple(states) if isinstance(m.rnn, nn.LSTM) else states[0]
+    # torch takes a list too
+    return (tuple(states) if m.states == "given" else states) if isinstance(m.rnn, nn.LSTM) else states[0]
 
 
 def model_of(kind, *, inputs="batch first", states="none", **settings):

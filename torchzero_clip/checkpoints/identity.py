@@ -76,7 +76,7 @@ def read(text: str) -> list[Member]:
         members = [Member(**entry) for entry in content["chain"]] if version == FORMAT else []
         for member in members:
             _check_types(member)
-    except (TypeError, ValueError, KeyError, RecursionError) as error:
+    except (AttributeError, TypeError, ValueError, KeyError, RecursionError) as error:
         raise ValueError(f"{IDENTITY!r} in the param groups of the checkpoint does not describe a chain") from error
     if version != FORMAT:
         raise ValueError(f"the checkpoint has format {version}, and this version of torchzero_clip reads {FORMAT}")

@@ -184,7 +184,8 @@ class BeforeStep:
             return None
         # the step before may have raised an error, and been called without the wrapper
         self._end(optimizer, is_taken=False)
-        is_of_torch = type(optimizer).__module__.startswith("torch.optim")
+        # a step that cannot be stopped goes on without gradients, in which optimizers of torch change nothing
+        is_of_torch = type(optimizer).__module__.startswith("torch.optim.")
         if not self._depth.is_wrapped and self.runner.policy.may_skip and not is_of_torch:
             raise RuntimeError(
                 f"this step of {type(optimizer).__name__} was stored before before_step was called, so transforms "
@@ -486,7 +487,7 @@ def _have_begun(optimizer: Any) -> bool:
     """True if all parameters with a gradient have the state of an optimizer that is `REFUSABLE`."""
     for group in optimizer.param_groups:
         states = [optimizer.state.get(param) or {} for param in group["params"] if param.grad is not None]
-        if "momentum" not in group:
+        if "momentum" not in group:  # as in groups of SGD, whose state begins with its momentum
             if not all(states):
                 return False
         elif group["momentum"] and any(state.get("momentum_buffer") is None for state in states):
@@ -531,6 +532,7 @@ def _warn_of_copies() -> None:
 
 def hook_owner(optimizer: Optimizer, kind: type[T]) -> T | None:
     """The object of a kind whose method is a hook of the steps of an optimizer; None if it has none."""
+    # torch has no public way to list hooks, and an optimizer keeps its hooks in copies and pickles
     hooks: Any = getattr(optimizer, "_optimizer_step_pre_hooks", {})
     for hook in hooks.values():
         owner = getattr(hook, "__self__", None)

@@ -164,11 +164,12 @@ class Classic:
         proof.hook_sites()
         proof.first(backward, grad)
         try:
-            proof.run(backward, grad, at_least=further - 1)
-        except Exception as error:
-            self._capture.clear()
-            raise not_repeatable(error) from error
-        try:
+            try:
+                proof.run(backward, grad, at_least=further - 1)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:
+                raise not_repeatable(error) from error
             # what is shared must be so for all outputs
             proof.conclude(None if self._capture.processes.sharded else backward, grad, may_share=self._proves)
         except BaseException:

@@ -185,7 +185,7 @@ class Engine(Capture):
         self.forwards += 1
         self.outputs.clear()
         self.attachment.refresh()
-        self.prover.modes = hash(tuple([module.training for module in self.modules]))
+        self.prover.modes = tuple([module.training for module in self.modules])
         if not forward.outside_model:
             self.numbers.clear()
 
@@ -337,7 +337,7 @@ class Engine(Capture):
 
 
 def _note_task(tasks: list[int], grads: object) -> None:
-    """Note the graph task of this backward, before any other hook runs."""
+    """Note the graph task of this backward, before any other hook runs: other clippers ask for it in `Capture.add`."""
     tasks.append(task := current_graph_task_id())
     Capture.tasks_of_losses[task] = get_ident()
 

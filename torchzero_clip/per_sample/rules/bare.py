@@ -30,7 +30,7 @@ class BareRule(Rule):
             return GENERIC.run(layer, *args, **kwargs)
         layer.written = {}
         try:
-            with _Rows(layer, count):
+            with _Rows(layer, count):  # the instance's own forward is the captured layer
                 return type(layer.module).forward(layer.module, *args, **kwargs)
         finally:
             layer.written = None

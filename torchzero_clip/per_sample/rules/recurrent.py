@@ -36,7 +36,7 @@ class RecurrentRule(Rule):
         module: Any = layer.module
         packed, is_lstm = isinstance(input, PackedSequence), isinstance(module, nn.LSTM)
         tensor, sizes = (input.data, input.batch_sizes) if packed else (input, None)
-        given: list[Any] = [] if hx is None else list(hx) if is_lstm and isinstance(hx, tuple) else [hx]
+        given: list[Any] = [] if hx is None else list(hx) if is_lstm and isinstance(hx, tuple | list) else [hx]
         if tensor.ndim != (2 if packed else 3):
             raise ValueError(f"{layer} got an input without a batch dimension: per-sample gradients need one")
         if isinstance(tensor, BroadcastRow):

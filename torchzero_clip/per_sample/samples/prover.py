@@ -123,6 +123,8 @@ class Prover:
             return
         try:
             self.proof.run(backward, losses, at_least=at_least)
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:  # of a loss that frees its memory, for example
             raise not_repeatable(error) from error
 
