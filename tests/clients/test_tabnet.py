@@ -35,7 +35,8 @@ def fitted(optimizer_fn=torch.optim.AdamW, clip_value=None):
 @pytest.mark.parametrize("optimizer_fn", [Modular.of(ClipNorm(0.1, dim="global"), AdamW()), clipped])
 def test_a_limit_is_the_clip_of_tabnet(optimizer_fn):
     expected, found = fitted(clip_value=0.1), fitted(optimizer_fn)
-    torch.testing.assert_close(weights(found.network), weights(expected.network), rtol=1e-4, atol=1e-6)
+    # torch clips to the limit / (norm + 1e-6), and steps of Adam enlarge this where gradients are near 0
+    torch.testing.assert_close(weights(found.network), weights(expected.network), rtol=1e-4, atol=1e-5)
     assert not torch.allclose(weights(fitted().network), weights(expected.network), atol=1e-3)
 
 
