@@ -119,7 +119,7 @@ class Entries:
         self._followed.runner.read_decisions(self._followed.param_groups)
         if IDENTITY in set[str]().union(*groups).difference(*optimizer.param_groups):
             self._followed.runner.new_load((), ()).agree(ValueError(_OF_CHAIN), self._followed.param_groups)
-        hooks: Any = optimizer
+        hooks: Any = optimizer  # torch has no public way to see which hook is the last
         if next(reversed(hooks._optimizer_load_state_dict_pre_hooks)) == self._check_hook:
             self._load = self._checked(groups, states)
             self._was_checked = True
