@@ -274,12 +274,14 @@ def test_a_function_may_say_that_it_keeps_rows():
     assert proofs(model, lambda m: losses_of(m(torch.randn(4, 3))))[1:] == [1, 1]
 
 
-def test_a_function_that_is_defined_again_is_not_kept_alive():
+@pytest.mark.parametrize("module", [__name__, "torch._functorch"])
+def test_a_function_that_is_defined_again_is_not_kept_alive(module):
+    """The compiler makes a class of torch for each function that it compiles."""
     kinds = []
     model = Net(lambda m, x: made().apply(m.lin(x)), lin=lin())
 
     def made():
-        globals()["_Again"] = kind = type("_Again", (Kept,), {"__module__": __name__})
+        globals()["_Again"] = kind = type("_Again", (Kept,), {"__module__": module})
         kinds.append(weakref.ref(kind))
         return kind
 

@@ -109,7 +109,8 @@ class NodeKind:
 
 
 NODE_KINDS: dict[type[Node], NodeKind] = {}
-"""The kinds that were seen. Those of users' classes are in `_python_kinds`, which does not keep the classes alive."""
+"""The kinds that were seen. Those of classes that users or the compiler make are in `_python_kinds`, which does not keep
+the classes alive."""
 _python_kinds: WeakKeyDictionary[type, NodeKind] = WeakKeyDictionary()
 _compiled = itertools.count()  # all compiled functions have one name
 
@@ -121,7 +122,7 @@ def kind_of(node: Node) -> NodeKind:
         found = _python_kinds.get(type(node))
         if found is None:
             found = _of_python(node, made_by)
-            lives_on = made_by.__module__.partition(".")[0] in ("torch", "torchzero_clip")
+            lives_on = made_by in _IDENTITIES or made_by.__module__.startswith("torchzero_clip.")
             (NODE_KINDS if lives_on else _python_kinds)[type(node)] = found
         return found
     found = NODE_KINDS[type(node)] = _of_torch(node)
