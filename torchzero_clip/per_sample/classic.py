@@ -18,7 +18,7 @@ from torchzero_clip.per_sample.capture import Capture
 from torchzero_clip.per_sample.gradients.captured_gradients import Forward
 from torchzero_clip.per_sample.gradients.contributions import Contribution
 from torchzero_clip.per_sample.samples.call import Call
-from torchzero_clip.per_sample.samples.errors import not_repeatable, runs_in_backward
+from torchzero_clip.per_sample.samples.errors import repeating, runs_in_backward
 from torchzero_clip.per_sample.samples.graph import Graph
 from torchzero_clip.per_sample.samples.pattern import ZERO, Place, some_place
 from torchzero_clip.per_sample.samples.powers import are_apart
@@ -164,12 +164,8 @@ class Classic:
         proof.hook_sites()
         proof.first(backward, grad)
         try:
-            try:
+            with repeating():
                 proof.run(backward, grad, at_least=further - 1)
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:
-                raise not_repeatable(error) from error
             # what is shared must be so for all outputs
             proof.conclude(None if self._capture.processes.sharded else backward, grad, may_share=self._proves)
         except BaseException:

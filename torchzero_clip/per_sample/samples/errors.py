@@ -1,6 +1,9 @@
 """The errors of proofs, each with a way out: samples mix, or the backward cannot prove that they do not."""
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+
+import torch
 
 from torchzero_clip.per_sample.layer import Layer
 
@@ -38,6 +41,17 @@ def not_repeatable(reason: Exception | str) -> RuntimeError:
         "it cannot be checked whether samples mix, because the graph cannot run backward twice "
         f"({reason}). {how}. Nothing was changed"
     )
+
+
+@contextmanager
+def repeating() -> Generator[None]:
+    """A block for further backwards of a graph: an error says that the graph cannot run twice, unless memory lacks."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # of a loss that frees its memory, for example
+        raise not_repeatable(error) from error
 
 
 def reentrant() -> RuntimeError:

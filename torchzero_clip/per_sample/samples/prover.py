@@ -11,7 +11,7 @@ from torchzero_clip.checks import one_of
 from torchzero_clip.compat import without_autocast
 from torchzero_clip.per_sample.gradients.contributions import Contribution
 from torchzero_clip.per_sample.samples.call import Call
-from torchzero_clip.per_sample.samples.errors import not_repeatable, reentrant
+from torchzero_clip.per_sample.samples.errors import reentrant, repeating
 from torchzero_clip.per_sample.samples.graph import Graph
 from torchzero_clip.per_sample.samples.pattern import ZERO, KnownGraphs, Place, some_place
 from torchzero_clip.per_sample.samples.powers import Trace
@@ -121,12 +121,8 @@ class Prover:
             for _ in range(at_least):
                 backward(torch.ones_like(losses))
             return
-        try:
+        with repeating():
             self.proof.run(backward, losses, at_least=at_least)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # of a loss that frees its memory, for example
-            raise not_repeatable(error) from error
 
     def proved(self) -> Iterator[tuple[Call, list[Contribution]]]:
         """The contributions of the calls of a proof."""
