@@ -129,10 +129,10 @@ def check_call(kind: Callable[..., object], args: tuple[object, ...], kwargs: Ma
         raise TypeError(f"{name} needs the argument {missing!r}: {NEEDED[missing]}")
     if len(args) > len(plain):
         named = [p.name for p in parameters.values() if p.kind is p.KEYWORD_ONLY]
+        noun = "argument" if len(plain) == 1 else "arguments"
         pair = " Write both betas as one pair, as in betas=(0.9, 0.999)." if "betas" in plain else ""
         raise TypeError(
-            f"{name} takes at most {len(plain)} argument{'s'[: len(plain) != 1]} without a name ({', '.join(plain)}), "
-            f"got {len(args)}.{pair} "
+            f"{name} takes at most {len(plain)} {noun} without a name ({', '.join(plain)}), got {len(args)}.{pair} "
             f"Write the names of these arguments: {', '.join(named)}"
         )
 

@@ -53,6 +53,8 @@ class Subtract(End):
     @override
     def finish(self, walk: WalkLike, node: Node, rows: list[int], rest: Sequence[Node]) -> set[int]:
         transform = node.transform
+        if not isinstance(transform, UpdateRule | LR):
+            return set()
         # gates have decided before, and transforms of closures have acted
         rest = [n for n in rest if n.transform.target != "closure" and not isinstance(n.transform, Gate)]
         if isinstance(transform, UpdateRule):
@@ -65,7 +67,7 @@ class Subtract(End):
             finally:
                 walk.store(node, step)
             return set(rows)
-        if rest or not isinstance(transform, LR) or type(transform).apply_tensors is not LR.apply_tensors:
+        if rest or type(transform).apply_tensors is not LR.apply_tensors:
             return set()
         if transform.target != "update" or torch.compiler.is_compiling():  # the compiler combines the two itself
             return set()

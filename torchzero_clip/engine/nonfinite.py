@@ -123,7 +123,7 @@ class StepPolicy:
             walk.store(node, step)
         return is_taken
 
-    def _judge(self, walk: Walk) -> "_Verdict | None":
+    def _judge(self, walk: Walk) -> _Verdict | None:
         """Measure the gradients, ask the gates, and read all answers at once. None if no process has a gradient."""
         norms = walk.gradient_norms.measure(jointly=self._judges_all)
         group, device = _group_of(walk)

@@ -184,7 +184,7 @@ class BeforeStep:
             return None
         # the step before may have raised an error, and been called without the wrapper
         self._end(optimizer, is_taken=False)
-        # a step that cannot be stopped goes on without gradients, in which optimizers of torch change nothing
+        # without the wrapper, a refused step runs without gradients, in which only optimizers of torch change nothing
         is_of_torch = type(optimizer).__module__.startswith("torch.optim.")
         if not self._depth.is_wrapped and self.runner.policy.may_skip and not is_of_torch:
             raise RuntimeError(
@@ -532,7 +532,7 @@ def _warn_of_copies() -> None:
 
 def hook_owner(optimizer: Optimizer, kind: type[T]) -> T | None:
     """The object of a kind whose method is a hook of the steps of an optimizer; None if it has none."""
-    # torch has no public way to list hooks, and an optimizer keeps its hooks in copies and pickles
+    # torch has no public way to list hooks. A copy of an optimizer has none, and so no owner
     hooks: Any = getattr(optimizer, "_optimizer_step_pre_hooks", {})
     for hook in hooks.values():
         owner = getattr(hook, "__self__", None)

@@ -154,8 +154,7 @@ class CapturedStep:
                 return "it steps in the backward. Call remove() of the handle that step_in_backward returned"
             if runner.policy.nonfinite == "raise":
                 return 'nonfinite="raise" raises in the same step. Write nonfinite="skip"'
-            rules = [transform for transform in runner.transforms.values() if isinstance(transform, FinalRule)]
-            if any(rule.template is not None for rule in rules):
+            if any(isinstance(t, FinalRule) and t.template is not None for t in runner.transforms.values()):
                 return "a Wrap runs the code of another optimizer. Use before_step on that optimizer"
             if "closure" in runner.nodes.targets:
                 return "a transform with target='closure' acts within the closure. Leave the target out"

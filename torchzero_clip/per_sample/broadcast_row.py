@@ -179,7 +179,7 @@ class _Use:
         yield self._by_position
         tokens = [] if self.changes else self._tokens()
         by_token = [functools.partial(self._by_token, tokens)] if tokens else []
-        # a matrix has tokens in no order more often than samples, and a tensor with a dimension of B has samples
+        # a matrix more often has tokens in no order than samples; another tensor with a dimension of B has samples
         is_flat = all(x.ndim == 2 or self._count not in x.shape for x in tokens)
         yield from by_token if is_flat else ()
         for squares in (False, True):  # a square table may be of positions or of samples
