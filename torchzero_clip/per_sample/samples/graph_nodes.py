@@ -109,8 +109,8 @@ class NodeKind:
 
 
 NODE_KINDS: dict[type[Node], NodeKind] = {}
-"""The kinds that were seen. Those of classes that users or the compiler make are in `_python_kinds`, which does not keep
-the classes alive."""
+"""The kinds that were seen. Those of classes that users or the compiler make are in `_python_kinds`, which does not
+keep the classes alive."""
 _python_kinds: WeakKeyDictionary[type, NodeKind] = WeakKeyDictionary()
 _compiled = itertools.count()  # all compiled functions have one name
 
