@@ -36,13 +36,14 @@ BELOW = {
     "types": set(),
 }
 LEVELS = [
-    {"arguments", "each_sample", "function_names", "hooks", "modes", "norm_clippers", "processes", "whole"},
+    {"arguments", "function_names", "hooks", "modes", "norm_clippers", "processes", "whole"},
     {"layer"},
     {"gradients"},
     {"per_example", "samples"},
     {"capture"},
     {"classic", "shared_inputs"},
     {"rows_layer"},
+    {"beside_rows", "each_sample"},
     {"broadcast_row"},
     {"captured_layer"},
     {"rules"},

@@ -1,8 +1,9 @@
 """What may change with the version of torch. It has most of the private names of torch that the package uses.
 
 `FakeTensor` is what the compiler and tests use instead of tensors with memory. The functions of functorch tell inside
-which transformation, such as vmap, the forward of a module runs; torch has no public way to ask. `pytree` finds the
-tensors in arguments and outputs, also in classes that users have registered; torch has no public module for this.
+which transformation, such as vmap, the forward of a module runs. `pytree` finds the tensors in arguments and outputs,
+also in classes that users have registered. `DisableTorchFunctionSubclass` lets a subclass of tensors call functions of
+torch as if it were an ordinary tensor. For none of them torch has a public name, nor for the ids of backwards.
 """
 
 import importlib
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 _F = TypeVar("_F", bound=FunctionType)
+_T = TypeVar("_T", bound=Tensor)
 SameLayout = Callable[[Sequence[Tensor]], bool]
 """Whether each tensor has the type, dtype, device, shape, strides and negation of the one that it stands for."""
 
@@ -47,7 +49,7 @@ def never_a_frame(function: _F) -> _F:
     """Never let `torch.compile` start at this function or at what it calls.
 
     A compiler that traces its caller still traces into it. Without this, torch 2.13 compiles a function mode that runs
-    in an uncompiled part for its first argument ``func``, and uses the result for all others.
+    in an uncompiled part once, for the first function that it sees, and uses the result for all others.
     """
     frames: Any = torch._C._dynamo.eval_frame  # pyright: ignore
     if (strategy := getattr(frames, "_FrameExecStrategy", None)) is not None:
@@ -56,13 +58,21 @@ def never_a_frame(function: _F) -> _F:
     return function
 
 
+def in_subclass(kind: type[_T], tensor: Tensor) -> _T:
+    """A tensor of a subclass in the memory of another one. For autograd, it is no view as that of ``as_subclass``."""
+    return torch.Tensor._make_subclass(kind, tensor)
+
+
 def leave_uncompiled() -> None:
     """Let the compiler that is tracing run this function uncompiled."""
     torch._dynamo.skip_frame()
 
 
 def never_traced(kind: type[Tensor]) -> None:
-    """Run compiled functions uncompiled if they get tensors of this subclass."""
+    """Run compiled functions uncompiled if they get tensors of this subclass.
+
+    Call it whenever one is made, because the compiler may be imported later.
+    """
     if (config := sys.modules.get("torch._dynamo.config")) is not None:
         config.nontraceable_tensor_subclasses.add(kind)
 
@@ -91,7 +101,7 @@ def checkpoint_around() -> object:
     """The innermost `torch.utils.checkpoint` around the code that runs now; None without one, or in a reentrant one."""
     # a checkpoint shows only by its hooks, which are known by their module and name
     top: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # pyright: ignore
-    hooks = None if top is None else top(True)
+    hooks = None if top is None else top(True)  # also while the compiler traces
     return hooks[0] if hooks is not None and _is_of_checkpoint(hooks[0], "checkpoint") else None
 
 
@@ -239,4 +249,5 @@ def warn_user(text: str) -> None:
 
 def has_fused_kernels(tensor: Tensor) -> bool:
     """True if torch has fused kernels of optimizers for the device of a tensor."""
+    # the CPU is in torch's list too, which takes longer
     return tensor.is_cpu or tensor.device.type in _get_fused_kernels_supported_devices()

@@ -1,6 +1,7 @@
 """One row of input that stands for all samples."""
 
 import copy
+import random
 
 import pytest
 import torch
@@ -107,11 +108,13 @@ def test_other_uses_of_one_row_for_all_samples_are_refused_by_name(use, frozen):
     assert all(param.grad is None for param in model.parameters())
 
 
-def test_a_random_function_of_a_row_is_refused_by_name():
-    """One row stands for all samples, whose random numbers differ."""
-    model = uses(lambda x, row: x * F.dropout(row)).double()
-    with clip(model) as clipper, pytest.raises(RuntimeError, match=r"'layer' \(Linear\) returned one row.*dropout"):
-        clipper.backward(losses_of(model(torch.randn(5, 4, 3).double())))
+def test_a_random_function_of_a_row_draws_once_for_all_samples():
+    model, x = uses(lambda x, row: x * F.dropout(row)).double(), torch.randn(5, 4, 3).double()
+    torch.manual_seed(3)
+    expected = norms_in_batch(model, x)
+    with clip(model, 1e9) as clipper:
+        torch.manual_seed(3)
+        assert_close(clipper.backward(losses_of(model(x))).norms, expected)
 
 
 def test_wrong_arguments_of_functions_of_rows_get_the_errors_of_torch():
@@ -193,12 +196,164 @@ BARE = {
     "a mask": (lambda m, x: masked(m.lin(x), x[..., 0] > 0, m.p), (3,)),
     "normalized": (lambda m, x: m.lin(x) @ nn.functional.normalize(m.p), (3, 3)),
     "values for the batch": (lambda m, x: m.lin(x) * m.p.to(x) @ x.mT @ m.lin(x), (3,)),
+    "indices beside a row": (lambda m, x: m.lin(x) + m.p[m.p.sum(1).topk(4).indices], (4, 3)),
+    "changed through a view": (lambda m, x: m.lin(x) * doubled(m.p * 2), (4, 3)),
+    "by a function without vmap": (
+        lambda m, x: m.lin(x) + torch.sparse.mm(torch.eye(4).to_sparse().to(x), m.p),
+        (4, 3),
+    ),
+    "with a tensor that trains outside of the model": (lambda m, x: m.lin(x) * (m.p * OUTSIDE.to(x)).cumsum(0), (4, 3)),
 }
+OUTSIDE = torch.linspace(1, 2, 3, requires_grad=True)
+ALONE = {
+    "tanh": torch.tanh,
+    "sum from the start": lambda row: row.cumsum(0),
+    "roll": lambda row: row.roll(1, 0),
+    "sort": lambda row: row.sort(0).values,
+    "softmax": lambda row: row.softmax(-1) * 2,
+    "turn": lambda row: row.mT.contiguous().mT,
+    "index": lambda row: row[torch.tensor([2, 0, 3, 1])],
+    "unbind": lambda row: torch.stack(row.unbind()[::-1]),
+    "in place": lambda row: row.clone().mul_(2),
+    "in place, a part": lambda row: doubled(row * 1),
+    "product": lambda row: row @ row.mT @ row / 4,
+    "choice": lambda row: torch.where(row > 0, row, 0.5 * row),
+    "largest first": lambda row: row.gather(0, row.argsort(0, descending=True)),
+    "norm": lambda row: row / (1 + row.norm()),
+    "pad": lambda row: F.pad(row, (0, 0, 1, 0))[1:],
+    "whole and half": lambda row: torch.cat(row.chunk(2)),
+}
+JOINS = {
+    "sum": lambda x, row: x + row,
+    "product": lambda x, row: x * row,
+    "matrix product": lambda x, row: x @ row.mT @ row,
+    "tokens": lambda x, row: torch.cat([row.expand(len(x), -1, -1), x], 1),
+    "choice": lambda x, row: torch.where(x > 0, x, row),
+    "attention": lambda x, row: F.scaled_dot_product_attention(x[:, None], row[None, None], row[None, None])[:, 0],
+    "linear": lambda x, row: F.linear(x, row, row[:, 0]),
+    "in place": lambda x, row: x.clone().add_(row),
+}
+
+
+def clamped(m):
+    with torch.no_grad():
+        m.p.clamp_(-0.5, 0.5)
+    return m.p.exp()
+
+
+def looked_at(m):
+    with torch.no_grad():
+        assert m.p.isfinite().all()
+    return m.p.tanh()
+
+
+def replaced(m):
+    first = m.p.exp()
+    m.p.data = m.p.data.clamp(max=0.5)
+    return first + m.p.exp()
+
+
+def changed_twice(m):
+    first = m.p.exp()
+    with torch.no_grad():
+        m.p.clamp_(-0.5, 0.5)
+    return first + m.p.exp()
+
+
+def in_a_loop(m):
+    row, total = m.p.softmax(0), 0
+    for _ in range(3):
+        total = total + row * row.sum()
+    return total
+
+
+@pytest.mark.parametrize("use", [clamped, looked_at, replaced, changed_twice, in_a_loop])
+def test_parameters_may_be_read_and_changed_without_gradients_in_the_forward(use):
+    model, x = bare(lambda m, x: m.lin(x) * use(m), 4, 3).double(), torch.randn(5, 4, 3).double()
+    model.p.data[0, 0] = 2.0
+    expected = norms_in_batch(model, x)
+    with clip(model, 1e9) as clipper:
+        assert_close(clipper.backward(losses_of(model(x))).norms, expected)
+
+
+def test_a_parameter_that_is_changed_in_place_with_gradients_is_refused_and_stays_as_it_is():
+    model = bare(lambda m, x: m.lin(x) * m.p[0].mul_(2), 4, 3)
+    before = model.p.detach().clone()
+    with clip(model), pytest.raises(RuntimeError, match=r"Net changes a parameter in place.*no_grad"):
+        model(torch.randn(5, 4, 3))
+    assert model.p.equal(before)
+
+
+def test_a_sparse_tensor_of_a_parameter_is_refused_by_name():
+    model = bare(lambda m, x: m.lin(x) * m.p.to_sparse().to_dense(), 4, 3)
+    with clip(model) as clipper, pytest.raises(RuntimeError, match=r"Net uses a parameter in 'to_sparse'.*whole"):
+        clipper.backward(losses_of(model(torch.randn(5, 4, 3))))
+
+
+def test_a_checkpoint_with_functions_of_rows_runs_as_often_as_without_them():
+    """Their gradients are computed by nested backwards, each of which would run the checkpoint again."""
+    counts = []
+    for use in (lambda h, p: h * p, lambda h, p: h * p.tanh() + p.softmax(-1)):
+        calls = []
+
+        def inner(m, x, use=use, calls=calls):
+            calls.append(1)
+            return use(F.dropout(m.lin(x), 0.1), m.p)
+
+        block = Net(inner, lin=nn.Linear(3, 3), p=weight(4, 3))
+        model = Net(lambda m, x: checkpoint(m.block, x, use_reentrant=False), block=block)
+        with clip(model) as clipper:
+            for _ in range(3):
+                clipper.backward(losses_of(model(torch.randn(5, 4, 3))))
+        counts.append(len(calls))
+    assert counts[0] == counts[1]
+
+
+def test_what_a_row_needs_may_not_change_in_a_checkpoint():
+    def inner(m, x):
+        scale = m.p * m.table
+        m.table.add_(1.0)
+        return m.lin(x) * scale
+
+    block = bare(inner, 4, 3)
+    block.register_buffer("table", torch.ones(4, 3))
+    model = Net(lambda m, x: checkpoint(m.block, x, use_reentrant=False), block=block)
+    with clip(model) as clipper, pytest.raises(RuntimeError, match=r"changed in place|modified by an inplace"):
+        clipper.backward(losses_of(model(torch.randn(5, 4, 3))))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_chains_of_functions_of_rows_are_right(seed):
+    draw = random.Random(seed)
+    before, after = (draw.choices([*ALONE.values()], k=draw.randrange(3)) for _ in range(2))
+    join = draw.choice([*JOINS.values()])
+
+    def use(m, x):
+        row = m.p
+        for function in before:
+            row = function(row)
+        for function in after:
+            row = function(row + m.q) if function is after[0] else function(row)
+        return join(m.lin(x), row)
+
+    model = Net(use, lin=nn.Linear(3, 3), p=weight(4, 3), q=weight(3))
+    # indices and masks with the size of the batch count as data
+    sizes = [5] if {ALONE["choice"], ALONE["largest first"]} & {*before, *after} else [3, 4, 5]
+    assert_matches_loop(model, torch.randn(draw.choice(sizes), 4, 3), modes=("auto", "low"))
+
+
 OF_AUTOGRAD = {
     "alone": lambda m, x: m.lin(x) * Cubed.apply(m.p),
     "beside arithmetic": lambda m, x: m.lin(x) @ Cubed.apply(m.p).diag() + m.p,
     "of a row": lambda m, x: m.lin(x) * Cubed.apply(2 * m.p),
 }
+
+
+def doubled(row):
+    """A row whose first entry is changed in place through a view, after another view of it was made."""
+    views = row.view(row.shape), row[0]
+    views[1].mul_(2)
+    return row + views[0]
 
 
 def masked(x, mask, value):

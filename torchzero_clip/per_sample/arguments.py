@@ -42,6 +42,15 @@ def tensors_in(value: object) -> list[Tensor]:
     return [x for x in pytree.tree_leaves(value) if isinstance(x, Tensor)]
 
 
+def plain_tensors(value: object) -> list[Tensor]:
+    """The tensors in a value that are of no subclass.
+
+    A subclass may run functions of its own when it is asked for something, and rows of all samples have no hooks: see
+    `BroadcastRow`.
+    """
+    return [x for x in pytree.tree_leaves(value) if type(x) is Tensor]
+
+
 def tensors_held(value: object) -> list[Tensor]:
     """The tensors in the attributes of an object, such as a batch of a class of its own, and of objects in it."""
     found: list[Tensor] = []

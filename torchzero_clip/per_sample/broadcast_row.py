@@ -1,68 +1,111 @@
 """Values that all samples share, such as embeddings of positions, class tokens and layer scales.
 
 They are made of parameters, but not of samples, so their gradient would be a sum over samples. So a layer without
-samples runs for each sample, on copies, and returns one row with the copies behind it. The model goes on with the row,
-whose shape it expects. A function that joins it with a tensor of the batch, as ``h + positions``, gets the copies.
+samples runs for each sample, on copies, and returns one row, whose shape the model expects. Functions of rows alone run
+on the rows. A function that joins a row with a tensor of the batch, as ``h + positions``, gets a copy for each sample.
+Autograd takes the gradients of the copies back through the functions that made the row.
 """
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+import warnings
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_tensors_hooks
 from typing_extensions import override
 
-from torchzero_clip.compat import DisableTorchFunctionSubclass, never_a_frame, never_traced, pytree
-from torchzero_clip.per_sample.arguments import Rebuild, counts_up, flattened, tensors_in
-from torchzero_clip.per_sample.each_sample import are_equal, by_vmap
-from torchzero_clip.per_sample.function_names import ATTRIBUTES, EXPANSIONS, HOOKS, OF_DTYPE, is_arithmetic, is_in_place
+from torchzero_clip.compat import (
+    DisableTorchFunctionSubclass,
+    checkpoint_around,
+    in_subclass,
+    is_restored_by_checkpoint,
+    never_a_frame,
+    never_traced,
+    pytree,
+)
+from torchzero_clip.per_sample.arguments import Rebuild, flattened, tensors_in
+from torchzero_clip.per_sample.beside_rows import places_in, tokens_among
+from torchzero_clip.per_sample.each_sample import CANNOT, EachSample
+from torchzero_clip.per_sample.function_names import EXPANSIONS, HOOKS, OF_DTYPE, is_arithmetic, is_in_place
 from torchzero_clip.per_sample.gradients.autograd_graph import nodes_of
 from torchzero_clip.per_sample.gradients.contributions import Dense
 from torchzero_clip.per_sample.gradients.row_norms import wide
 from torchzero_clip.per_sample.modes import attribute_read
 from torchzero_clip.per_sample.processes.sharding import storages_of
 from torchzero_clip.per_sample.rows_layer import RowsLayer
-from torchzero_clip.per_sample.samples.call import LayerInput, call_of, rows_first
+from torchzero_clip.per_sample.samples.call import LayerInput, rows_first
 from torchzero_clip.per_sample.samples.pattern import Place
 
 _EMBEDDING = inspect.signature(F.embedding)
-CANNOT = IndexError, RuntimeError, TypeError, ValueError
-"""Errors of a function of torch that cannot run for single samples, because they lack the dimension that it names.
 
-They hide no wrong call of the user: if all ways fail, the function runs with its own arguments, and raises.
-"""
+OnShared: TypeAlias = Callable[[], bool]
+"""`Call.on_shared`."""
+CopiesInAnyOrder: TypeAlias = Callable[[int, OnShared | None], Tensor]
+"""Makes as many copies as its first argument says, for rows whose samples only the backward finds."""
 
 
-Make: TypeAlias = Callable[[int, Callable[[], bool] | None], Tensor]
-"""Makes as many copies of a value as its first argument says, for rows in any order.
+class Source(NamedTuple):
+    """What rows are made of: a parameter, the output of a layer for all samples, or a tensor outside of the model."""
 
-The second argument becomes `Call.on_shared`.
-"""
+    layer: RowsLayer  # named by errors
+    each: Callable[[], Tensor]  # makes a copy for each sample, samples first
+    in_any_order: CopiesInAnyOrder | None = None  # None for the output of a layer, whose samples are known
 
 
 class BroadcastRow(Tensor):
-    """A value that all samples share, with a copy for each sample behind it.
+    """A value that all samples share. It may also be the indices that a function such as `topk` returns beside a row.
 
-    A function with a tensor of the batch runs sample by sample, with the copies, so that the gradient has a row for
-    each sample. Functions of such values alone run on the copies too. Where neither is possible, the gradient would be
-    summed over samples, so the backward raises.
+    A function with a tensor of the batch runs sample by sample, with a copy of the row for each, so that the gradient
+    has a row for each sample. A function of rows alone runs once, and returns rows. Where neither is possible, the
+    gradient would be summed over samples, so the backward raises.
     """
 
-    _each: Tensor  # (B, *shape): the copies
-    _layer: RowsLayer  # that it comes from
-    _param: Any = None  # the parameter that it is, if it is one
-    _make: Make | None = None  # makes copies for rows of several samples; None if there can be none
-    _version_then: int  # another version means a change in place that the copies have missed
+    _layer: RowsLayer
+    _count: int  # of samples
+    _param: nn.Parameter | None = None  # the parameter that it is, if it is one
+    _each: tuple[int, Tensor] | None = None  # its version, and the copies for the samples, once they were made
+
+    def copies(self, count: int | None = None, on_shared: OnShared | None = None) -> Tensor:
+        """A copy for each sample, samples first; or ``count`` copies, if all sources make some in any order."""
+        with DisableTorchFunctionSubclass(), torch.enable_grad():
+            if count is not None:
+                return self._copied(count, on_shared)
+            if self._each is None or self._each[0] != self._version:  # another version was changed in place
+                self._each = self._version, self._copied(None, None)
+            return self._each[1]
+
+    def _copied(self, count: int | None, on_shared: OnShared | None) -> Tensor:
+        value = self.detach().as_subclass(Tensor).expand(self._count if count is None else count, *self.shape)
+        if not self.requires_grad:
+            return value
+        edge, starts = get_gradient_edge(self), self._starts()
+        sources = starts.values()
+        copies = [s.in_any_order(count, on_shared) if s.in_any_order and count else s.each() for s in sources]
+        if [*starts] == [edge.node]:  # no function was called with the source
+            return copies[0]
+        made: Any = _Copies.apply([value], edge, [GradientEdge(node, 0) for node in starts], *copies)
+        return made
+
+    def _starts(self) -> dict[Node, Source]:
+        """The sources of the row, each with the function at which the graph of the row starts."""
+        found = {node: getattr(node, "source", None) for node in nodes_of([self])}
+        return {node: source for node, source in found.items() if isinstance(source, Source)}
+
+    def sources(self) -> list[Source]:
+        """What the row is made of."""
+        return [*self._starts().values()]
 
     def as_input(self, dim: int) -> tuple[Tensor, bool]:
         """The copies as the input of a layer with this batch dimension, and whether the value has that dimension."""
         with DisableTorchFunctionSubclass():
             if self.ndim > dim and self.shape[dim] == 1:
-                return self.aligned(self._each, self.ndim, dim), True
-            return self._each.movedim(0, dim), False
+                return self.aligned(self.copies(), self.ndim, dim), True
+            return self.copies().movedim(0, dim), False
 
     def aligned(self, copies: Tensor, ndim: int, dim: int) -> Tensor:
         """Copies of the value as a tensor with ``ndim`` dimensions, of which ``dim`` has the copies."""
@@ -75,34 +118,40 @@ class BroadcastRow(Tensor):
         with DisableTorchFunctionSubclass():
             return ndim > dim and self.ndim <= ndim and (self.ndim < ndim - dim or self.shape[dim - ndim] == 1)
 
+    def rows_in(self, output: Any) -> Any:
+        """The output of a function of this row and others, with rows in place of its tensors if it has gradients."""
+
+        def row(x: Tensor) -> Tensor:
+            if isinstance(x, BroadcastRow) or x.layout != torch.strided:
+                return x
+            result = x.as_subclass(BroadcastRow)
+            result._layer, result._count = self._layer, self._count
+            return result
+
+        return pytree.tree_map_only(Tensor, row, output) if any(x.requires_grad for x in tensors_in(output)) else output
+
     @classmethod
     @override
     @never_a_frame
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         with DisableTorchFunctionSubclass():
-            if (attribute := attribute_read(func)) is not None and attribute not in ATTRIBUTES:
-                return func(*args)
+            if attribute_read(func) is not None:  # such as `shape`, or `T`, which is a row
+                return args[0].rows_in(func(*args))
             leaves, rebuilt = flattened(args, kwargs)
-            rows = [x for x in leaves if isinstance(x, BroadcastRow)]
-            if torch.is_grad_enabled():
-                if name not in HOOKS and all(map(is_row, rows)):
-                    output = _Use(func, args, kwargs, leaves, rebuilt).output()
+            rows = [x for x in leaves if isinstance(x, BroadcastRow) and x.requires_grad]
+            if rows and torch.is_grad_enabled():
+                if name not in HOOKS:
+                    output = _RowFunction(func, args, kwargs, leaves, rebuilt).output()
                     if output is not NotImplemented:
                         return output
-                for layer in (row._layer for row in rows):
+                for layer in {source.layer for row in rows for source in row.sources()}:
                     layer.misuse = repr(name), layer.capture.running is layer
-            if name in HOOKS:
+                if is_in_place(name) and rows[0] is leaves[0]:  # it would be no row afterwards
+                    rows[0]._layer.refuse_row()
+            if rows and name in HOOKS:
                 rows[0]._layer.refuse_row()
             return func(*args, **kwargs)
-
-
-def is_row(value: Any) -> bool:
-    """True if the value is shared by all samples, and was not changed in place, which the copies would not see."""
-    if not isinstance(value, BroadcastRow):
-        return False
-    with DisableTorchFunctionSubclass():
-        return value._version == value._version_then
 
 
 def row_of(layer: RowsLayer, each: Tensor) -> Tensor:
@@ -110,46 +159,77 @@ def row_of(layer: RowsLayer, each: Tensor) -> Tensor:
 
     ``each`` has the output for every sample, samples first.
     """
-    row = each[0] if len(each) else each.new_zeros(each.shape[1:])
-    return _as_row(_refusing(layer, row.detach().clone()).clone(), each, layer)
+    if len(each) == 1:
+        return each[0]
+    value = (each[0] if len(each) else each.new_zeros(each.shape[1:])).detach().clone()
+    return _first_row(value, Source(layer, lambda: each), len(each))
 
 
-def row_of_param(layer: RowsLayer, param: nn.Parameter, value: Tensor, each: Tensor, make: Make) -> Tensor:
-    """Return the value of a parameter as a row. ``make`` makes other numbers of copies."""
-    row = _as_row(_refusing(layer, value.detach()), each, layer, make)
-    if isinstance(row, BroadcastRow):
-        row._param = param
+def row_of_param(source: Source, param: nn.Parameter, value: Tensor, count: int) -> Tensor:
+    """Return the value of a parameter as a row for ``count`` samples, or as it is for one."""
+    if count == 1:
+        return source.each()[0]
+    row = _first_row(value, source, count)
+    row._param = param
     return row
 
 
-def _refusing(layer: RowsLayer, leaf: Any) -> Tensor:
-    """The tensor, whose gradient would be summed over samples: a backward that reaches it raises."""
-
-    def refuse(grad: Tensor) -> None:
-        layer.refuse_row()
-
-    layer.misuse, leaf.refuses_gradients = None, True
-    leaf.requires_grad_().register_hook(refuse)
-    return leaf
-
-
-def refuses_gradients(leaf: Tensor) -> bool:
-    """True for a leaf behind a row: a backward that reaches it raises an error that names the layer."""
-    return hasattr(leaf, "refuses_gradients")
-
-
-def _as_row(row: Any, each: Tensor, layer: RowsLayer, make: Make | None = None) -> Tensor:
-    if len(each) == 1:
-        return each[0]  # a single sample needs no row
+def _first_row(value: Tensor, source: Source, count: int) -> BroadcastRow:
+    """The row of a source, for the functions that make other rows of it."""
     never_traced(BroadcastRow)
-    with DisableTorchFunctionSubclass():
-        result = row.as_subclass(BroadcastRow)
-        result._each, result._layer, result._version_then = each, layer, row._version
-        result._make = make
-        return result
+    source.layer.misuse = None
+    # passed in a list, it counts as created there, so that it may be changed in place
+    row: Any = _Start.apply(source.layer.capture.anchor, [in_subclass(BroadcastRow, value)], source)
+    row._layer, row._count = source.layer, count
+    return row
 
 
-class _Use:
+class _Start(torch.autograd.Function):
+    """Where the graph of rows starts. A gradient that arrives here is summed over samples, and raises an error."""
+
+    keeps_rows = True
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, anchor: Tensor, value: list[Tensor], source: Source) -> Tensor:
+        ctx.source = source
+        return value[0]
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
+        source: Source = ctx.source
+        source.layer.refuse_row()
+        return None, None, None
+
+
+class _Copies(torch.autograd.Function):
+    """Copies of a row. Their gradients go through the functions that made the row, to copies of its sources."""
+
+    keeps_rows = True
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, values: list[Tensor], edge: Any, edges: Sequence[Any], *copies: Tensor) -> Tensor:
+        ctx.edge, ctx.edges = edge, edges
+        return values[0]  # it may be changed in place, as that of `_first_row`
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        # the graph of the row is kept: there may be other copies of it, and further backwards
+        through = functools.partial(torch.autograd.grad, ctx.edge, ctx.edges, retain_graph=True, allow_unused=True)
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "There is a performance drop")
+                found = through(grads[0], is_grads_batched=True)
+        except RuntimeError:  # vmap cannot run a function
+            columns = zip(*map(through, grads[0]), strict=True)
+            found = [None if column[0] is None else torch.stack(column) for column in columns]
+        return None, None, None, *(found or [None for _ in ctx.edges])
+
+
+class _RowFunction:
     """A function with rows among its arguments. Each method that returns an output is a way to run it with copies.
 
     ``leaves`` are those of the arguments, and ``rebuilt`` makes arguments of other leaves.
@@ -159,17 +239,20 @@ class _Use:
         if func is F.embedding:
             args, kwargs = without_padding(args, kwargs)
             leaves, rebuilt = flattened(args, kwargs)
-        self.func, self.name, self._args, self._kwargs = func, getattr(func, "__name__", ""), args, kwargs
-        self.leaves, self.rebuilt = leaves, rebuilt
-        self.changes = is_in_place(self.name)
-        self.rows = [i for i, x in enumerate(leaves) if isinstance(x, BroadcastRow)]
-        self._first: BroadcastRow = leaves[self.rows[0]]
-        self.layer, self._count = self._first._layer, len(self._first._each)
-        tensors = {i: x for i, x in enumerate(leaves) if isinstance(x, Tensor)}
-        self._others = {i: x for i, x in tensors.items() if i not in self.rows and self.name not in OF_DTYPE}
+        self._func, self._name, self._args = func, getattr(func, "__name__", ""), args
+        self._leaves, self._rebuilt = leaves, rebuilt
+        self._changes = is_in_place(self._name)
+        self._rows = [i for i, x in enumerate(leaves) if isinstance(x, BroadcastRow) and x.requires_grad]
+        self._first: BroadcastRow = leaves[self._rows[0]]
+        self._layer, self._count = self._first._layer, self._first._count
+        others = {i: x for i, x in enumerate(leaves) if isinstance(x, Tensor) and not isinstance(x, BroadcastRow)}
+        self._others = {} if self._name in OF_DTYPE else others
 
     def output(self) -> Any:
-        """The output in the first way that can run the function; NotImplemented if there is none."""
+        """The output in the first way that can run the function; NotImplemented if there is none.
+
+        Where samples are is guessed by sizes here. A proof finds a wrong guess, which then raises an error.
+        """
         for way in self._ways():
             if (output := way()) is not NotImplemented:
                 return output
@@ -177,7 +260,7 @@ class _Use:
 
     def _ways(self) -> Iterator[Callable[[], Any]]:
         yield self._by_position
-        tokens = [] if self.changes else self._tokens()
+        tokens = [] if self._changes else tokens_among(self._others.values(), self._layer, self._count)
         by_token = [functools.partial(self._by_token, tokens)] if tokens else []
         # a matrix more often has tokens in no order than samples; another tensor with a dimension of B has samples
         is_flat = all(x.ndim == 2 or self._count not in x.shape for x in tokens)
@@ -192,9 +275,9 @@ class _Use:
 
         The backward finds the sample of each position.
         """
-        if not is_arithmetic(self.name) or len(self.rows) != 1 or len(self._others) != 1:
+        if not is_arithmetic(self._name) or len(self._rows) != 1 or len(self._others) != 1:
             return NotImplemented
-        row, (x,), layer = self._first, self._others.values(), self.layer
+        row, (x,), layer = self._first, self._others.values(), self._layer
         if (param := row._param) is None or x.is_nested or x.is_sparse:
             return NotImplemented
         if not x.requires_grad and layer.shared.is_table(x):
@@ -218,302 +301,180 @@ class _Use:
             grads = grads.flatten(1, grads.ndim - len(shape) - 1).sum(1) if grads.ndim - len(shape) > 1 else grads
             return [Dense(param, grads.reshape(len(grads), *param.shape))]
 
-        value, leaves = row.as_subclass(Tensor).detach().expand(*x.shape), list(self.leaves)
-        leaves[self.rows[0]] = layer.watch(
+        value, leaves = row.as_subclass(Tensor).detach().expand(*x.shape), list(self._leaves)
+        leaves[self._rows[0]] = layer.watch(
             value, [], contribute, LayerInput(value, leading), on_shared=self._on_shared(x)
         )
-        args, kwargs = self.rebuilt(leaves)
-        return self.func(*args, **kwargs)
+        args, kwargs = self._rebuilt(leaves)
+        return self._func(*args, **kwargs)
 
     def _by_token(self, tokens: Sequence[Tensor]) -> Any:
         """A function of rows in no order, such as tokens of an expert, with a copy for each of them.
 
         The backward finds the sample of each.
         """
-        rows, counts = [self.leaves[i] for i in self.rows], {len(x) for x in tokens}
+        rows, counts = [self._leaves[i] for i in self._rows], {len(x) for x in tokens}
         if len(counts) > 1 or (count := counts.pop()) == self._count:
             return NotImplemented
         if not count:  # such as an expert without tokens
-            plain = [x.as_subclass(Tensor).detach() if isinstance(x, BroadcastRow) else x for x in self.leaves]
-            args, kwargs = self.rebuilt(plain)
-            return self.func(*args, **kwargs)
-        on_shared = None if any(x.requires_grad for x in tokens) else self._on_shared(tokens[0])
-        copies = [make(count, on_shared) for x in rows if (make := x._make) is not None]
-        if len(copies) < len(rows):
+            plain = [x.as_subclass(Tensor).detach() if isinstance(x, BroadcastRow) else x for x in self._leaves]
+            args, kwargs = self._rebuilt(plain)
+            return self._func(*args, **kwargs)
+        if any(source.in_any_order is None for row in rows for source in row.sources()):
             return NotImplemented
-        tensors = {i: x for i, x in enumerate(self.leaves) if isinstance(x, Tensor) and i not in self.rows}
-        places = {i: Place(0) for i, x in tensors.items() if x.ndim and len(x) == count}
-        return _WithCopies(self, places, copies).of_batch_or_not()
+        on_shared = None if any(x.requires_grad for x in tokens) else self._on_shared(tokens[0])
+        places = {i: Place(0) for i, x in self._others.items() if x.ndim and len(x) == count}
+        return self._with_copies(places, [row.copies(count, on_shared) for row in rows])
 
     def _by_sample(self, squares: bool) -> Any:
         """A function of tensors of the batch, with a copy for each sample."""
-        places = self._places(squares)
-        if not places or (self.changes and 0 not in places):
+        places = places_in(self._others, self._layer, self._count, changes=self._changes, squares=squares)
+        if not places or (self._changes and 0 not in places):
             return NotImplemented
-        return _WithCopies(self, places).of_batch_or_not()
+        return self._with_copies(places, [self._leaves[i].copies() for i in self._rows])
+
+    def _with_copies(self, places: Mapping[int, Place], copies: Sequence[Tensor]) -> Any:
+        """The output for copies of the rows, and tensors of the batch with samples in some places.
+
+        NotImplemented if the function cannot run for each sample.
+        """
+        of_batch = [self._leaves[i] for i in places]
+        function = functools.partial(self._called, [*self._rows, *places])
+        try:
+            if len(copies[0]) > 1:
+                output = self._arithmetic(function, places, copies, of_batch)
+                if output is NotImplemented:
+                    rows = [self._leaves[i].as_subclass(Tensor) for i in self._rows]
+                    each = EachSample(function, rows, copies, of_batch, [*places.values()])
+                    output = each.output(self._layer.learnt.sample_dims, (self._name, *map(_kind, self._leaves)))
+            else:
+                output = function(*(x[0] for x in copies), *of_batch)
+        except CANNOT:
+            return NotImplemented
+        return self._leaves[0].copy_(output) if self._changes and output is not NotImplemented else output
+
+    def _called(self, places: Sequence[int], *tensors: Tensor) -> Any:
+        """The output for other tensors in some places. A function that changes its first argument changes a clone."""
+        leaves = list(self._leaves)
+        for i, x in zip(places, tensors, strict=True):
+            leaves[i] = x.clone() if self._changes and i == 0 else x
+        args, kwargs = self._rebuilt(leaves)
+        output = self._func(*args, **kwargs)
+        return leaves[0] if self._changes else output
+
+    def _arithmetic(
+        self,
+        function: Callable[..., Any],
+        places: Mapping[int, Place],
+        copies: Sequence[Tensor],
+        of_batch: Sequence[Tensor],
+    ) -> Any:
+        """The output for copies that are expanded to the batch, which is much faster than vmap."""
+        kinds = {(place, x.ndim) for place, x in zip(places.values(), of_batch, strict=True)}
+        if not is_arithmetic(self._name) or self._changes or len(kinds) != 1:
+            return NotImplemented
+        ((place, ndim),) = kinds
+        rows = [self._leaves[i] for i in self._rows]
+        if place.run != 1 or not all(row.fits(ndim, place.dim) for row in rows):
+            return NotImplemented
+        aligned = [row.aligned(x, ndim, place.dim) for row, x in zip(rows, copies, strict=True)]
+        return function(*aligned, *of_batch)
 
     def _alone(self) -> Any:
-        """A function of rows without a tensor of samples beside them: the output is a row too."""
-        first, layer, places = self._first, self.layer, self._places(True)
+        """The output of a function of rows without a tensor of samples, which runs once: a row too."""
+        first, layer = self._first, self._layer
+        places = places_in(self._others, layer, self._count, changes=self._changes)
         of_batch = [self._others[i] for i in places]
         if any(x.requires_grad for x in of_batch) or layer.capture.forward.holds(*of_batch):
             return NotImplemented
-        if self.changes and places:
+        if self._changes and places:
             return NotImplemented
-        if self.changes:
-            target = self._args[0]
-            return _WithCopies(self).changed(target) if isinstance(target, BroadcastRow) else self._written(target)
-        output = self.plain()
-        if not any(x.requires_grad for x in tensors_in(output)) or output is first:
+        if self._changes and not isinstance(target := self._args[0], BroadcastRow):
+            return self._written(target)
+        if self._changes and storages_of((first,)) & layer.capture.own_storages():
+            raise RuntimeError(f"{layer} changes a parameter in place in its forward: do so in torch.no_grad()")
+        output = self._of_rows()
+        if any(x.layout != torch.strided for x in tensors_in(output)):
+            return NotImplemented
+        output = first.rows_in(output)
+        kind = self._name.strip("_")
+        if not isinstance(output, BroadcastRow) or output is first:
             return output
-        kind = self.name.strip("_")
         if kind in EXPANSIONS and first.fits(output.ndim, dim := layer.capture.batch_dim):
             # the size of the batch means one entry for each sample, as in `token.expand(len(x), -1)`. If the same
             # expansion ever had another size, as in `token.expand(length, -1)`, its sizes are equal by chance
             expansion, size = (kind, tuple(first.shape), output.ndim), output.shape[dim]
-            others = layer.learnt.expanded
+            others = layer.learnt.other_sizes
             if size not in (1, self._count):
                 others.add(expansion)
             if size == self._count and expansion not in others:
-                copies = first.aligned(first._each, output.ndim, dim)
+                copies = first.aligned(first.copies(), output.ndim, dim)
                 if kind == "repeat":
                     return copies.repeat(*(b // max(a, 1) for a, b in zip(copies.shape, output.shape, strict=True)))
                 return copies.expand_as(output)
-        return _WithCopies(self).of_each(output)
+        return output
+
+    def _of_rows(self) -> Any:
+        """The output for the rows themselves. Other tensors with gradients become rows too."""
+        leaves = list(self._leaves)
+        for i, x in self._others.items():
+            if x.requires_grad and not (self._changes and i == 0):
+                copies = functools.partial(_expanded, x)
+                source = Source(self._layer, functools.partial(copies, self._count), copies)
+                leaves[i] = _first_row(x.detach(), source, self._count)
+        args, kwargs = self._rebuilt(leaves)
+        # a checkpoint would run again for each nested backward that asks for what rows have saved
+        in_checkpoint = checkpoint_around() is not None or is_restored_by_checkpoint()
+        with saved_tensors_hooks(_keep, _kept) if in_checkpoint else nullcontext():
+            return self._func(*args, **kwargs)
 
     def _written(self, target: Tensor) -> Any:
         """Write rows into a tensor that is of no sample. The module of the parameters then uses a row in its place."""
-        written: dict[int, Any] | None = self.layer.written
-        if written is None:
+        written = self._layer.written
+        if written is None or target.requires_grad:
             return NotImplemented
-        each = _alike(_WithCopies(self, {0: Place(0)}), target.expand(self._count, *target.shape))
-        output = self.plain()
-        written[id(target)] = target, _as_row(target.as_subclass(Tensor), each, self.layer)
+        output = self._of_rows()
+        written[id(target)] = target, self._first.rows_in(target)
         return output
-
-    def plain(self) -> Any:
-        """The output for the rows themselves."""
-        return self.func(*self._args, **self._kwargs)
 
     def _on_shared(self, data: Tensor) -> Callable[[], bool] | None:
         """What notes that all samples share a tensor that no layer has made."""
-        note = functools.partial(self.layer.shared.note_table, data, self.layer.capture.forward)
+        note = functools.partial(self._layer.shared.note_table, data, self._layer.capture.forward)
         return None if data.requires_grad else note
 
-    def _tokens(self) -> list[Tensor]:
-        """The tensors whose rows may be of samples in no order: those that layers have made, or else data."""
-        capture = self.layer.capture
-        found = [x for x in self._others.values() if x.ndim]
-        if capture.forward.outside_model or all(len(x) == self._count for x in found):
-            return []
-        if made := [x for x in found if x.requires_grad]:
-            # of trainable tensors outside of the model, all samples share the rows
-            return made if all(map(has_layers, made)) else []
-        own = capture.own_storages()
-        data = [x for x in found if x.is_floating_point() and x.ndim > 1 and len(x) > 1 and not storages_of((x,)) & own]
-        # no diagonal matrices, such as the identity from which a product of reflections starts
-        data = [x for x in data if not _is_diagonal(x)]
-        # where proofs may not find what is shared, only modules without submodules, such as PReLU, get data
-        may_be = capture.proofs_may_share or not [*self.layer.module.children()]
-        return data if may_be and not any(self.layer.shared.is_table(x) for x in data) else []
 
-    def _places(self, squares: bool) -> dict[int, Place]:
-        """The places of samples in tensors, by their sizes. All samples share others; with ``squares``, no squares.
-
-        In a batch of 4 samples, a tensor of shape (4, 7, 8) has them in dimension 0, and one of shape (36, 49, 8), of
-        windows of images, in runs of 9.
-        """
-        layer, places = self.layer, dict[int, Place]()
-        if not self._others:
-            return places
-        count, forward, dim = self._count, layer.capture.forward, layer.capture.batch_dim
-        own = layer.capture.own_storages()
-        for i, x in self._others.items():
-            is_own = not x.requires_grad and storages_of((x,)) & own  # copies of a parameter lie in its memory too
-            is_own = is_own or (not x.requires_grad and layer.shared.is_table(x))
-            is_own = is_own or (counts_up(x) and not forward.holds(x))  # positions
-            if not x.ndim or is_own or (forward.outside_model and count == 1):
-                continue
-            sizes = [d for d, size in enumerate(x.shape) if size == count]
-            square = x.ndim == 2 and x.shape[0] == x.shape[1] and not x.requires_grad and not squares
-            if x.ndim <= dim or x.shape[dim] == 1 or square:
-                continue  # such as a table of pairs of positions
-            of_rows = x.ndim > 2 and not self.changes  # such as windows of images
-            if x.shape[dim] == count:
-                places[i] = Place(dim)
-            elif x.shape[0] and x.shape[0] % count == 0 and (of_rows or x.requires_grad or forward.holds(x)):
-                places[i] = Place(0, len(x) // count)
-            elif sizes:
-                places[i] = Place(sizes[0])
-        return places
+def _expanded(x: Tensor, count: int, on_shared: OnShared | None = None) -> Tensor:
+    """Copies of a tensor that autograd itself adds up."""
+    return x.expand(count, *x.shape)
 
 
-def _is_diagonal(x: Tensor) -> bool:
-    return x.shape == (len(x), len(x)) and torch.equal(x, x.diagonal().diag())
+def _keep(saved: Tensor) -> tuple[Tensor, int]:
+    """What a graph keeps of a tensor: without its graph, which may be the same, and with its version."""
+    return saved.detach(), saved._version
 
 
-def has_layers(x: Tensor) -> bool:
-    """True for a tensor that layers of the model have made, and not only trainable tensors outside of it."""
-    return x.requires_grad and any(call_of(node) is not None for node in nodes_of([x]))
+def _kept(saved: tuple[Tensor, int]) -> Tensor:
+    tensor, version = saved
+    if tensor._version != version:
+        raise RuntimeError(f"a tensor of shape {tuple(tensor.shape)} that a gradient needs was changed in place")
+    return tensor
 
 
-class _WithCopies:
-    """Runs a function with copies of its rows, and tensors of the batch in some places among its arguments."""
-
-    def __init__(
-        self, use: _Use, places: Mapping[int, Place] | None = None, copies: list[Tensor] | None = None
-    ) -> None:
-        self._use, self._places = use, places or {}
-        self.copies = [use.leaves[i]._each for i in use.rows] if copies is None else copies
-
-    def __call__(self, *tensors: Tensor) -> Any:
-        """The output for other tensors in the places of rows and of tensors of the batch."""
-        use, leaves = self._use, list(self._use.leaves)
-        for i, x in zip((*use.rows, *self._places), tensors, strict=True):
-            leaves[i] = x.clone() if use.changes and i == 0 else x
-        args, kwargs = use.rebuilt(leaves)
-        output = use.func(*args, **kwargs)
-        return leaves[0] if use.changes else output
-
-    def of_batch_or_not(self) -> Any:
-        """The output of the batch; NotImplemented if the function cannot run for each sample."""
-        use = self._use
-        try:
-            if len(self.copies[0]) > 1:
-                return self._of_batch()
-            output = self(*(x[0] for x in self.copies), *(use.leaves[i] for i in self._places))
-            return use.leaves[0].copy_(output) if use.changes else output
-        except CANNOT:
-            return NotImplemented
-
-    def of_each(self, output: Any) -> Any:
-        """The output, with a copy for each sample; NotImplemented if the function cannot run under vmap."""
-        try:
-            each = _alike(self)
-        except (RuntimeError, ValueError):
-            return NotImplemented
-        given, structure = pytree.tree_flatten(output)
-        rows = zip(given, pytree.tree_leaves(each), self._makers(len(given)), strict=True)
-        return pytree.tree_unflatten([_as_row(row, x, self._use.layer, make) for row, x, make in rows], structure)
-
-    def changed(self, target: Any) -> Any:
-        """Change a row in place, with its copies. Return the output."""
-        (make,) = self._makers(1)
-        each, output = _alike(self), self._use.plain()
-        target._each, target._layer, target._version_then, target._make = each, self._use.layer, target._version, make
-        return output
-
-    def _makers(self, outputs: int) -> list[Make | None]:
-        """What makes more copies of each output, from more copies of the rows as they are now."""
-        use = self._use
-        makes = [make for i in use.rows if (make := use.leaves[i]._make) is not None]
-        if len(makes) < len(use.rows):
-            return [None] * outputs
-        tensors = [x for i, x in enumerate(use.leaves) if isinstance(x, Tensor) and i not in use.rows]
-        versions = [x._version for x in tensors]
-
-        def made(output: int, count: int, on_shared: Callable[[], bool] | None) -> Tensor:
-            if versions != [x._version for x in tensors]:
-                use.layer.refuse_row()
-            call = _WithCopies(use, copies=[make(count, on_shared) for make in makes])
-            return pytree.tree_leaves(_alike(call))[output]
-
-        return [functools.partial(made, i) for i in range(outputs)]
-
-    def _of_batch(self) -> Any:
-        """The output of the batch, from those of its samples; NotImplemented if its samples are in no dimension.
-
-        For ``x @ row``, with x of shape (4, 7, 8) and a row of shape (8, 5), vmap runs over x and the copies (4, 8, 5).
-        The output of the batch shows that its samples are in dimension 0 of (4, 7, 5).
-        """
-        use, of_batch = self._use, [self._use.leaves[i] for i in self._places]
-        if len(runs := {place.run for place in self._places.values()}) > 1:
-            return NotImplemented
-        (run,), places, count = runs, [place.dim for place in self._places.values()], len(self.copies[0])
-        kind = {(place, x.ndim) for place, x in zip(places, of_batch, strict=True)}
-        if is_arithmetic(use.name) and run == len(kind) == 1 and not use.changes:
-            ((dim, ndim),) = kind
-            rows = [use.leaves[i] for i in use.rows]
-            if all(row.fits(ndim, dim) for row in rows):
-                aligned = [row.aligned(x, ndim, dim) for row, x in zip(rows, self.copies, strict=True)]
-                return self(*aligned, *of_batch)  # much faster than vmap
-        kinds = [x if isinstance(x, int | str | None) else x.ndim if isinstance(x, Tensor) else 0 for x in use.leaves]
-        pairs = zip(of_batch, places, strict=True)
-        inputs = [x.movedim(d, 0).unflatten(0, (count, run)).movedim(1, d + 1) for x, d in pairs]
-        # if a row has B entries, they may be positions, which all samples share, or one for each sample: both are tried
-        parts = self._own_parts(places[0]) if run == 1 else None
-        for copies in filter(None, (self.copies, parts)):
-            key = use.name, *kinds, *places, run > 1, parts is not None, copies is parts
-            try:
-                each, structure = pytree.tree_flatten(self._by_sample(copies, inputs))
-            except CANNOT:
-                continue
-            learnt = use.layer.learnt.dims
-            if key not in learnt:  # the first call decides: the comparison takes another run of the function
-                learnt[key] = self._dims(each, of_batch, run)
-            if (dims := learnt[key]) is None:
-                continue
-            if any(x.shape[d + 1] != run for x, d in zip(each, dims, strict=True)):
-                return NotImplemented
-            joined = [_joined(x, d) for x, d in zip(each, dims, strict=True)]
-            output = pytree.tree_unflatten(joined, structure)
-            return use.leaves[0].copy_(output) if use.changes else output
-        return NotImplemented
-
-    def _own_parts(self, dim: int) -> list[Tensor] | None:
-        """The copies. Of a row with one entry for each sample, a copy keeps its own. None if there is no such row."""
-        count = len(self.copies[0])
-        sized = [x.ndim > dim + 1 and x.shape[dim + 1] == count for x in self.copies]
-        pairs = zip(self.copies, sized, strict=True)
-        parts = [x.diagonal(0, 0, dim + 1).movedim(-1, 0).unsqueeze(dim + 1) if own else x for x, own in pairs]
-        return parts if any(sized) else None
-
-    def _by_sample(self, copies: Sequence[Tensor], of_batch: Sequence[Tensor]) -> Any:
-        try:
-            attends = self._use.func is F.scaled_dot_product_attention
-            return by_vmap(self, *copies, *of_batch, attends=attends)
-        except (RuntimeError, ValueError):
-            each = [self(*one) for one in zip(*copies, *of_batch, strict=True)]
-            return pytree.tree_map(lambda *parts: torch.stack(parts), *each)
-
-    def _dims(self, found: Sequence[Any], of_batch: Sequence[Tensor], run: int) -> list[int] | None:
-        """The dimension of the samples in each output, found from the outputs for the batch; None if these differ."""
-        use, dims = self._use, list[int]()
-        with torch.no_grad():
-            together = self(*(use.leaves[i].as_subclass(Tensor) for i in use.rows), *of_batch)
-        for one, whole in zip(found, pytree.tree_leaves(together), strict=True):
-            sizes = [*zip(one.shape[1:], whole.shape, strict=False)]
-            apart = [i for i, (a, b) in enumerate(sizes) if a != b]
-            if one.ndim != whole.ndim + 1 or [sizes[i] for i in apart] != [(run, len(one) * run)]:
-                return None
-            dims.append(apart[0])
-            if not are_equal(whole, _joined(one, apart[0])):
-                return None
-        return dims
-
-
-def _alike(call: _WithCopies, *tensors: Tensor) -> Any:
-    """The output of a function of copies, which may draw no random numbers, because one row stands for all of them."""
-    return by_vmap(call, *call.copies, *tensors, attends=False, randomness="error")
-
-
-def _joined(each: Tensor, dim: int) -> Tensor:
-    """The output of the batch, from that of each sample, samples first, with rows of the sample along a dimension."""
-    return each.movedim(dim + 1, 1).flatten(0, 1).movedim(0, dim)
+def _kind(leaf: object) -> Hashable:
+    """What leaves of one kind have in common."""
+    return leaf if isinstance(leaf, int | str | None) else leaf.ndim if isinstance(leaf, Tensor) else 0
 
 
 def without_padding(args: Any, kwargs: Any) -> tuple[Any, Any]:
     """The arguments of an embedding whose padding row gets no gradient. Embeddings under vmap ignore that row."""
     call = _EMBEDDING.bind(*args, **kwargs)
-    table, index = call.arguments["weight"], call.arguments.pop("padding_idx", None)
+    given, index = call.arguments["weight"], call.arguments.pop("padding_idx", None)
 
     def detached(x: Tensor) -> Tensor:  # (..., rows, width)
         row = torch.arange(x.shape[-2], device=x.device) == index % x.shape[-2]
         return torch.where(row[:, None], x.detach(), x)
 
-    if index is not None and isinstance(table, BroadcastRow):
-        plain = table.as_subclass(Tensor).clone()
-        call.arguments["weight"] = _as_row(plain, detached(table._each), table._layer)
-    elif index is not None:
-        call.arguments["weight"] = detached(table)
+    if index is not None:
+        table = detached(given)
+        call.arguments["weight"] = given.rows_in(table) if isinstance(given, BroadcastRow) else table
     return call.args, call.kwargs

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from torchzero_clip.compat import get_interpreter_stack, never_compiled, without_autocast
-from torchzero_clip.per_sample.arguments import tensors_in
-from torchzero_clip.per_sample.broadcast_row import BroadcastRow, is_row, row_of
+from torchzero_clip.per_sample.arguments import plain_tensors
+from torchzero_clip.per_sample.broadcast_row import BroadcastRow, row_of
 from torchzero_clip.per_sample.capture import Capture
 from torchzero_clip.per_sample.gradients.contributions import Contribution, Dense
 from torchzero_clip.per_sample.gradients.row_norms import wide
@@ -78,7 +78,8 @@ class CapturedLayer(RowsLayer):
         """The forward of the module while it is captured."""
         module, capture = self.module, self.capture
         now = module.__dict__.get("forward")
-        if isinstance(now, CapturedLayer) and now is not self:  # this call of the model has attached the layer anew
+        if isinstance(now, CapturedLayer) and now is not self:
+            # a hook of this very call has captured the model again, after torch had read this forward
             return now(*args, **kwargs)
         # what runs under `torch.func`, with lent parameters or in a transformation, is the same as without a clipper
         used = [(held.get(key), param) for held, key, param in self._slots]
@@ -88,7 +89,7 @@ class CapturedLayer(RowsLayer):
             return type(module).forward(module, *args, **kwargs)
         now = module.__dict__.get("forward")
         if isinstance(now, CapturedLayer) and now is not self:
-            # called outside of the model's forward, `layer_starts` may have attached the layer anew
+            # outside of the model's forward, `layer_starts` may have captured the model again
             return now(*args, **kwargs)
         # settings may have changed since the layer was captured
         if self._refusal is not None and (reason := self._refusal(module)) is not None:
@@ -100,10 +101,10 @@ class CapturedLayer(RowsLayer):
                 way_out = "pad it, with x.to_padded_tensor(0.0), and mask the loss"
                 raise ValueError(f"{self} got a nested tensor: {way_out}")
             output = rule.run(self, *args, **kwargs)
-            if type(output) is Tensor:
+            if type(output) is Tensor:  # `plain_tensors` takes longer
                 capture.outputs.append(weakref.ref(output))
             else:  # such as the output and the states of a recurrent layer
-                capture.outputs += [weakref.ref(x) for x in tensors_in(output) if type(x) is Tensor]
+                capture.outputs += map(weakref.ref, plain_tensors(output))
             return output
         finally:
             capture.running = around
@@ -137,10 +138,10 @@ class CapturedLayer(RowsLayer):
         dim = 0 if leading == 1 else self.capture.batch_dim  # without positions, samples are first in any case
         forward, shared = self.capture.forward, self.shared
         count = forward.batch_size
-        if isinstance(input, BroadcastRow) and is_row(input):
+        if isinstance(input, BroadcastRow):
             each, had_dim = input.as_input(dim)
             return LayerInput(each, leading + (not had_dim), dim, is_shared=True, had_dim=had_dim)
-        if count == 1 and input.requires_grad and not input.is_contiguous():
+        if count == 1 and input.requires_grad and not input.is_contiguous():  # only then may strides be misread
             input.register_hook(partial(with_strides, input.stride()))
         if input.shape[dim] == count and forward.declared_rows is None and forward.is_argument(input):
             return LayerInput(input, leading, dim, is_argument=True)
@@ -247,7 +248,7 @@ def class_forward(module: nn.Module) -> Callable[..., object]:
 class _Watched(torch.autograd.Function):
     """Passes an output on and its gradient back, so that the gradient includes later hooks and changes in place."""
 
-    keeps_rows = True
+    keeps_rows = True  # it moves no rows: see `graph_nodes`
 
     @staticmethod
     @override
@@ -285,7 +286,7 @@ class _Watched(torch.autograd.Function):
                     f"the input of {call.layer} was changed in place after the layer used it: its gradient would be "
                     "wrong"
                 ) from error
-            before = ctx.next_functions[1] if ctx.goes_on else (None, 0)
+            before = ctx.next_functions[1] if ctx.goes_on else (None, 0)  # the edge of ``before``, the second argument
             with without_autocast(grad):
                 capture.add(call, capture.contributions(call, grad, inputs, before))
         # torch takes no gradient for a None among the inputs
@@ -297,4 +298,5 @@ def with_strides(strides: tuple[int, ...], grad: Tensor) -> Tensor:
 
     `native_batch_norm_backward` of torch 2.13, also that of a normalization without parameters, misreads other strides.
     """
+    # an expanded image has strides of 0, with which a gradient cannot be written
     return grad if 0 in strides else grad.new_empty_strided(grad.shape, strides).copy_(grad)

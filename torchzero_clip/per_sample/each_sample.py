@@ -1,23 +1,124 @@
 """Runs a function for each sample, and compares its outputs with those of the batch."""
 
 import warnings
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from torchzero_clip.compat import pytree
 from torchzero_clip.functional.dtypes import widened
+from torchzero_clip.per_sample.samples.pattern import Place
 
 
-def by_vmap(function: Callable[..., Any], *tensors: Any, attends: bool = True, randomness: str = "different") -> Any:
+def by_vmap(function: Callable[..., Any], *tensors: Any) -> Any:
     """The output of a function, which may have attention, for all samples. Each draws its own random numbers."""
-    # vmap runs the other backends in a loop; to choose one takes 11 microseconds
-    with warnings.catch_warnings(), sdpa_kernel(SDPBackend.MATH) if attends else nullcontext():
+    # vmap runs the other backends of attention in a loop
+    with warnings.catch_warnings(), sdpa_kernel(SDPBackend.MATH):
         warnings.filterwarnings("ignore", "There is a performance drop")
-        return torch.vmap(function, randomness=randomness)(*tensors)
+        return torch.vmap(function, randomness="different")(*tensors)
+
+
+CANNOT = IndexError, RuntimeError, TypeError, ValueError
+"""Errors of a function of torch that cannot run for single samples, because they lack the dimension that it names.
+
+They hide no wrong call of the user: if all ways fail, the function runs with its own arguments, and raises.
+"""
+
+
+class EachSample:
+    """A function of rows and tensors of the batch, which runs for each sample with copies of the rows.
+
+    Args:
+        function: Gets rows, then tensors of the batch.
+        rows: What all samples share.
+        copies: A copy of each row for each sample, samples first.
+        of_batch: Tensors of the batch.
+        places: Where these have the samples: several rows in turn for each, if the ``run`` of the place is not 1.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        rows: Sequence[Tensor],
+        copies: Sequence[Tensor],
+        of_batch: Sequence[Tensor],
+        places: Sequence[Place],
+    ) -> None:
+        self._function, self._rows, self._copies = function, rows, copies
+        self._of_batch, self._places = of_batch, places
+
+    def output(self, known_dims: dict[Hashable, list[int] | None], kind: Hashable) -> Any:
+        """The output of the batch, from those of its samples; NotImplemented if its samples are in no dimension.
+
+        For ``x @ row``, with x of shape (4, 7, 8) and a row of shape (8, 5), vmap runs over x and the copies (4, 8, 5).
+        The output of the batch shows that its samples are in dimension 0 of (4, 7, 5). This is found in the first call
+        of a ``kind``, and stored in ``known_dims``.
+        """
+        if len(runs := {place.run for place in self._places}) > 1:
+            return NotImplemented
+        (run,), count = runs, len(self._copies[0])
+        pairs = [(x, place.dim) for x, place in zip(self._of_batch, self._places, strict=True)]
+        inputs = [x.movedim(d, 0).unflatten(0, (count, run)).movedim(1, d + 1) for x, d in pairs]
+        # if a row has B entries, they may be positions, which all samples share, or one for each sample: both are tried
+        entries = self._own_entries(self._places[0].dim) if run == 1 else None
+        for copies in filter(None, (self._copies, entries)):
+            key = kind, *self._places, entries is not None, copies is entries
+            try:
+                each, structure = pytree.tree_flatten(self._outputs(copies, inputs))
+            except CANNOT:
+                continue
+            if key not in known_dims:  # the first call decides: the comparison takes another run of the function
+                known_dims[key] = self._dims(each, run)
+            if (dims := known_dims[key]) is None:
+                continue
+            if any(x.shape[d + 1] != run for x, d in zip(each, dims, strict=True)):
+                return NotImplemented
+            return pytree.tree_unflatten([_joined(x, d) for x, d in zip(each, dims, strict=True)], structure)
+        return NotImplemented
+
+    def _own_entries(self, dim: int) -> list[Tensor] | None:
+        """The copies. Of a row with one entry for each sample, a copy keeps its own. None if there is no such row."""
+        count = len(self._copies[0])
+        sized = [x.ndim > dim + 1 and x.shape[dim + 1] == count for x in self._copies]
+        pairs = zip(self._copies, sized, strict=True)
+        parts = [own_entries(x, dim).unsqueeze(dim + 1) if own else x for x, own in pairs]
+        return parts if any(sized) else None
+
+    def _outputs(self, copies: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:
+        """The output of each sample, samples first."""
+        try:
+            return by_vmap(self._function, *copies, *inputs)
+        except (RuntimeError, ValueError):
+            each = [self._function(*one) for one in zip(*copies, *inputs, strict=True)]
+            return pytree.tree_map(lambda *parts: torch.stack(parts), *each)
+
+    def _dims(self, each: Sequence[Tensor], run: int) -> list[int] | None:
+        """The dimension of the samples in each output, found from the outputs for the batch; None if these differ."""
+        dims = list[int]()
+        with torch.no_grad():
+            together = self._function(*self._rows, *self._of_batch)
+        for one, whole in zip(each, pytree.tree_leaves(together), strict=True):
+            sizes = [*zip(one.shape[1:], whole.shape, strict=False)]
+            apart = [i for i, (a, b) in enumerate(sizes) if a != b]
+            if one.ndim != whole.ndim + 1 or [sizes[i] for i in apart] != [(run, len(one) * run)]:
+                return None
+            dims.append(apart[0])
+            if not are_equal(whole, _joined(one, apart[0])):
+                return None
+        return dims
+
+
+def own_entries(copies: Tensor, dim: int) -> Tensor:
+    """Of copies of a row, samples first: those entries of each copy that have the sample's own index in a dimension."""
+    return copies.diagonal(0, 0, dim + 1).movedim(-1, 0)
+
+
+def _joined(each: Tensor, dim: int) -> Tensor:
+    """The output of the batch, from that of each sample, samples first, with rows of the sample along a dimension."""
+    return each.movedim(dim + 1, 1).flatten(0, 1).movedim(0, dim)
 
 
 def are_equal(together: Tensor, alone: Tensor) -> bool:

@@ -11,8 +11,6 @@ OF_DTYPE = {"to", "type_as"}
 """Functions that read only the dtype and the device of their second argument."""
 EXPANSIONS = {"expand", "expand_as", "broadcast_to", "repeat"}
 """Functions that may make an entry for each sample."""
-ATTRIBUTES = {"T", "mT", "H", "mH", "real", "imag"}
-"""Attributes that are functions of the values."""
 HOOKS = {"register_hook", "retain_grad", "register_post_accumulate_grad_hook"}
 """Functions that give a tensor a hook, which would see a gradient that is summed over samples."""
 

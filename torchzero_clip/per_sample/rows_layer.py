@@ -16,16 +16,22 @@ from torchzero_clip.per_sample.shared_inputs import SharedInputs
 class Learnt:
     """What rules have learnt about a layer in earlier calls."""
 
-    # functions of rows: what was expanded to another size than that of the batch, and where outputs have the samples
-    expanded: set[Hashable] = field(default_factory=set)
-    dims: dict[Hashable, list[int] | None] = field(default_factory=dict)
-    # modules that run whole: arguments that all samples share or that had samples, and those that were compared
-    arguments: set[Hashable] = field(default_factory=set)
+    other_sizes: set[Hashable] = field(default_factory=set)
+    """Functions that once expanded a row to another size than that of the batch."""
+    sample_dims: dict[Hashable, list[int] | None] = field(default_factory=dict)
+    """The dimensions of the samples in the outputs of functions of rows; None if there are none."""
+    known_arguments: set[Hashable] = field(default_factory=set)
+    """Arguments of a module that runs whole: those that all samples share, and those with samples in a dimension."""
     compared: set[Hashable] = field(default_factory=set)
-    by_vmap: bool = True  # False if vmap cannot run the module
-    has_hooks: bool = False  # whether modules in it have hooks
-    may_rerun: bool = False  # whether its graph has a function that may run modules again
-    has_warned: bool = False  # of its memory
+    """Kinds of arguments for which a module that runs whole was compared with its batch."""
+    by_vmap: bool = True
+    """False if vmap cannot run the module."""
+    has_hooks: bool = False
+    """True if modules in it have hooks of `hook_modules`."""
+    may_rerun: bool = False
+    """True if its graph has a function that may run modules again."""
+    has_warned: bool = False
+    """True after the warning about its memory."""
 
 
 class RowsLayer(Layer, ABC):

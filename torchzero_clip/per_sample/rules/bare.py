@@ -1,17 +1,17 @@
 """Modules with parameters of their own beside submodules, such as class tokens and layer scales."""
 
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
 from torchzero_clip.compat import checkpoint_around, pytree
 from torchzero_clip.per_sample.arguments import flattened
-from torchzero_clip.per_sample.broadcast_row import is_row, row_of_param
+from torchzero_clip.per_sample.broadcast_row import BroadcastRow, Source, row_of_param
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
-from torchzero_clip.per_sample.function_names import ATTRIBUTES
 from torchzero_clip.per_sample.modes import Mode, attribute_read
 from torchzero_clip.per_sample.rules.copies import copy_of
 from torchzero_clip.per_sample.rules.generic import GENERIC
@@ -44,7 +44,7 @@ class _Rows(Mode):
         self._layer = layer
         self._count = count
         self._params = {id(param) for param in layer.module.parameters() if param.requires_grad}
-        self._rows: dict[int, Tensor] = {}
+        self._rows: dict[int, tuple[Tensor, object]] = {}  # each with the memory and the version of its parameter
         self._around = checkpoint_around()
 
     def _param(self, x: Tensor) -> nn.Parameter:
@@ -59,11 +59,16 @@ class _Rows(Mode):
     def _row(self, x: Any) -> Any:
         """The row of a parameter; any other value itself."""
         layer = self._layer
-        if id(x) in self._params and id(x) not in self._rows:
-            param = self._param(x)
-            make = partial(copy_of, layer, param, x, ordered=False)
-            self._rows[id(x)] = row_of_param(layer, param, x, copy_of(layer, param, x, self._count), make)
-        return self._rows.get(id(x), x)
+        if id(x) not in self._params or not torch.is_grad_enabled():  # it would have no graph
+            return x
+        row, memory = self._rows.get(id(x), (x, None))
+        if memory != (now := (x.data_ptr(), x._version)):  # the forward may change the parameter without gradients
+            param, value = self._param(x), x.detach()
+            each = cache(partial(copy_of, layer, param, value, self._count))
+            source = Source(layer, each, partial(copy_of, layer, param, value, ordered=False))
+            row = row_of_param(source, param, value, self._count)
+            self._rows[id(x)] = row, now
+        return row
 
     @override
     def replaces(self, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
@@ -72,10 +77,14 @@ class _Rows(Mode):
 
     @override
     def called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # attributes, such as shape, are those of the parameter, and captured submodules have rules of their own
-        attribute = attribute_read(func)
-        if (attribute is not None and attribute not in ATTRIBUTES) or self._layer.capture.running is not self._layer:
+        # captured submodules have rules of their own, and ``p.data = ...`` is for the parameter itself
+        if self._layer.capture.running is not self._layer or getattr(func, "__name__", "") == "__set__":
             return func(*args, **kwargs)
+        if attribute_read(func) is not None and id(args[0]) in self._params:
+            # `T` is a function of the parameter, other than `shape` and `grad`
+            value = func(*args)
+            if not isinstance(value, Tensor) or value.grad_fn is None:
+                return value
         leaves, rebuilt = flattened(args, kwargs)
         written = self._layer.written or {}
         if written and not written.keys().isdisjoint(map(id, leaves)):
@@ -105,7 +114,7 @@ class _Rows(Mode):
         params = {name: self._param(x) for name, x in given.items() if id(x) in self._params}
         if any(x.requires_grad and name not in params for name, x in given.items()) or input.ndim < 2:
             return NotImplemented
-        if id(input) in self._params or is_row(input):
+        if id(input) in self._params or isinstance(input, BroadcastRow):
             return NotImplemented
         if not (input.requires_grad or self._layer.capture.proofs_may_share):
             return NotImplemented

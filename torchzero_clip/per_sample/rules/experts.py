@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from torchzero_clip.per_sample.broadcast_row import is_row
+from torchzero_clip.per_sample.broadcast_row import BroadcastRow
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
 from torchzero_clip.per_sample.gradients.contributions import Contribution
 from torchzero_clip.per_sample.gradients.row_norms import wide
@@ -46,7 +46,7 @@ class ExpertsRule(Rule):
         if not len(tokens):
             empty: Any = EMPTY.run(layer, *args, **kwargs)
             return empty
-        if is_row(tokens):
+        if isinstance(tokens, BroadcastRow):
             raise layer.unknown_rows("all samples share them")
         top, count = chosen.shape[-1], len(tokens)
         order = torch.argsort(chosen.reshape(-1), stable=True)

@@ -25,9 +25,10 @@ from torchzero_clip.compat import (
 )
 from torchzero_clip.functional.dtypes import widened
 from torchzero_clip.per_sample.arguments import counts_up
-from torchzero_clip.per_sample.broadcast_row import has_layers, is_row, row_of, without_padding
+from torchzero_clip.per_sample.beside_rows import has_layers
+from torchzero_clip.per_sample.broadcast_row import BroadcastRow, row_of, without_padding
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
-from torchzero_clip.per_sample.each_sample import by_vmap, differ
+from torchzero_clip.per_sample.each_sample import by_vmap, differ, own_entries
 from torchzero_clip.per_sample.function_names import HOOKS, is_in_place
 from torchzero_clip.per_sample.gradients.autograd_graph import nodes_of
 from torchzero_clip.per_sample.hooks import Hook
@@ -90,20 +91,20 @@ class GenericRule(Rule):
                     layer.learnt.compared.add(decision)
             state.join()
         if current_graph_task_id() == -1:  # in a backward, where a checkpoint repeats a call that was noted
-            layer.learnt.arguments |= shared
+            layer.learnt.known_arguments |= shared
         return one.output(tensors)
 
     def dims(
         self, layer: CapturedLayer, args: tuple[object, ...], kwargs: dict[str, object], leaves: Sequence[object]
     ) -> tuple[list[int | None], set[Hashable]]:
-        """The batch dimension of each argument, None if it has none; and which arguments are shared for good."""
+        """The batch dimension of each argument, None if it has none; and what is known of them for later calls."""
         dim, size = layer.capture.batch_dim, layer.count_in(leaves)
         own = layer.capture.own_storages()
-        shared = set(layer.learnt.arguments)
+        shared = set(layer.learnt.known_arguments)
         result: list[int | None] = []
         for path, leaf in pytree.tree_flatten_with_path((args, kwargs))[0]:
             result.append(None)
-            if not isinstance(leaf, Tensor) or leaf.ndim <= dim or is_row(leaf):
+            if not isinstance(leaf, Tensor) or leaf.ndim <= dim or isinstance(leaf, BroadcastRow):
                 continue
             if leaf.requires_grad or not storages_of((leaf,)) & own:  # copies share memory with a parameter
                 argument = str(path), leaf.ndim
@@ -124,21 +125,23 @@ class GenericRule(Rule):
 GENERIC = GenericRule()
 
 
-def _dims_of_rows(layer: CapturedLayer, leaves: Sequence[object]) -> list[int | None]:
+def _dims_of_rows(layer: CapturedLayer, leaves: Sequence[Any]) -> list[int | None]:
     """The dimensions of the arguments if these are rows of several samples, such as nodes: each runs as a sample."""
-    tensors = [x for x in leaves if isinstance(x, Tensor) and x.ndim and not is_row(x)]
+    tensors = [x for x in leaves if isinstance(x, Tensor) and x.ndim and not isinstance(x, BroadcastRow)]
     counts = {len(x) for x in tensors if has_layers(x)}
     if layer.capture.batch_dim or len(counts) != 1:
         return [None] * len(leaves)
-    return [0 if isinstance(x, Tensor) and x.ndim and len(x) in counts and not is_row(x) else None for x in leaves]
+    return [0 if any(x is y for y in tensors) and len(x) in counts else None for x in leaves]
 
 
 def _inputs(layer: CapturedLayer, leaves: Sequence[Any], dims: Sequence[int | None]) -> dict[int, Tensor]:
     """The arguments that have samples, with these first."""
     inputs: dict[int, Tensor] = {}
     for i, (leaf, dim) in enumerate(zip(leaves, dims, strict=True)):
-        if is_row(leaf):  # with a dimension, it is such as a first state for all, expanded to the batch
-            inputs[i] = leaf._each if dim is None else leaf._each.diagonal(0, 0, dim + 1).movedim(-1, 0)
+        if isinstance(
+            leaf, BroadcastRow
+        ):  # with a dimension, it is such as a first state for all, expanded to the batch
+            inputs[i] = leaf.copies() if dim is None else own_entries(leaf.copies(), dim)
         elif isinstance(leaf, Tensor) and dim is not None:
             inputs[i] = leaf.movedim(dim, 0)
     return inputs
@@ -229,14 +232,14 @@ class _One:
 def _alone(layer: CapturedLayer, one: _One) -> Generator[ModuleState]:
     """A block in which the module runs for one sample at a time. An error leaves its state as before."""
     # under parametrize.cached(), a run would get the weights of another; torch has no public name for this switch
-    layer.capture.inside, caches = True, parametrize._cache_enabled
+    layer.capture.runs_whole, caches = True, parametrize._cache_enabled
     parametrize._cache_enabled = 0
     state = ModuleState(layer)
     try:
         yield state
     except BaseException as error:
         state.undo()
-        layer.learnt.by_vmap = True
+        layer.learnt.by_vmap = True  # the loop raised too, so the error was not that of vmap
         if isinstance(error, RuntimeError) and one.gets_cache:
             raise ValueError(
                 f"{layer} runs sample by sample, and got a cache that holds values of the whole batch: switch it "
@@ -244,7 +247,7 @@ def _alone(layer: CapturedLayer, one: _One) -> Generator[ModuleState]:
             ) from error
         raise
     finally:
-        layer.capture.inside, parametrize._cache_enabled = False, caches
+        layer.capture.runs_whole, parametrize._cache_enabled = False, caches
 
 
 class _Inside(Mode):
@@ -334,7 +337,7 @@ def _compare(
     ]
     hooked = any(not isinstance(hook, Hook) for hook in hooks)
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-    if hooked or any(is_row(x) or not x.numel() for x in tensors):
+    if hooked or any(isinstance(x, BroadcastRow) or not x.numel() for x in tensors):
         return
 
     def whole() -> list[Any]:

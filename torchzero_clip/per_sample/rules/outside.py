@@ -79,7 +79,12 @@ def outside_error(
 def _refuse(layer: CapturedLayer, module: nn.Module, *_: object) -> None:
     """Raise if a module runs in a backward, other than to restore what a checkpoint has freed."""
     capture = layer.capture
-    if capture.inside or current_graph_task_id() == -1 or not torch.is_grad_enabled() or is_restored_by_checkpoint():
+    if (
+        capture.runs_whole
+        or current_graph_task_id() == -1
+        or not torch.is_grad_enabled()
+        or is_restored_by_checkpoint()
+    ):
         return
     if capture.enabled and capture.is_active and capture.forward.captured:
         capture.clear()
@@ -93,7 +98,7 @@ def _way_out(capture: Capture, name: str) -> str:
     owner = capture.model.get_submodule(module)
     made = leaves_of(x for x in vars(owner).values() if isinstance(x, Tensor))
     line = whole_line(capture.model, module, capture.reruns)
-    if any(leaf is owner._parameters[key] for leaf in made):
+    if any(leaf is owner.get_parameter(key) for leaf in made):
         hooks = "Hooks such as that of torch.nn.utils.weight_norm make another tensor of it"
         return f"{hooks}: use torch.nn.utils.parametrizations{', or ' if line else ''}{line}. "
     if not line and isinstance(layer := vars(owner).get("forward"), CapturedLayer) and layer.rule.runs_layers:

@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from torchzero_clip.per_sample.broadcast_row import BroadcastRow
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
+from torchzero_clip.per_sample.each_sample import own_entries
 from torchzero_clip.per_sample.gradients.contributions import Contribution, Dense
 from torchzero_clip.per_sample.gradients.products import Products
 from torchzero_clip.per_sample.gradients.row_norms import wide
@@ -192,9 +193,13 @@ class _Sequences:
             self.sizes = [input.shape[self._dim]] * input.shape[1 - self._dim]
         self.count, self.is_packed = self.sizes[0], self._batch_sizes is not None
 
+    def _samples(self, like: Tensor) -> Tensor:
+        """The sample of each sequence, on the device of a tensor."""
+        return torch.arange(self.count, device=like.device) if self._order is None else self._order
+
     def samples_of_sequences(self, rows: Tensor) -> Tensor:
         """The sample of each sequence, from those of its rows."""
-        order = torch.arange(self.count, device=rows.device) if self._order is None else self._order
+        order = self._samples(rows)
         return samples_of_items(torch.cat([order[:size] for size in self.sizes]), self.count, rows)
 
     def rows(self, tensor: Tensor) -> Tensor:
@@ -212,7 +217,7 @@ class _Sequences:
     def ordered(self, states: Tensor) -> Tensor:
         """States in the order of the rows. Those that all samples share have a copy for each."""
         if isinstance(states, BroadcastRow):
-            states = states._each.diagonal(0, 0, 2).movedim(-1, 1)
+            states = own_entries(states.copies(), 1).movedim(0, 1)
         return states if self._order is None else states.index_select(1, self._order)
 
     def restored(self, states: Tensor) -> Tensor:
@@ -231,7 +236,7 @@ class _Sequences:
         length = len(self.sizes)
         if self._batch_sizes is None:
             return rows.unflatten(0, (length, self.count)).transpose(0, 1)
-        samples = torch.arange(self.count, device=rows.device) if self._order is None else self._order
+        samples = self._samples(rows)
         places = torch.cat([samples[:size] * length + time for time, size in enumerate(self.sizes)])
         padded = rows.new_zeros(self.count * length, rows.shape[1])
         return padded.index_copy_(0, places, rows).unflatten(0, (self.count, length))

@@ -43,11 +43,11 @@ class RegisteredRule(Rule):
             return _checked(layer, self._gradients(layer.module, grad, *args, **kwargs))
 
         params = {f"inner.{name}": param.detach() for name, param in layer.module.named_parameters()}
-        layer.capture.inside = True
+        layer.capture.runs_whole = True
         try:
             output = functional_call(Bare(layer.module), params, args, kwargs)
         finally:
-            layer.capture.inside = False
+            layer.capture.runs_whole = False
         if not isinstance(output, Tensor):
             raise TypeError(f"{layer} has a registered rule and must return one tensor, got {type(output).__name__}")
         samples = LayerInput(output, max(min(layer.capture.batch_dim + 1, output.ndim), 1))
