@@ -105,6 +105,7 @@ def check_call(kind: Callable[..., object], args: tuple[object, ...], kwargs: Ma
         pass
     name, parameters = kind.__qualname__.rpartition("<locals>.")[2], signature.parameters
     name = kind.__name__ if inspect.isclass(kind) else name
+    # optimizers have params, clippers have module, and what stands for another optimizer has optimizer
     if args and are_parameters(args[0]) and parameters.keys().isdisjoint(("params", "module")):
         raise TypeError(
             f"{name} takes no parameters. Write Modular(model.parameters(), ..., {name}(...)). A framework that needs "
@@ -147,17 +148,19 @@ def _class_for_frameworks(kind: Callable[..., object], key: str, args: Iterable[
 
 def check_override(kind: type, name: str) -> None:
     """Raise a TypeError if the optimizer could not call a method of a class, because it takes other arguments."""
-    method, base = vars(kind)[name], next(vars(base)[name] for base in reversed(kind.__mro__) if name in vars(base))
+    first = next(each for each in reversed(kind.__mro__) if name in vars(each))
+    method, base = vars(kind)[name], vars(first)[name]
     if not (inspect.isfunction(method) and inspect.isfunction(base)) or _arguments_of(method) == _arguments_of(base):
         return
     signature, expected = inspect.signature(method), inspect.signature(base).parameters
     try:
         signature.bind(*expected)
-        if list(signature.parameters) != list(expected) and signature.parameters.keys() == expected.keys():
-            raise TypeError("in another order")
+        fits = list(signature.parameters) == list(expected) or signature.parameters.keys() != expected.keys()
     except TypeError:
+        fits = False
+    if not fits:  # the arguments are other ones, or in another order
         written = f"def {name}({', '.join(expected)})"
-        raise TypeError(f"{kind.__name__}.{name} takes ({', '.join(signature.parameters)}): write {written}") from None
+        raise TypeError(f"{kind.__name__}.{name} takes ({', '.join(signature.parameters)}): write {written}")
 
 
 def _arguments_of(function: FunctionType) -> tuple[object, ...]:

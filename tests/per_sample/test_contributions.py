@@ -39,7 +39,7 @@ def test_of_a_layer_in_a_loop_one_gradient_of_each_sample_is_kept():
     model = Net(forward, cell=nn.GRUCell(3, 4)).double()
     with clip(model) as clipper:
         losses_of(model(torch.randn(5, 6, 3).double())).mean().backward()
-        assert {len(group) for group in clipper._engine.captured.of.values()} == {1}
+        assert {len(group) for group in clipper._engine.captured.by_param.values()} == {1}
 
 
 def test_an_input_changed_after_the_layer_used_it_raises():

@@ -58,7 +58,7 @@ def members_of(nodes: Nodes) -> list[Member]:
 def kind_and_structure(transform: Transform) -> tuple[str, dict[str, str]]:
     """The name of the class of a transform, and its arguments that are neither settings, defaults nor transforms."""
     structure = transform.structure()
-    if isinstance(transform, Composite):
+    if isinstance(transform, Composite):  # each child has the name of the argument that it was
         structure = {key: value for key, value in structure.items() if key not in transform.transforms}
     return type(transform).__name__, structure
 

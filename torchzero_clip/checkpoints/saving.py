@@ -151,5 +151,6 @@ class Load:
 def _limits(node: Node) -> list[str]:
     """The keys of param groups under which the limits of a transform are stored, without schedules."""
     transform, keys = node.transform, node.storage_keys.items()
+    # beside the declared one, transforms have other limits, with names such as max_ratio
     limits = {stored: key for key, stored in keys if key.startswith("max_") or key == transform.limit_setting}
     return [stored for stored, key in limits.items() if key not in transform.schedules]

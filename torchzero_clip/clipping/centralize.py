@@ -79,6 +79,7 @@ class Centralize(Shifting):
 
     @override
     def shifts(self, updates: list[Tensor], scratch: Scratch) -> Tensor | None:
+        # an override of `apply_tensors` would not be called
         if self.dim is not None or self.inverse_dims or type(self).apply_tensors is not Centralize.apply_tensors:
             return None
         counts, acts, all_act = scratch.plan("means", updates, lambda: self._counted(updates), self.min_size)

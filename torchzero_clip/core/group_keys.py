@@ -53,6 +53,7 @@ def why_refused(group: Mapping[str, object], nodes: Nodes, shown: Iterable[str] 
         elif key in torchs or any(key in arguments for arguments in _signatures(_derived(Transform))):
             is_lost = has_effect(value)
         else:
+            # a key of another package may look like one of ours, so that it needs more likeness than in an error
             is_lost = "/" in key or nearest(key, stored, likeness=0.85) is not None
         unknown += [key] if is_lost and not owners else []
     if not unknown:
@@ -115,7 +116,7 @@ def _signatures(values: Iterable[object]) -> list[frozenset[str]]:
 
 
 def _derived(kind: type[Transform]) -> Iterator[type[Transform]]:
-    """The classes that are derived from a class of transforms."""
+    """The classes that are derived from a class of transforms, also those of users, of which there is no list."""
     for each in kind.__subclasses__():
         yield each
         yield from _derived(each)

@@ -24,6 +24,7 @@ class NeverApplied(Transform):
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         if "apply_tensors" in vars(cls):
+            # the kind, such as Scaling, is the base that derives from this class directly
             kind = next(base.__name__ for base in cls.__mro__ if NeverApplied in base.__bases__)
             raise TypeError(
                 f"{cls.__name__}.apply_tensors would never be called, because {cls.__name__} is a {kind}: implement "
@@ -251,7 +252,10 @@ class FinalRule(NeverApplied, UpdateRule):
 
 
 class Retraction(FinalRule):
-    """A final rule that takes the step of the optimizers before it on a surface, as `Hyperball` does on a sphere."""
+    """A final rule that takes the step of the optimizers before it on a surface, as `Hyperball` does on a sphere.
+
+    It names no rate of its own: see `update_rules`.
+    """
 
 
 class Gate(NeverApplied):

@@ -62,7 +62,7 @@ class DeviceDecisions:
     """The decision about the step that runs, and the counts of all steps about which the device has decided."""
 
     send: Callable[[Tensor], Arriving] = Sent
-    """Sends numbers to the host without waiting."""
+    """Sends numbers to the host without waiting. Tests of CPUs set another way."""
 
     def __init__(self, names: Sequence[str], device: torch.device) -> None:
         dtype = widest(device)
@@ -136,7 +136,7 @@ class DeviceDecisions:
     def bad_norms(self) -> list[float] | None:
         """The norms of the last refused gradients that were not finite, once; None without new ones. It waits."""
         norms = self._bad_norms.tolist()
-        if all(map(torch.inf.__gt__, norms)):
+        if all(norm < torch.inf for norm in norms):  # False for NaN
             return None
         self._bad_norms.zero_()
         return norms

@@ -67,6 +67,7 @@ class Subtract(End):
             finally:
                 walk.store(node, step)
             return set(rows)
+        # an override has its own arithmetic
         if rest or type(transform).apply_tensors is not LR.apply_tensors:
             return set()
         if transform.target != "update" or torch.compiler.is_compiling():  # the compiler combines the two itself

@@ -25,6 +25,7 @@ class NormNeeds:
     def __init__(self, nodes: Nodes) -> None:
         keepers = [node for node in nodes if node.transform.keeps_statistics]
         self.has_statistics = bool(keepers)  # True if a transform asks which gradients are finite and not zero
+        # only statistics of this package have ``joint``, and only they count with scopes
         self.asks_jointly = all(getattr(n.transform, "joint", False) and not n.scope.limited for n in keepers)
         """True if one answer for all gradients together is enough."""
         first = next((node for node in nodes if not node.outer and not isinstance(node.transform, Gate)), None)
@@ -100,7 +101,7 @@ class GradientNorms:
     def total_and_finite(self) -> tuple[Tensor, Tensor]:
         """The joint norm of all gradients, and whether all are finite: 0-d."""
         norms = self.measure()
-        # the squares of other dtypes are in the range of float64, so their sum is finite if all are
+        # the squares of other dtypes cannot overflow in float64, so the sum is finite if all norms are
         if not norms.is_cpu and norms.dtype == torch.float64 and self.grads[0].dtype != torch.float64:
             total = torch.linalg.vector_norm(norms)
             return total, total < torch.inf

@@ -162,7 +162,7 @@ class StepPolicy:
         if self.nonfinite == "skip":
             passed["nonfinite"] = finite
             decisions.note_norms(finite, gradient_norms.measure(), params)
-        decisions.decide(list(passed.values()))
+        decisions.decide(list(passed.values()))  # in the order of `names`: gates, then nonfinite
         gradient_norms.taken = decisions.taken
         for node, norm, step in asked:
             record(node, norm, step, decisions.taken)

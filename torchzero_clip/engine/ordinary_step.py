@@ -44,7 +44,7 @@ class AnyStep(ABC):
     walk: Walk  # the step as a policy and a listener see it
     gradient_norms: GradientNorms
     params: list[Tensor]  # that take part
-    is_seen: bool  # something uses the ``walk``, such as a listener or a gate
+    needs_walk: bool  # something uses the ``walk``, such as a listener or a gate
     takes_part: bool  # False if this process has no gradient, and no other process takes part
     decisions: DeviceDecisions | None = None  # set before `run` if the device decides
     metrics: Metrics | None = None  # computes the metrics after `run`; None if those of the walk are read at once
@@ -82,7 +82,7 @@ class OrdinaryStep(AnyStep):
     walk: Walk
     gradient_norms: GradientNorms
     params: list[Tensor]
-    is_seen = True
+    needs_walk: bool = True
 
     @override
     def host_reasons(self) -> list[str]:

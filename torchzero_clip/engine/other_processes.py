@@ -30,7 +30,8 @@ class OtherProcesses(Company):
 
     def __init__(self, group: ProcessGroup, device: torch.device, *, has_schedules: bool = False) -> None:
         super().__init__()
-        self.group, self.device = self._group, self._device = group, device
+        self.group, self.device = group, device
+        self._group, self._device = group, device  # which are never None, unlike those of other kinds
         self._has_schedules = has_schedules  # True if any process has a setting that is a function of the step
         self._empty: set[str] = set()
         """The paths of joint transforms that have only tensors without elements on this process."""
@@ -110,7 +111,7 @@ def _stand_in(walk: Walk, group: ProcessGroup, device: torch.device) -> Walk:
     metrics.
     """
     zero = torch.zeros(1, dtype=torch.float32, device=device)
-    table = Table(walk.table.groups, [zero], [zero.clone()], [{}], [0], acting=walk.nodes.joint)
+    table = Table(walk.table.groups, [zero], [zero.clone()], [{}], [0], acting_paths=walk.nodes.joint)
     executor = ReadableExecutor(Updates(table, walk.chain_state, maximize=False))
     gradient_norms = GradientNorms(walk.gradient_norms.norm_needs, table.grads, executor)
     gradient_norms.norms = torch.zeros(1, dtype=widest(device), device=device)

@@ -25,7 +25,7 @@ class Table:
     group_of: list[int]
     new_states: dict[Tensor, State] = field(default_factory=dict)
     """The states of parameters that had none. They enter the optimizer once the step was allowed."""
-    acting: Set[str] | None = None
+    acting_paths: Set[str] | None = None
     """The paths of the transforms that act on the rows, instead of those whose scopes contain them."""
     _scopes: dict[str, set[int]] = field(default_factory=dict, init=False)
 
@@ -35,7 +35,7 @@ class Table:
         # a parameter that is listed twice has one state
         params, grads, group_of = taking_part(groups)
         new: dict[Tensor, State] = {}
-        states: list[Any] = list(kept.values())
+        states: list[Any] = list(kept.values())  # usually in the order of the parameters: as in `SameTensors`
         if len(kept) != len(params) or not all(map(operator.is_, kept, params)):
             states = list(map(kept.get, params))
         if None in states:
@@ -60,8 +60,8 @@ class Table:
 
     def in_scope(self, node: Node, rows: list[int]) -> list[int]:
         """The rows that a transform acts on; the same list if these are all."""
-        if self.acting is not None:
-            return rows if node.path in self.acting else []
+        if self.acting_paths is not None:
+            return rows if node.path in self.acting_paths else []
         scope = node.transform.scope
         if len(scope.conditions) == 0:  # `not` of a tuple breaks the graphs of `torch.compile`
             return rows
@@ -80,6 +80,7 @@ def taking_part(groups: Sequence[Group]) -> tuple[list[Tensor], list[Any], list[
     for g, group in enumerate(groups):
         params_of_group: list[Tensor] = group["params"]
         grads_of_group = [param.grad for param in params_of_group]
+        # `None in grads` would call == of each tensor
         if type(None) in set(map(type, grads_of_group)) or False in [param.requires_grad for param in params_of_group]:
             if True in [param.is_meta for param in params_of_group]:
                 _refuse_meta(group)

@@ -33,9 +33,9 @@ class SameTensors:
     """Finds out whether a step has tensors like those of an earlier one, without keeping any of them.
 
     Types, dtypes, sizes, strides and ``requires_grad`` of parameters, gradients and state are compared by a guard that
-    is private to torch, because a check in Python takes ten times as long. A parameter that moves to the next group
-    keeps the order of all, so the groups of the parameters are compared too. Numbers of state have to be views of the
-    vectors that the last step made, because a load or a user may replace them.
+    is private to torch, because a check in Python takes ten times as long. The list of all parameters stays the same
+    if one moves to the next group, so the groups of the parameters are compared too. Numbers of state have to be views
+    of the vectors that the last step made, because a load or a user may replace them.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class SameSettings:
     def __init__(self, walk: Walk, readers: Sequence[Reader]) -> None:
         nodes = self._nodes = walk.nodes
         self._transforms = [node.transform for node in nodes]
-        self._attributes = list(map(vars, self._transforms))
+        self._attributes = list(map(vars, self._transforms))  # their dicts themselves, which show later changes
         self._arguments = self._current_arguments()
         self._are_pure = all(map(is_pure, self._transforms))
         self._keys = list(nodes.storage_keys.values())

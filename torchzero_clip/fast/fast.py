@@ -124,7 +124,7 @@ class Fast(Averaging, Executor):
             is_plain = foreach.are_plain(tensors)
         else:
             is_plain = self._has_layout or (
-                foreach.are_plain(locals_of(tensors), 0) and not any(map(is_partial, tensors))
+                foreach.are_plain(locals_of(tensors), min_size=0) and not any(map(is_partial, tensors))
             )
         return self._scratch if is_plain else None
 
@@ -205,6 +205,7 @@ class Fast(Averaging, Executor):
         """Try a transform out in its first step with a dtype, once for each set of settings that are None."""
         dtypes = {params[rows[0]].dtype} if self._layout is not None else {params[i].dtype for i in rows}
         for dtype in dtypes:
+            # an id is enough, because the chain keeps its transforms alive
             key = id(transform), foreach.wide_dtype(dtype.to_real())
             if key not in self._tried:
                 acting = [s for s in settings if transform.acts_with(s)]
@@ -315,6 +316,7 @@ class Fast(Averaging, Executor):
     ) -> None:
         """Carry out what waits and the rest of the chain in one pass over memory."""
         ops = self._claimed(rows)
+        # True also if nothing waits: the kernel then runs on whole tensors
         over_grads = all(isinstance(op, Scale) and op.over_grads for op in ops)
         if self._layout is not None and self._layout.runs_in_pieces and not over_grads:
             run_pieces(ops, self.updates.current(rows), settings, self._scratch, kernel, [params, *state])

@@ -27,7 +27,7 @@ from torchzero_clip.engine.ordinary_step import StepOptions
 from torchzero_clip.engine.walk import Walk
 from torchzero_clip.fast.compared import SameSettings, SameTensors
 from torchzero_clip.fast.kernels import Delivered, Ended
-from torchzero_clip.fast.repeated import ByDelivery, ByRule, Course, RepeatedScaling, acting
+from torchzero_clip.fast.repeated import ByDelivery, ByRule, Course, RepeatedScaling, without_gates
 
 
 class Plan(NamedTuple):
@@ -41,7 +41,7 @@ class Plan(NamedTuple):
     @classmethod
     def of(cls, walk: Walk, ended: Ended | Delivered, options: StepOptions) -> "Plan | None":
         """A plan of a step; None if it cannot be repeated."""
-        table, acts = walk.table, acting(walk.nodes)
+        table, acts = walk.table, without_gates(walk.nodes)
         first = [node for node in acts[:1] if isinstance(node.transform, Scaling)]
         last = [ended.node, *ended.rest] if isinstance(ended, Ended) else []
         # state that is new enters the optimizer after the step, so the next one gathers other tensors

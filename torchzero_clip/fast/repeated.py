@@ -92,11 +92,11 @@ class PlannedStep(AnyStep):
     loss: Callable[[], Loss]
     listener: Listener | None
     undo: Undo | None  # as in a `Walk`
-    is_seen: bool
+    needs_walk: bool
     is_measured: bool = False  # `measure` was called, by a step whose factor follows from the joint norm alone
     total: Tensor | None = None  # the joint norm of the gradients, if it was measured, is finite and not extreme
     effect: Effect | None = None  # of the scaling, for a listener that computes the metrics later
-    takes_part = True
+    takes_part: bool = True  # always: the plan compares the parameters that take part
 
     # pyright does not take a cached_property for an attribute
     @cached_property
@@ -126,11 +126,11 @@ class PlannedStep(AnyStep):
         )
 
     def measure(self) -> Tensor | None:
-        """Measure the ``total`` once, and return it. None if a step by this plan does not need it alone."""
+        """Measure the ``total`` once, and return it. None if the factor of the step does not follow from it."""
         scaling = self.course.scaling
         if scaling is not None and scaling.factor_of is not None and not self.is_measured:
             self.is_measured = True
-            if self.is_seen:
+            if self.needs_walk:
                 self.total = self.gradient_norms.total()
             # the gradients are plain, float32 and on CPU, so blocks measure them
             elif (joint := joint_norm_with_scratch(self.columns["grads"], self.scratch)) is not None:
@@ -143,9 +143,9 @@ class PlannedStep(AnyStep):
 
     @override
     def is_allowed(self, policy: StepPolicy, counts: State) -> bool:
-        total = None if self.is_seen else self.measure()
+        total = None if self.needs_walk else self.measure()
         if total is None:
-            self.is_seen = True
+            self.needs_walk = True
             return policy.decide(self.walk, counts)
         policy.allow(total, counts)
         return True
@@ -161,14 +161,14 @@ class PlannedStep(AnyStep):
             if course.scaling is not None:
                 factor, metrics = course.scaling.find(self)
             elif listener is not None:
-                self.gradient_norms.before_first(acting(course.nodes)[0].transform)
+                self.gradient_norms.before_first(without_gates(course.nodes)[0].transform)
             course.ending.finish(self, factor)
         except BaseException:
-            if self.is_seen:
+            if self.needs_walk:
                 self.walk.refused_by.append("error")
             raise
-        self.metrics = self._shown(metrics) if self.is_seen else metrics
-        are_zero = self.is_seen and self.walk.are_zero  # gates have measured the gradients
+        self.metrics = self._shown(metrics) if self.needs_walk else metrics
+        are_zero = self.needs_walk and self.walk.are_zero  # gates have measured the gradients
         self.may_be_zero = are_zero or (course.tells_zeros and self.total is None)
         return True
 
@@ -185,7 +185,7 @@ class PlannedStep(AnyStep):
     @override
     def note_zeros(self, idle: Idle, steps_taken: int) -> None:
         # if ``total`` is set, it is not 0
-        if self.is_seen and self.walk.are_zero:
+        if self.needs_walk and self.walk.are_zero:
             idle.zeros(steps_taken)
         elif self.metrics is not None and (self.is_measured or idle.is_due(steps_taken)):
             norm = self.metrics().get(self.course.norm_needs.norm_metric)
@@ -200,7 +200,7 @@ class RepeatedScaling:
         self.node, self.paths, self._group_of = node, {node.path}, group_of
         scaling = cast(Scaling, node.transform)
         is_joint = scaling.slicing.is_joint_l2 and is_pure(scaling)
-        # it saves many operations on one element
+        # a factor that is a number saves many operations on tensors of one element
         self._joint_factor_of = scaling.factor if may_read and is_joint and scaling.has_factor else None
         self._is_tried = False  # `Scaling.factor` was compared with the factors
         self.factor_of: Callable[[float, Setting], float] | None = None
@@ -236,7 +236,7 @@ class RepeatedScaling:
     def _try_out(self, factor: float, total: Tensor, step: PlannedStep) -> None:
         """Raise if the factor as a number is not the one that the ordinary step computes."""
         transform, measured = cast(Scaling, self.node.transform), _measured_jointly(total)
-        expected = transform.factors(measured, step.columns["grads"], self._seen(step)).flatten()[0].item()
+        expected = transform.factors(measured, step.columns["grads"], self._step_for(step)).flatten()[0].item()
         if factor != expected:
             raise RuntimeError(
                 f"{transform!r}.factor returned {factor} for a norm of {total.item():.9g}, and its factors "
@@ -244,7 +244,7 @@ class RepeatedScaling:
             )
         self._is_tried = True
 
-    def _seen(self, step: PlannedStep) -> Step:
+    def _step_for(self, step: PlannedStep) -> Step:
         """What the transform sees. `Walk.step_for` would take five times as long."""
         columns, node, settings = step.columns, self.node, self._settings
         params, grads = columns["params"], columns["grads"]
@@ -260,7 +260,7 @@ class RepeatedScaling:
         return Step(params, grads, loss, states, settings, state, tools=step.gradient_norms.measurer)
 
     def _by_tensors(self, step: PlannedStep) -> tuple[Tensor | None, Metrics]:
-        node, course, seen = self.node, step.course, self._seen(step)
+        node, course, seen = self.node, step.course, self._step_for(step)
         rows = list(range(len(seen.grads)))
         updates = seen.grads if course.in_place else step.executor.read(rows)
         measured, factors = find_factors(node, rows, updates, seen, step.gradient_norms, None, step.chain_state)
@@ -372,8 +372,8 @@ class _Measurer(Averaging):
         return norms_of_each(grads, self._scratch, plain=True)
 
 
-def acting(nodes: Nodes) -> list[Node]:
-    """The transforms that act on updates. Gates decide before."""
+def without_gates(nodes: Nodes) -> list[Node]:
+    """The transforms that act on updates: gates decide before."""
     return [node for node in nodes if not isinstance(node.transform, Gate)]
 
 

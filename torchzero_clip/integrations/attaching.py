@@ -66,7 +66,7 @@ def started(
     if recorder.is_closed:
         advice = 'Pass a function that makes a recorder, such as partial(Recorder, path="...")'
         raise ValueError(f"the recorder is closed. {advice}")
-    if recorder._recording.model is None:
+    if recorder._recording.model is None:  # as the argument ``model`` of a `Recorder`
         recorder._recording.model = model
     recorder.log_to(log)
     if saved is not None:

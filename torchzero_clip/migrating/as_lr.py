@@ -76,6 +76,7 @@ class _View(Optimizer):
     def _refuse(self, *args: object, **kwargs: object) -> NoReturn:
         raise RuntimeError(f"{self!r} is for schedulers only: call this of the optimizer itself")
 
+    # schedulers of torch replace a step without this mark, which raises for this one
     _refuse._wrapped_by_lr_sched = True  # pyright: ignore
     step = zero_grad = state_dict = load_state_dict = add_param_group = _refuse  # pyright: ignore
 

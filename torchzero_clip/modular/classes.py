@@ -23,7 +23,7 @@ from torchzero_clip.types import Setting
 _CLASSES: dict[object, type] = {}  # by what `Modular.of` was called with
 
 classes = SimpleNamespace()
-"""The classes by their unique names. cloudpickle writes the code of a class that it does not find by its name."""
+"""The classes by their unique names, under which cloudpickle finds them. Else it would write their code."""
 
 
 class Ready(type):

@@ -32,7 +32,8 @@ class _Used:
 
     def copy(self, transform: Transform, names: Iterator[str], prefix: str = "", *, is_unit: bool = False) -> Transform:
         """A copy of a transform that was written, with the settings that param groups use."""
-        # plain chains are replaced by their transforms, whose names come in order; the child of a composite is a unit
+        # A plain chain has no name of its own, so the names of its transforms follow in order. As the child of a
+        # composite it has one
         used = copy.copy(transform)
         if isinstance(used, Chain) and not is_unit and used.target == "update":
             used.written = [self.copy(t, names, prefix) for t in used.written]
@@ -44,7 +45,7 @@ class _Used:
         elif isinstance(used, Composite) and isinstance(transform, Composite):
             items = used.transforms.items()
             used.transforms = {k: self.copy(t, iter([k]), f"{node.path}/", is_unit=True) for k, t in items}
-            for key, child in used.transforms.items():
+            for key, child in used.transforms.items():  # an argument is stored under the name of the child
                 if (argument := getattr(used, key, None)) is not None:
                     setattr(used, key, child if argument is transform.transforms[key] else _like(argument, child))
         keys = node.storage_keys.items()

@@ -20,6 +20,7 @@ from torchzero_clip.types import Group, Setting
 _SHOWN = 10  # names of updated parameters that an error shows
 
 _WITHOUT: Group = {"params": []}
+"""In place of a group of which no parameter waits."""
 
 
 class StepInBackward:
@@ -39,7 +40,8 @@ class StepInBackward:
         self._bytes = 0
         self._ready = _weakly(self.collect)
         self._attach()
-        # parameters may be added or unfrozen between steps
+        # Parameters may be added or unfrozen between steps. This hook alone keeps the handle alive, as long as the
+        # optimizer lives
         self._after_steps = optimizer.register_step_post_hook(lambda *_: self._attach())  # pyright: ignore
         optimizer.runner.parts = self._parts
         _IN_USE.add(self)
@@ -105,7 +107,7 @@ class StepInBackward:
             return
         with self._lock:
             task = current_graph_task_id()
-            if task != self._task or task == -1:
+            if task != self._task or task == -1:  # no backward: a per-sample clipper has called the hook itself
                 self._begin(task)
             key = id(param)
             if param.grad is None or key not in self._places:

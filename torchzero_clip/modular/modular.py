@@ -315,9 +315,12 @@ class Modular(Explained, ClassMaker, Optimizer):
         self.runner.add(param_group, self.param_groups, self._append, module=module)
 
     def _append(self, group: Group) -> None:
-        """Add a group as torch does. While the optimizer is made, torch compares it with the last group only."""
+        """Add a group as torch does. While the optimizer is made, torch compares it with the last group only.
+
+        It compares each group with all others, which takes quadratic time. `check_disjoint` has compared them by then.
+        """
         groups = self.param_groups
-        self.param_groups = groups if self.runner.is_complete else groups[-1:]  # see `check_disjoint`
+        self.param_groups = groups if self.runner.is_complete else groups[-1:]
         super().add_param_group(group)
         groups += [] if self.runner.is_complete else self.param_groups[-1:]
         self.param_groups = groups
@@ -325,6 +328,7 @@ class Modular(Explained, ClassMaker, Optimizer):
     def state_dict(self) -> StateDict:
         """Return settings and state. As in torch, the tensors are the optimizer's own, and later steps change them."""
         self.runner.read_decisions(self.param_groups)
+        # a hook, so that hooks of users get the complete checkpoint
         hook = self.register_state_dict_post_hook(
             lambda _, saved: complete(saved, self.param_groups, self.runner.chain_state), prepend=True
         )
@@ -365,6 +369,7 @@ class Modular(Explained, ClassMaker, Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         self.runner.read_decisions(self.param_groups)
+        # a shallow copy of the optimizer has a runner of its own
         return super().__getstate__() | {"runner": copy.copy(self.runner), "_written": self._written}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

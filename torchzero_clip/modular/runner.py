@@ -69,7 +69,7 @@ class Runner:
     skipped_by: tuple[str, ...] = ()
     steps_taken: int = 0
     _step_reasons: Sequence[str] = ("no step was taken yet",)  # why the host has decided about the last step
-    _posting = 0  # steps about which the device has decided, as the host has called them
+    _posting = 0  # how many steps the host has left to the device
     has_meshes = False  # if a parameter is distributed
     _lengths: Sequence[int] = ()  # how many keys each param group had in the last step
     is_complete = False  # False until the first groups were added
@@ -253,8 +253,8 @@ class Runner:
             return None
         if values:
             self.schedules.catch_up(groups)
-        is_seen = self.listener is not None or self.policy.has_gates
-        return self.fast_way.planned(groups, states, options, values, loss, self.listener, self.undo, is_seen)
+        needs_walk = self.listener is not None or self.policy.has_gates
+        return self.fast_way.planned(groups, states, options, values, loss, self.listener, self.undo, needs_walk)
 
     def _let_host_decide(self, groups: list[Group], step: AnyStep) -> None:
         """Take a step, or skip it, as the host decides."""
@@ -272,8 +272,9 @@ class Runner:
             else:
                 policy.idle.not_taken(step.walk, self.steps_taken)
         finally:
-            if step.is_seen:
+            if step.needs_walk:
                 self._show(step, groups, is_taken=is_taken)
+            # a step that has raised an error keeps the metrics of the one before
             self.step_metrics.compute = step.metrics or self.step_metrics.compute
             if values:
                 self.chain_state.show(groups)
@@ -309,7 +310,7 @@ class Runner:
             if self.undo is not None:
                 self.undo.tensors([decisions.counts])
             self.found_inf = decisions.found_inf
-            walk = step.walk if step.is_seen else None
+            walk = step.walk if step.needs_walk else None
             policy.let_device_decide(step.gradient_norms, walk, params, decisions)
             step.decisions = decisions
             try:
@@ -321,7 +322,7 @@ class Runner:
             if self.listener is not None:
                 self.untold = step.walk
         self.step_metrics.compute = step.metrics
-        if step.is_seen and step.walk.asked:
+        if step.needs_walk and step.walk.asked:
             self._step_reasons = [step.walk.asked]
         self.chain_state.show(groups)
         if not is_captured:
@@ -412,6 +413,7 @@ class Runner:
             table.grads = own_gradients(table.params)
         if values:
             self.chain_state.move(groups)
+        # a parameter that is listed twice would have its gradient scaled twice
         is_repeated = columns is None and len(set(map(id, table.params))) < len(table.params)
         end = self.delivery or Subtract(self.keep_grads or "grad" in self.nodes.targets or is_repeated)
         updates = Updates(table, values, maximize=self.maximize, over_grads=end.over_grads)

@@ -133,15 +133,15 @@ def _is_empty(node: Node, params: Sequence[NamedParam]) -> bool:
 
 
 def warn_of_slips(
-    nodes: Nodes, params: Sequence[NamedParam], idle: Mapping[str, bool], listed: Sequence[Transform] | None
+    nodes: Nodes, params: Sequence[NamedParam], unmatched: Mapping[str, bool], listed: Sequence[Transform] | None
 ) -> None:
-    """Warn of patterns that are idle, and of parameters on which no update rule acts, or several.
+    """Warn of patterns that are ``unmatched``, and of parameters on which no update rule acts, or several.
 
     ``listed`` has the transforms that the user passed with a module, or is None. If none of them decides how far
     parameters move, this warns too.
     """
-    for text, is_idle in idle.items():
-        if is_idle:
+    for text, is_unmatched in unmatched.items():
+        if is_unmatched:
             warn_user(text)
     scopes = [node.scope for node, _ in update_rules(nodes)]
     if not scopes:
@@ -213,18 +213,18 @@ def _shape_message(what: str, value: Tensor, param: Tensor, group: Group) -> str
 def agree(
     nodes: Nodes, policy: StepPolicy, params: Sequence[NamedParam], has_schedules: bool, group: ProcessGroup | None
 ) -> tuple[dict[str, bool], bool]:
-    """The warning about each pattern, with True if it is idle on all processes; and if any process has schedules."""
+    """Each warning about a pattern, with True if it matches nothing anywhere; and if any process has schedules."""
     # all processes of a group call this together, and all raise if their chains would not exchange the same numbers
-    idle = unmatched_names(nodes, params)
+    unmatched = unmatched_names(nodes, params)
     if group is None:
-        return idle, has_schedules
+        return unmatched, has_schedules
     # the arguments and transforms that decide which numbers a step exchanges, one line for each
     arguments = [f"nonfinite={policy.nonfinite!r}", f"max_consecutive_skips={policy.max_consecutive_skips}"]
-    said = json.dumps([[*arguments, *map(_line, nodes)], idle, has_schedules])
+    said = json.dumps([[*arguments, *map(_line, nodes)], unmatched, has_schedules])
     device = device_of([param for param, *_ in params], group)
     of_processes = [json.loads(text) for text in gathered_texts(said, group, device)]
     _compare([lines for lines, _, _ in of_processes], dist.get_process_group_ranks(group))
-    everywhere = {text: all(theirs.get(text, True) for _, theirs, _ in of_processes) for text in idle}
+    everywhere = {text: all(theirs.get(text, True) for _, theirs, _ in of_processes) for text in unmatched}
     return everywhere, any(has_schedules for *_, has_schedules in of_processes)
 
 

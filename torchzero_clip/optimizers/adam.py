@@ -134,6 +134,7 @@ class Adam(UpdateRule):
     @override
     def kernel(self, rest: Sequence[Transform], step: Step) -> Fused | None:
         """Return torch's fused kernel and its loop, if this and the rest of the chain are `torch.optim.AdamW`."""
+        # exact types, because a class derived from them may do more than the kernel
         dtype, kinds = step.params[0].dtype, [type(transform) for transform in rest]
         is_adamw = kinds in ([LR], [WeightDecay, LR]) and all(t.target == "update" for t in (self, *rest))
         if not is_adamw or dtype not in TORCHS_DTYPES:

@@ -94,6 +94,7 @@ class SGD(UpdateRule):
 
     @override
     def kernel(self, rest: Sequence[Transform], step: Step) -> Fused | None:
+        # a class derived from LR may do more than the kernel
         if self.fused is False or [type(t) for t in rest] != [LR] or any(t.target != "update" for t in (self, *rest)):
             return None
         # in torch 2.13, the kernel leaves half precision as it is on CPU, and has no version for fake tensors

@@ -49,7 +49,7 @@ T = TypeVar("T")
 _ABSENT = object()
 
 FOUND_INF = "found_inf"
-"""Who refuses a step whose gradients a gradient scaler has found to be not finite."""
+"""Where a gradient scaler tells an optimizer that gradients are not finite, and who refuses such a step."""
 
 
 REFUSABLE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
@@ -76,7 +76,7 @@ class BeforeStep:
         self._has_found_inf = False  # this step has set ``found_inf`` of the optimizer
         entry_hooks = entries.register(optimizer)
         around = optimizer.register_step_pre_hook(self.before), optimizer.register_step_post_hook(self.after)
-        self._hooks = [*around, *entry_hooks]
+        self._hooks, self._before_id = [*around, *entry_hooks], around[0].id
         # our post-hook runs first, so errors in those of others do not undo the step: torch has no public way for this
         optimizer._optimizer_step_post_hooks.move_to_end(around[1].id, last=False)  # pyright: ignore
         self._wrappers = {
@@ -176,10 +176,9 @@ class BeforeStep:
         optimizer = self._reference()
         return f"before_step({'deleted' if optimizer is None else type(optimizer).__name__}, {chain})"
 
+    @never_compiled
     def before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Change the gradients, or wrap the closure that makes them."""
-        if torch.compiler.is_compiling():
-            return self._before_compiled(optimizer, args, kwargs)
         if self._depth.enters_base(optimizer):
             return None
         # the step before may have raised an error, and been called without the wrapper
@@ -204,8 +203,6 @@ class BeforeStep:
         if changed is None:
             self._change(optimizer, None)
         return changed
-
-    _before_compiled = never_compiled(before)
 
     def _wrapped(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
         versions_before = versions(params_of(optimizer.param_groups)) if self.runner.policy.may_skip else None
@@ -324,7 +321,7 @@ class BeforeStep:
     def _multiply(self, grads: list[Tensor], factor: Tensor | float) -> None:
         """Multiply gradients by one factor. The fused optimizers of torch do it in the step, which saves a pass."""
         optimizer = self._reference()
-        if grads[0].dtype != torch.float64 and takes_factor(optimizer, self._hooks[0].id, len(grads)):
+        if grads[0].dtype != torch.float64 and takes_factor(optimizer, self._before_id, len(grads)):
             self._set_grad_scale(optimizer, inverse(factor))
         else:
             # one tensor for all takes a quarter of the time of one Python number
@@ -334,12 +331,12 @@ class BeforeStep:
     def _host_reasons(self) -> list[str]:
         """Why the optimizer cannot leave it to the device whether a step is taken."""
         optimizer: Any = self._reference()
-        if type(optimizer) not in REFUSABLE:
+        if type(optimizer) not in REFUSABLE:  # a class derived from one may change more
             return [f"{type(optimizer).__name__} has no kernel that can refuse a step"]
         if getattr(optimizer, FOUND_INF, None) is not None:
             return ["a gradient scaler decides too"]
         held = [param for param in params_of(optimizer.param_groups) if param.grad is not None]
-        if not takes_factor(optimizer, self._hooks[0].id, len(held)):
+        if not takes_factor(optimizer, self._before_id, len(held)):
             return [f"{type(optimizer).__name__} needs fused=True in all groups, and no later hook before its step"]
         if held and held[0].dtype == torch.float64:
             return ["gradients of float64 are multiplied before the step"]
@@ -507,7 +504,9 @@ def handle_of(optimizer: Optimizer) -> BeforeStep | None:
 
 
 _HANDLES: weakref.WeakSet[BeforeStep] = weakref.WeakSet()
+"""All handles until they are removed."""
 _WARNED: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+"""The copies of which `warn_of_copy` has warned."""
 
 
 def warn_of_copy(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -524,7 +523,7 @@ def warn_of_copy(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         )
 
 
-@cache
+@cache  # so that the hook is registered once
 def _warn_of_copies() -> None:
     """Warn of copies from now on, in this process."""
     register_optimizer_step_pre_hook(warn_of_copy)

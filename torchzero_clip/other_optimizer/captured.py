@@ -66,7 +66,7 @@ class CapturedStep:
     """Takes the steps of an optimizer, as replays of a CUDA graph where it can. `captured` makes it."""
 
     capture: Callable[[Callable[[], object], torch.device], Replayable] = staticmethod(_captured_graph)
-    """Captures a call on a device, without carrying it out."""
+    """Captures a call on a device, without carrying it out. Tests of CPUs set another way."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
@@ -77,8 +77,11 @@ class CapturedStep:
         self._state: list[Tensor] = []  # what the captured step changes
         self._held: list[object] = []  # memory that the captured step uses
         self._facts: dict[str, object] = {}  # of the last step
-        self._alike = self._ordinary = self._replays = self._short = self._loads = 0
-        self._is_off = self._is_rehearsed = self._has_loss = False
+        self._alike = self._ordinary = self._replays = self._loads = 0
+        self._short = 0  # graphs in a row that were replayed a few times only
+        self._is_off = False  # all steps are ordinary from now on
+        self._is_rehearsed = False  # a step with tensors in place of numbers was taken
+        self._has_loss = False
         self._metrics: StepMetrics | None = None  # where a replay leaves them
         self._refuse()
         self._hook = optimizer.register_load_state_dict_post_hook(self._note_load)

@@ -54,6 +54,7 @@ class Entries:
             optimizer.register_state_dict_post_hook(self.save),
             optimizer.register_load_state_dict_pre_hook(self.check),
             optimizer.register_state_dict_pre_hook(self.placed.drop_removed),
+            # first, so that later hooks see the complete state
             optimizer.register_load_state_dict_post_hook(self.restore, prepend=True),
         ]
         self._check_hook = hooks[1].id
@@ -117,6 +118,7 @@ class Entries:
             return  # torch raises
         self._followed.sync(optimizer.param_groups)
         self._followed.runner.read_decisions(self._followed.param_groups)
+        # true only if the checkpoint is that of a chain, and the optimizer is none
         if IDENTITY in set[str]().union(*groups).difference(*optimizer.param_groups):
             self._followed.runner.new_load((), ()).agree(ValueError(_OF_CHAIN), self._followed.param_groups)
         hooks: Any = optimizer  # torch has no public way to see which hook is the last

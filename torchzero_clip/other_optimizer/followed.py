@@ -47,7 +47,7 @@ class Followed:
         for ours, group in zip(self.param_groups, groups, strict=True):
             ours["params"] = group["params"]
         _check_listed_once(groups)
-        self._seen = _seen(groups)
+        self._ids = _ids_in(groups)
 
     def _append(self, group: Group) -> None:
         """Add a group, and store the names of its parameters as torch does."""
@@ -65,7 +65,7 @@ class Followed:
 
     def sync(self, groups: Sequence[Group]) -> None:
         """Follow the other optimizer if its parameters have changed."""
-        if _seen(groups) != self._seen:
+        if _ids_in(groups) != self._ids:
             self.follow(groups)
 
     def settings_to_save(self) -> list[dict[str, Any]]:
@@ -88,7 +88,7 @@ class Followed:
         except Exception:
             self.param_groups[:] = before
             raise
-        self._seen, runner.has_meshes = _seen(groups), any_distributed([named.param for named in params])
+        self._ids, runner.has_meshes = _ids_in(groups), any_distributed([named.param for named in params])
         held = set(params_of(groups))
         for param in self.state.keys() - held:
             del self.state[param]
@@ -110,8 +110,11 @@ class Followed:
         self.param_groups[:] = [ours for ours in successors if ours is not None]
 
 
-def _seen(groups: Sequence[Group]) -> list[int]:
-    """The ids of the lists of parameters, and of the parameters in them."""
+def _ids_in(groups: Sequence[Group]) -> list[int]:
+    """The ids of the lists of parameters, and of the parameters in them.
+
+    Our groups have the same lists, which keeps them alive, so that no other list gets the id of one.
+    """
     lists = [group["params"] for group in groups]
     return [*map(id, lists), *map(len, lists), *map(id, chain.from_iterable(lists))]
 

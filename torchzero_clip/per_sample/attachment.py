@@ -40,8 +40,9 @@ class Attachment:
     ) -> None:
         self._capture, self._given_whole, self._force_generic = capture, whole, force_generic
         self._refuse_outside = refuse_outside
-        self._captured: list[tuple[nn.Module, CapturedLayer]] = []  # copies have functions in their place
-        self._unhooked: list[tuple[str, dict[str, Any], str]] = []
+        # each with its module, because in a copy of the module its forward is an ordinary function
+        self._captured: list[tuple[nn.Module, CapturedLayer]] = []
+        self._unhooked: list[tuple[str, dict[str, Any], str]] = []  # parameters that are not shown in full, as `slots`
         self._of_model: list[RemovableHandle] = []
         self._attach()
         if capture.processes.sharded:  # before the hook of fully_shard
@@ -65,7 +66,7 @@ class Attachment:
             _refuse(name, module, mixes(module))
 
     def is_outdated(self) -> bool:
-        """True if the model has changed since it was captured."""
+        """True if the model has changed since it was captured, or a rule was registered."""
         held = _held(self._capture.model)
         if len(held) == len(self._held) and self._rules == RULES:
             pairs = zip(held, self._held, strict=True)
@@ -143,8 +144,8 @@ class Attachment:
             if id(module) in inside or rule is None or not params:
                 continue
             _refuse(name, module, rule.refusal(module))
-            # others, as that of attention, know batch dimensions that the generic rule does not
-            if self._force_generic and params and not rule.covers_submodules:
+            # rules of modules with submodules stay: that of attention knows where its batch dimension is
+            if self._force_generic and not rule.covers_submodules:
                 rule = GENERIC
             if rule.covers_submodules:
                 inside.update(id(child) for child in module.modules())
@@ -153,8 +154,6 @@ class Attachment:
                 params = {key: param for key, param in params.items() if id(param) in own}
             layer = CapturedLayer(self._capture, name, module, rule, params, EMPTY)
             if _is_replaced(layer):
-                if not params:
-                    continue
                 if isinstance(vars(module)["forward"], CapturedLayer):
                     raise ValueError(
                         "another clipper is attached to the module: call detach() of that clipper first, or use it "

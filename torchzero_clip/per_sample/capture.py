@@ -16,6 +16,7 @@ from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from torchzero_clip.compat import at_end_of_backward, backward_is_of_all, current_graph_task_id
+from torchzero_clip.per_sample.arguments import plain_tensors
 from torchzero_clip.per_sample.gradients.captured_gradients import CapturedGradients, DeclaredRows, Forward
 from torchzero_clip.per_sample.gradients.contributions import Contribution, Dense, Memory
 from torchzero_clip.per_sample.layer import Layer, trainable
@@ -72,11 +73,14 @@ class Capture(ABC):
         """Whether rows without samples may be found to be shared by all of them."""
         self.anchor = torch.empty(0, dtype=torch.float32, device="cpu", requires_grad=True)
         """An input of every captured call, so that a backward can be asked for these calls alone."""
-        self.enabled = self.attached = True
+        self.enabled = True
+        """False after Opacus's ``disable_hooks()``: forwards are not captured."""
+        self.attached = True
+        """False after the clipper was detached: the model is an ordinary one."""
         self.pauses = 0
         """How many blocks of `paused` are open."""
-        self.inside = False
-        """True while a layer runs its submodules by itself."""
+        self.runs_whole = False
+        """True while a layer runs with its submodules as a whole, so that these are not captured."""
         self.running: Layer | None = None
         """The layer that runs, the innermost one."""
         self.forward = Forward()
@@ -92,7 +96,7 @@ class Capture(ABC):
         """Hooks that are removed when the layers are."""
         self.accumulated: set[int] = set()
         """The ids of the parameters whose clipped sums are not in ``.grad`` yet."""
-        self._is_of_sum = False  # the last gradients are of the sum of another clipper's losses, and no mean
+        self._is_of_sum = False  # the last gradients came from another clipper's `backward`, which adds up its losses
         self._memory: Memory = memory
         self._keep_grad_samples = keep_grad_samples
         self._shown: list[tuple[Tensor, str]] = []
@@ -124,9 +128,9 @@ class Capture(ABC):
         return torch.float64 if torch.float64 in dtypes else torch.float32
 
     def loss_scale(self, count: int) -> float:
-        """The factor between the gradients that arrive and those of the losses of ``count`` single samples."""
+        """The factor by which gradients that arrive become those of the losses of ``count`` single samples."""
         # `backward(losses)` adds up the losses, also if another clipper calls it
-        return float(count) if self.of_mean and self.prover.count is None and not self._is_of_sum else 1.0
+        return float(count) if self.of_mean and self.prover.loss_count is None and not self._is_of_sum else 1.0
 
     def own_storages(self) -> set[int]:
         """The memory of parameters and buffers."""
@@ -134,6 +138,7 @@ class Capture(ABC):
 
     def params_of(self, module: nn.Module) -> dict[str, nn.Parameter]:
         """The trainable parameters of a module in the model, by their names in the module."""
+        # `fully_shard` shows other tensors in their place during a forward, and the optimizer has `self.params`
         shown = {id(params[key]): self.params[name] for name, params, key in slots(self.model, self.params)}
         return {name: shown.get(id(param), param) for name, param in trainable(module).items()}
 
@@ -177,6 +182,7 @@ class Capture(ABC):
     def backward_is_for_params(self, layer: Layer) -> bool:
         """True unless the backward that runs is for some tensors only, as `torch.autograd.grad` of an input is."""
         of_all = backward_is_of_all()
+        # gradients are enabled in a backward only with create_graph=True
         if self.pauses and (torch.is_grad_enabled() or of_all):
             raise RuntimeError(
                 f"the forward of {layer} ran outside of this paused() block: run it again inside of the block, or run "
@@ -196,7 +202,7 @@ class Capture(ABC):
             raise RuntimeError(f"the clipper was detached before the backward of {call.layer}; run the forward again")
         if self.enabled:
             self.captured.forwards.add(call.forward)
-        if self.of_mean and self.prover.count is None:
+        if self.of_mean and self.prover.loss_count is None:
             is_of_sum = current_graph_task_id() in Capture.tasks_of_losses
             if not is_of_sum and get_ident() in Capture.tasks_of_losses.values():
                 self.clear()
@@ -205,7 +211,7 @@ class Capture(ABC):
                     'clipper, so it is not known whether it is that of a mean: with loss_reduction="sum", gradients '
                     "are taken as they come"
                 )
-            if self.captured.of and is_of_sum is not self._is_of_sum:
+            if self.captured.by_param and is_of_sum is not self._is_of_sum:
                 self.clear()
                 raise RuntimeError(
                     f"{call.layer} got gradients of a mean, and those of a backward(losses) of another clipper: call "
@@ -225,6 +231,7 @@ class Capture(ABC):
             if earlier is not None and len(earlier) == len(grads):  # different numbers of samples raise at the end
                 grads = earlier + grads
             self.show(part.param, grad_sample=grads)
+        # a contribution is alone if no other one to its parameter is expected
         alone = self.call_counts[id(layer)] < 2 and self.owners[id(part.param)] < 2
         self.captured.add(layer, part, alone=alone)
 
@@ -269,7 +276,7 @@ class Capture(ABC):
     def retained(self) -> list[Tensor]:
         """What layers and the model have returned in this forward, and modules store, if it retains its gradient."""
         outputs = [reference() for reference in self.outputs]
-        stored = [x for module in self.modules for x in vars(module).values() if type(x) is Tensor]
+        stored = plain_tensors([list(vars(module).values()) for module in self.modules])
         found = {id(x): x for x in [*outputs, *stored] if x is not None and x.retains_grad}
         return [*found.values()]
 

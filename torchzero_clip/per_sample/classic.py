@@ -61,14 +61,15 @@ class Classic:
         return call.contributions(where, grad, inputs, count)
 
     def _from_output(self, forward: Forward, number: int, grad: Tensor) -> Tensor | None:
-        """The hook of an output. A nested backward from another output ends here, or this one would count twice."""
+        """The hook of an output. A nested backward from another output gets zeros, because each is proved by itself."""
         node = current_node()
         if self._root is not None:  # hooks of the user have changed the gradient already
             return self._sent if self._root == (node, number) else torch.zeros_like(grad)
         capture = self._capture
         if not capture.is_active:
             return None
-        if torch.is_grad_enabled() or not backward_is_of_all():  # this backward is of no parameters
+        # this backward is with create_graph=True, which alone enables gradients in a backward, or of no parameters
+        if torch.is_grad_enabled() or not backward_is_of_all():
             return None
         capture.backward_began()
         found = self._samples_of(forward, grad)
@@ -81,8 +82,8 @@ class Classic:
     def _samples_of(self, forward: Forward, grad: Tensor) -> tuple[Tensor, int] | None:
         """The sample of each row of an output, and their number; None if it does not have the declared dimension."""
         declared, dim, shape = forward.declared_rows, self._capture.batch_dim, grad.shape
-        if declared is not None and len(shape) and len(grad) in declared.of:
-            return declared.of[len(grad)].view(-1, *[1] * (grad.ndim - 1)).to(grad.device), declared.batch_size
+        if declared is not None and len(shape) and len(grad) in declared.by_length:
+            return declared.by_length[len(grad)].view(-1, *[1] * (grad.ndim - 1)).to(grad.device), declared.batch_size
         count = forward.batch_size
         if count is None and grad.ndim:
             count = shape[min(dim, grad.ndim - 1)]
@@ -115,7 +116,7 @@ class Classic:
         further, has_silent = capture.agreed(_backwards(proof), len(silent))
         if has_silent:
             if self._reaches(silent, prover.proof_of(graph) if silent else None, root, backward, grad, count):
-                proof = prover.proof_of(graph)
+                proof = prover.proof_of(graph)  # another one, because `_nested` has closed the first
             (further,) = capture.agreed(_backwards(proof))
         if is_first:
             self._task, self._proves = task, proof is not None
@@ -190,8 +191,8 @@ class Classic:
             if bool((grad != 0).any()):
                 raise call.layer.unknown_rows(_ELSEWHERE)
             return some_place(torch.full(call.shape, ZERO, device=grad.device), count), count
-        if declared is not None and len(call.shape) == 1 and call.shape[0] in declared.of:
-            return declared.of[call.shape[0]].to(grad.device), declared.batch_size
+        if declared is not None and len(call.shape) == 1 and call.shape[0] in declared.by_length:
+            return declared.by_length[call.shape[0]].to(grad.device), declared.batch_size
         if call.reduce is not None and count is not None and call.shape[0] == count:  # sequences in their order
             return Place(0), count
         if call.reduce is None:

@@ -92,7 +92,7 @@ class PerSampleGradientClipper(Explained):
     class adds no noise; clipping without noise gives no privacy.
     """
 
-    _private: ClassVar[bool] = False
+    _private: ClassVar[bool] = False  # True in `PrivateGradientClipper`
 
     def __init__(
         self,
@@ -198,7 +198,7 @@ class PerSampleGradientClipper(Explained):
     def _waiting(self, batch_size: int | None) -> tuple[dict[int, tuple[Contribution, Tensor]], int]:
         """Take the gradients that wait, and their number of samples."""
         engine = self._engine
-        if not engine.captured.of and engine.phase is not Phase.BACKWARD:
+        if not engine.captured.by_param and engine.phase is not Phase.BACKWARD:
             if batch_size == 0 and engine.processes.group is not None:
                 return {}, 0
             raise RuntimeError(

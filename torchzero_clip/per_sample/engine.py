@@ -1,7 +1,7 @@
 """Follows a model from forward to clipping, and collects the per-sample gradients of its layers."""
 
 import weakref
-from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
+from collections.abc import Callable, Generator, Hashable, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from threading import get_ident
@@ -80,10 +80,11 @@ class Engine(Capture):
         self.attachment = Attachment(self, whole, self._refuse_outside, force_generic=force_generic)
         self.attachment.before_forward(self.forward_began, with_kwargs=True)
         self.attachment.after_forward(self.forward_ended)
-        self._allow_steps = before_steps(self, Engine._refuse_step)
+        self._allow_steps = before_steps(self, Engine._refuse_step)  # unbound, so that it keeps no engine alive
 
     def release_with(self, owner: object) -> None:
         """Restore the model when the owner is deleted before the model."""
+        # a reference would keep the engine alive, and with it the model, which may hold the owner
         weakref.finalize(owner, _release, weakref.ref(self)).atexit = False  # at exit, nobody uses the model
 
     def detach(self) -> None:
@@ -95,7 +96,7 @@ class Engine(Capture):
 
     def forward_began(self, model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         """The hook of the model before its forward."""
-        if self.inside or self.pauses or not torch.is_grad_enabled():
+        if self.runs_whole or self.pauses or not torch.is_grad_enabled():
             return
         if current_graph_task_id() != -1:  # a checkpoint of the model, in a backward
             return
@@ -138,22 +139,17 @@ class Engine(Capture):
             return
         if self.phase is Phase.FORWARD:
             self.phase = Phase.IDLE
-            outputs = [x for x in pytree.tree_leaves(output) if type(x) is Tensor]
-            self.outputs += [weakref.ref(x) for x in outputs]
-            if self.forward.captured:
-                self._hook_outputs(outputs)
-
-    def _hook_outputs(self, outputs: Iterable[Tensor]) -> None:
-        """Hook the outputs of the model, for backwards of the user."""
-        for x in {id(x): x for x in outputs if x.grad_fn is not None}.values():
-            node: Any = x.grad_fn
-            if (metadata := getattr(node, "metadata", None)) is not None:
-                metadata[OUTPUT] = self.forward
-                # unlike a hook of the tensor, it comes after those of the user
-                node.register_prehook(partial(self._before_output, self.forward, x.output_nr))
+            outputs = {id(x): x for x in pytree.tree_leaves(output) if type(x) is Tensor}  # as `plain_tensors`
+            self.outputs += map(weakref.ref, outputs.values())
+            for x in outputs.values() if self.forward.captured else ():
+                node: Any = x.grad_fn
+                if node is not None:  # for backwards of the user
+                    node.metadata[OUTPUT] = self.forward
+                    # unlike a hook of the tensor, it comes after those of the user
+                    node.register_prehook(partial(self._before_output, self.forward, x.output_nr))
 
     def _before_output(self, forward: Forward, number: int, grads: Sequence[Tensor | None]) -> Any:
-        if self.prover.count is None:  # not in `backward(losses)`
+        if self.prover.loss_count is None:
             return self.classic.before_output(forward, number, grads)
         return None
 
@@ -162,7 +158,7 @@ class Engine(Capture):
         in_backward = current_graph_task_id() != -1  # of a checkpoint, which is captured if its forward was
         captured = self.forward.captured if in_backward else self.enabled
         # `is_active` is written out, because each call of a layer runs it
-        if not captured or self.inside or self.pauses or not self.attached:
+        if not captured or self.runs_whole or self.pauses or not self.attached:
             return False
         if self.phase is not Phase.FORWARD and not in_backward:
             # layers that the user calls outside of the model's forward share one forward, as parts of one batch
@@ -177,7 +173,7 @@ class Engine(Capture):
         """A forward starts."""
         if self.phase is Phase.BACKWARD:  # an earlier backward has raised
             self.clear()
-        if self.captured.of:
+        if self.captured.by_param:
             self.refuse_forward()
         if self._shown:
             self.hide()
@@ -219,9 +215,9 @@ class Engine(Capture):
         self, call: Call, grad: Tensor, inputs: tuple[Tensor, ...], before: tuple[Node | None, int]
     ) -> list[Contribution]:
         prover = self.prover
-        if prover.count is None:
+        if prover.loss_count is None:
             return self.classic.contributions(call, grad, inputs, before)
-        if call.in_backward and prover.count > 1:
+        if call.in_backward and prover.loss_count > 1:
             self.clear()
             raise runs_in_backward(call.layer)
         if prover.proof is None:
@@ -241,7 +237,7 @@ class Engine(Capture):
                 "the backward raised before its end, so that some gradients are missing: "
                 "run forward and backward again, or forget it with discard()"
             )
-        if self.captured.of:
+        if self.captured.by_param:
             expected = self.forward.batch_size if count is None else count
             self.captured.check_counts(expected, batch_first=self.batch_first)
         return self.captured.gathered()
@@ -250,8 +246,8 @@ class Engine(Capture):
     def of_losses(self, losses: Tensor, further: int, *, keeps_graph: bool) -> Generator[Callable[[], None]]:
         """A block for the backward of losses, and ``further`` ones. It yields what runs them.
 
-        With ``keeps_graph``, silent calls may need more, here or, with `fully_shard`, on another process. An error in
-        the block restores the gradients of tensors outside of the model.
+        With ``keeps_graph``, silent calls may need more backwards, on this process or, with `fully_shard`, on another
+        one. An error in the block restores the gradients of tensors outside of the model.
         """
         inside = set(map(id, self.params.values()))
         runs_again = further > 0 or keeps_graph
@@ -301,7 +297,7 @@ class Engine(Capture):
         for call, parts in self.prover.proved():
             for part in parts:
                 self.receive(call.layer, part)
-        self.backward_ended(-1)
+        self.backward_ended(-1)  # no task: it tells a subclass that all contributions have arrived
 
     def _repeat(self, losses: Tensor, weights: Tensor) -> None:
         """Run one more backward, of losses times weights. It adds to no ``.grad`` of leaves."""
@@ -309,7 +305,7 @@ class Engine(Capture):
 
     def _refuse_step(self, optimizer: Optimizer, _: bool) -> None:
         """Raise before a step of an optimizer if gradients of its parameters wait, which ``.grad`` does not contain."""
-        waiting = self.captured.of if self.phase is Phase.IDLE else {}
+        waiting = self.captured.by_param if self.phase is Phase.IDLE else {}
         if not (waiting or self.accumulated):
             return
         own = {id(param) for group in optimizer.param_groups for param in group["params"]}

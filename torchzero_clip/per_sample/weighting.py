@@ -118,7 +118,7 @@ def _check(engine: Engine, losses: Tensor) -> None:
         raise RuntimeError(
             "the clipper is paused: leave the paused() block before the forward, or call loss.backward()"
         )
-    if engine.captured.of:
+    if engine.captured.by_param:
         raise RuntimeError("gradients of an earlier backward wait: call clip_and_accumulate() or discard() first")
 
 

@@ -23,28 +23,28 @@ PACKED = "Several documents packed in one row? Put one document in each row."
 class DeclaredRows(NamedTuple):
     """What the user gave to `rows`: vectors with the sample of each row, by length, and the number of samples."""
 
-    of: Mapping[int, Tensor]
+    by_length: Mapping[int, Tensor]
     batch_size: int
 
     @classmethod
     def checked(cls, samples: Sequence[Tensor], batch_size: int) -> "DeclaredRows":
         """What was given for each number of rows: see `PerSampleGradientClipper.rows`."""
         instance("batch_size", batch_size, int)
-        of: dict[int, Tensor] = {}
+        by_length: dict[int, Tensor] = {}
         for rows in samples:
             instance("samples", rows, Tensor)
             if rows.is_floating_point() or rows.dtype == torch.bool:
                 raise TypeError(f"samples must hold integers, got {rows.dtype}")
             if rows.ndim != 1 or not bool(((rows >= 0) & (rows < batch_size)).all()):
                 raise ValueError(f"samples must be vectors of numbers from 0 to {batch_size - 1}, got {rows}")
-            if not torch.equal(rows, of.setdefault(len(rows), rows)):
+            if not torch.equal(rows, by_length.setdefault(len(rows), rows)):
                 raise ValueError(f"samples has two vectors of {len(rows)} rows: pad one of the tensors")
             if len(rows) == batch_size and not torch.equal(rows, torch.arange(batch_size, device=rows.device)):
                 raise ValueError(
                     f"samples has as many rows as there are samples, {batch_size}, in another order, so that rows and "
                     "samples cannot be told apart: sort the rows by sample, or add a row"
                 )
-        return cls(of, batch_size)
+        return cls(by_length, batch_size)
 
 
 class Forward:
@@ -130,7 +130,7 @@ class CapturedGradients:
         """The forwards that the gradients belong to."""
         self.joins: list[tuple[Forward, Forward]] = []
         """Forwards of which one got an output of the other, as far as the classic form has seen them."""
-        self.of: dict[int, list[Contribution]] = {}
+        self.by_param: dict[int, list[Contribution]] = {}
         """The contributions by the id of the parameter."""
         self._norms: dict[int, Tensor] = {}  # of those that are measured
         self._memory: Memory = memory
@@ -146,7 +146,7 @@ class CapturedGradients:
     def add(self, layer: Layer, part: Contribution, *, alone: bool) -> None:
         """Take a contribution. It is measured at once if no other one to the same parameter is expected."""
         self.counts.append((layer, part.batch_size))
-        key, found = id(part.param), self.of.setdefault(id(part.param), [])
+        key, found = id(part.param), self.by_param.setdefault(id(part.param), [])
         self._norms.pop(key, None)
         last = found[-1] if found else None
         if isinstance(part, Dense) and isinstance(last, Dense) and part.batch_size == last.batch_size:
@@ -171,12 +171,12 @@ class CapturedGradients:
 
     def gathered(self) -> dict[int, tuple[Contribution, Tensor]]:
         """The contribution to each parameter, by its id, and the norms."""
-        for key, found in self.of.items():
+        for key, found in self.by_param.items():
             if key not in self._norms:
                 with without_autocast(found[0].param):  # it would round the norms
                     part, self._norms[key] = in_one(found).measured(self.reserve)
                 found[:] = [part]
-        return {key: (found[0], self._norms[key]) for key, found in self.of.items()}
+        return {key: (found[0], self._norms[key]) for key, found in self.by_param.items()}
 
     def check_counts(self, count: int | None, *, batch_first: bool) -> None:
         """Raise a ValueError if a layer saw another number of samples than ``count``, or than others if it is None."""

@@ -76,16 +76,16 @@ class TwoPassEngine(Engine):
             return
         sums, self._sums = self._sums, {}
         accumulate(list(sums.values()))
-        if self.prover.count is None:
+        if self.prover.loss_count is None:
             self.check_joined()
-        for part, norms in self.gathered(None).values() if self.captured.of else ():
+        for part, norms in self.gathered(None).values() if self.captured.by_param else ():
             norms = (norms * self.loss_scale(len(norms))).to(wide_dtype(part.param.dtype))
             # Opacus has the second name
             self.show(part.param, norm_sample=norms, _norm_sample=norms)
 
     def read_norms(self) -> Tensor | None:
         """The norms of the last backward, (B,); None after a forward. Reading drops the gradients of this backward."""
-        if self.captured.of:
+        if self.captured.by_param:
             norms = joint_norms(stacked([norms for _, norms in self.gathered(None).values()]))
             self.clear()
             self.norms, self._were_read = norms.mul_(self.loss_scale(len(norms))).to(self.norm_dtype()), True

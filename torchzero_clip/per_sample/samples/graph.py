@@ -54,11 +54,24 @@ class Graph:
         """The forwards of the other outputs of the model at which the walk has ended."""
         self.has_checkpoint = False
         """True with a reentrant checkpoint, which hides its part of the graph."""
-        said: list[Hashable] = []
-        saved: list[Hashable] = []
-        moving: list[tuple[Node, NodeKind]] = []
-        rest = [node for node in roots if node is not None]
-        numbers: dict[Node, int] = {node: i for i, node in enumerate(rest)}
+        numbers = {node: i for i, node in enumerate(filter(None, roots))}
+        said, saved, moving = self._walk(numbers, to_outputs=to_outputs)
+        self.nodes = numbers.keys()
+        self.moves_anywhere = bool(moving) and self._judge(moving)
+        # the index 0, 1, 2, ... moves no rows, and another index does: so the key has the axes
+        saved += [tuple(axes) for _, axes in self.sites]
+        # no hashes of Python, for which -1 and -2 are equal
+        self.outline, self.key = (blake2b(repr(x).encode(), digest_size=16).digest() for x in (said, saved))
+
+    def _walk(
+        self, numbers: dict[Node, int], *, to_outputs: bool
+    ) -> tuple[list[Hashable], list[Hashable], list[tuple[Node, NodeKind]]]:
+        """Walk from the nodes in ``numbers``, and number all others.
+
+        Return what the outline consists of, what the key consists of, and the functions that may move rows.
+        """
+        said, saved, moving = list[Hashable](), list[Hashable](), list[tuple[Node, NodeKind]]()
+        rest = list(numbers)
         while rest:
             node = rest.pop()
             kind = NODE_KINDS.get(type(node)) or kind_of(node)
@@ -76,7 +89,7 @@ class Graph:
                     value = getattr(node, attribute)
                     saved.append(tuple(value) if isinstance(value, list) else value)
                 if kind.views:
-                    saved.append(_sizes_of_view(node, count))
+                    saved.append(_sizes_of_view(node, self.count))
             edges, metadata = cast(Any, node.next_functions), cast(Any, node.metadata) if kind.name == CAT else {}
             if SHORTCUT in metadata:
                 name, edges = metadata[SHORTCUT]
@@ -92,12 +105,7 @@ class Graph:
                         numbers[following] = len(numbers)
                         rest.append(following)
                     said += numbers[following], output
-        self.nodes = numbers.keys()
-        self.moves_anywhere = bool(moving) and self._judge(moving)
-        # the index 0, 1, 2, ... moves no rows, and another index does: so the key has the axes
-        saved += [tuple(axes) for _, axes in self.sites]
-        # no hashes of Python, for which -1 and -2 are equal
-        self.outline, self.key = (blake2b(repr(x).encode(), digest_size=16).digest() for x in (said, saved))
+        return said, saved, moving
 
     @property
     def is_narrow(self) -> bool:

@@ -38,7 +38,7 @@ class ProofSchedule:
         return not self._never and (step & (step - 1) == 0 or step % self._every == 0)
 
     def passed(self) -> None:
-        """Note that a step of several samples has ended."""
+        """Count a step."""
         self._steps += 1
 
 
@@ -47,7 +47,7 @@ class Prover:
 
     def __init__(self, schedule: ProofSchedule, *, strict: bool = False) -> None:
         self.schedule, self._strict = schedule, strict
-        self.count: int | None = None
+        self.loss_count: int | None = None
         """The number of losses in `backward(losses)`; None in other backwards."""
         self.proof: Proof | None = None
         """The proof that runs."""
@@ -63,10 +63,10 @@ class Prover:
     def plan(self, losses: Tensor) -> int:
         """Begin `backward(losses)`. Return the number of further backwards that it needs."""
         self.clear()
-        self.count = len(losses)
-        if self.count < 2 or not losses.requires_grad:  # one sample has all rows
+        self.loss_count = len(losses)
+        if self.loss_count < 2 or not losses.requires_grad:  # one sample has all rows
             return 0
-        graph = Graph([losses.grad_fn], self.count)
+        graph = Graph([losses.grad_fn], self.loss_count)
         self.calls = graph.calls
         self.proof = self.planned(graph, due=self.schedule.is_due)
         if self.proof is None:
@@ -131,11 +131,11 @@ class Prover:
             trace = traces.pop(call)  # to free its memory
             if call.where is not None:
                 with without_autocast(trace.grad):
-                    yield call, call.contributions(call.where, trace.grad, trace.inputs, self.count or 0)
+                    yield call, call.contributions(call.where, trace.grad, trace.inputs, self.loss_count or 0)
 
     def contributions(self, call: Call, grad: Tensor, inputs: Sequence[Tensor]) -> list[Contribution]:
         """The contributions of a call whose samples were known before the backward; none yet of a late call."""
-        count = self.count or 0
+        count = self.loss_count or 0
         where = call.where
         if call.is_silent:
             if bool((grad != 0).any()):
@@ -150,5 +150,5 @@ class Prover:
         """End `backward(losses)`."""
         if self.proof is not None:
             self.proof.close()
-        self.proof, self.count, self.calls = None, None, ()
+        self.proof, self.loss_count, self.calls = None, None, ()
         self._kept, self._late = None, {}
