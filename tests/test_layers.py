@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "torchzero_clip"
+CONTRIBUTING = PACKAGE.parent / "CONTRIBUTING.md"
 FILES = sorted(PACKAGE.rglob("*.py"))
 EVERYWHERE = {"functional", "checks", "hints", "types", "compat"}
 BELOW = {
@@ -55,6 +56,19 @@ LEVELS = [
 ]
 """The files and folders of `per_sample`. Each imports those of earlier levels."""
 IMPORTERS = {"import_module", "import__", "find_spec", "resolve_name"}
+
+
+def test_contributing_says_what_each_folder_may_import():
+    rows = [line.split("|")[1:4] for line in CONTRIBUTING.read_text().splitlines() if line.startswith("| `")]
+    said = {
+        name: set(filter(None, after.strip().split(", "))) for names, _, after in rows for name in folders_in(names)
+    }
+    assert said == {name: BELOW[name] - EVERYWHERE - {name} for name in said}
+    assert said.keys() == {path.parent.name for path in FILES if path.parent.parent == PACKAGE}
+
+
+def folders_in(names):
+    return [name.strip("` /") for name in names.split(",")]
 
 
 def layer(path):

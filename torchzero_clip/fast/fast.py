@@ -40,9 +40,21 @@ _DTYPE_AND_DEVICE = attrgetter("dtype", "device")
 
 
 class Averaging(Measurer):
-    """Moves long averages piece by piece, on CPU measuring each piece while it is in the cache."""
+    """Measures with memory for intermediate results.
+
+    It moves long averages piece by piece, on a CPU measuring each piece while it is in the cache.
+    """
 
     _scratch: Scratch
+    _are_plain: bool  # the gradients are plain tensors, which `functional.norms` then need not find out
+
+    @override
+    def joint_norm(self, grads: list[Tensor], *, beside: bool) -> JointNorm | None:
+        return joint_norm(grads, self._scratch, plain=self._are_plain, beside=beside)
+
+    @override
+    def norms_of_each(self, grads: list[Tensor]) -> Tensor:
+        return norms_of_each(grads, self._scratch, plain=self._are_plain)
 
     @override
     def average_(
@@ -77,13 +89,14 @@ class Fast(Averaging, Executor):
         self.updates = updates
         self._columns = columns  # parameters, gradients and state by key, if they have the layout of the workspace
         self._layout = None if columns is None else workspace.layout
+        self._are_plain = self._layout is not None
         self._vectors = workspace.vectors
         self._scratch = workspace.scratch
         self._tried = workspace.tried
         if columns is not None:
             self._scratch = workspace.scratch.knowing(columns["grads"], self._layout)
         self._queues = Queues()
-        self._last_read: list[Tensor] = []  # compared as one object, because to compare its tensors takes time
+        self._last_read: list[Tensor] = []  # the list that `read` has returned last, which `scratch_for` recognizes
         self.ended: Ended | Delivered | None = None
         """How the step ended, if a kernel has taken it for all parameters, or all updates were delivered; else None."""
 
@@ -127,14 +140,6 @@ class Fast(Averaging, Executor):
                 foreach.are_plain(locals_of(tensors), min_size=0) and not any(map(is_partial, tensors))
             )
         return self._scratch if is_plain else None
-
-    @override
-    def joint_norm(self, grads: list[Tensor], *, beside: bool) -> JointNorm | None:
-        return joint_norm(grads, self._scratch, plain=self._layout is not None, beside=beside)
-
-    @override
-    def norms_of_each(self, grads: list[Tensor]) -> Tensor:
-        return norms_of_each(grads, self._scratch, plain=self._layout is not None)
 
     @override
     def flush(self, rows: Sequence[int]) -> None:

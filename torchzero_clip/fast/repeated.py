@@ -34,7 +34,6 @@ from torchzero_clip.fast.workspace import StepLayout, Workspace
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.blocks import joint_norm_with_scratch
 from torchzero_clip.functional.measure import L2, Effect, Measured, by_setting, effect, scale_measured_
-from torchzero_clip.functional.norms import JointNorm, joint_norm, norms_of_each
 from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.types import Group, Metrics, Setting, State
 
@@ -354,7 +353,9 @@ class ByDelivery:
 
 
 class _Measurer(Averaging):
-    """Measures gradients that are plain, with memory for intermediate results."""
+    """Measures gradients that are plain."""
+
+    _are_plain = True
 
     def __init__(self, grads: list[Tensor], scratch: Scratch) -> None:
         self._grads, self._scratch = grads, scratch
@@ -362,14 +363,6 @@ class _Measurer(Averaging):
     @override
     def scratch_for(self, tensors: Sequence[Tensor]) -> Scratch | None:
         return self._scratch if tensors is self._grads or foreach.are_plain(tensors) else None
-
-    @override
-    def joint_norm(self, grads: list[Tensor], *, beside: bool) -> JointNorm | None:
-        return joint_norm(grads, self._scratch, plain=True, beside=beside)
-
-    @override
-    def norms_of_each(self, grads: list[Tensor]) -> Tensor:
-        return norms_of_each(grads, self._scratch, plain=True)
 
 
 def without_gates(nodes: Nodes) -> list[Node]:
