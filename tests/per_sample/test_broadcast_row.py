@@ -248,9 +248,8 @@ def looked_at(m):
 
 
 def replaced(m):
-    first = m.p.exp()
     m.p.data = m.p.data.clamp(max=0.5)
-    return first + m.p.exp()
+    return m.p.exp()
 
 
 def changed_twice(m):
@@ -276,12 +275,56 @@ def test_parameters_may_be_read_and_changed_without_gradients_in_the_forward(use
         assert_close(clipper.backward(losses_of(model(x))).norms, expected)
 
 
-def test_a_parameter_that_is_changed_in_place_with_gradients_is_refused_and_stays_as_it_is():
-    model = bare(lambda m, x: m.lin(x) * m.p[0].mul_(2), 4, 3)
+CHANGES = {
+    "a part": lambda m: m.p[0].mul_(2),
+    "by an argument": lambda m: F.relu(m.p, inplace=True),
+    "by a module": lambda m: m.act(m.p),
+    "its data": lambda m: m.p.to(m.p.dtype) * setattr(m.p, "data", 2 * m.p.data),
+}
+
+
+@pytest.mark.parametrize("count", [1, 5])
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_parameter_that_is_changed_with_gradients_is_refused_and_stays_as_it_is(name, count):
+    model = bare(lambda m, x: m.lin(x) * CHANGES[name](m), 4, 3)
+    model.act = nn.LeakyReLU(inplace=True)
     before = model.p.detach().clone()
-    with clip(model), pytest.raises(RuntimeError, match=r"Net changes a parameter in place.*no_grad"):
-        model(torch.randn(5, 4, 3))
+    with clip(model), pytest.raises(RuntimeError, match=r"in ?place"):
+        model(torch.randn(count, 4, 3))
     assert model.p.equal(before)
+
+
+def test_data_of_a_row_may_not_be_set():
+    def use(m, x):
+        row = 2 * m.p
+        row.data = row.data * 3
+        return m.lin(x) * row
+
+    with clip(model := bare(use, 4, 3)), pytest.raises(RuntimeError, match=r"assignment to .data.*whole"):
+        model(torch.randn(5, 4, 3))
+
+
+def test_a_parameter_that_changes_before_the_backward_is_named():
+    model = bare(lambda m, x: m.lin(x) * m.p.square(), 4, 3)
+    with clip(model) as clipper:
+        losses = losses_of(model(torch.randn(5, 4, 3)))
+        with torch.no_grad():
+            model.p.add_(1)
+        with pytest.raises(RuntimeError, match=r"^Net: a parameter.*was changed in place after it was used"):
+            clipper.backward(losses)
+
+
+def test_a_value_of_a_forward_with_another_number_of_samples_is_refused():
+    def use(m, x):
+        old, m.kept = m.kept, m.p.exp()
+        return m.lin(x) * (m.p if old is None else m.p + old)
+
+    model = bare(use, 4, 3)
+    model.kept = None
+    with clip(model):
+        model(torch.randn(5, 4, 3))
+        with pytest.raises(ValueError, match="a value of an earlier forward"):
+            model(torch.randn(6, 4, 3))
 
 
 def test_a_sparse_tensor_of_a_parameter_is_refused_by_name():

@@ -9,8 +9,8 @@ Autograd takes the gradients of the copies back through the functions that made 
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -75,7 +75,7 @@ class BroadcastRow(Tensor):
         with DisableTorchFunctionSubclass(), torch.enable_grad():
             if count is not None:
                 return self._copied(count, on_shared)
-            if self._each is None or self._each[0] != self._version:  # another version was changed in place
+            if self._each is None or self._each[0] != self._version:  # it was changed in place
                 self._each = self._version, self._copied(None, None)
             return self._each[1]
 
@@ -86,6 +86,8 @@ class BroadcastRow(Tensor):
         edge, starts = get_gradient_edge(self), self._starts()
         sources = starts.values()
         copies = [s.in_any_order(count, on_shared) if s.in_any_order and count else s.each() for s in sources]
+        if any(len(x) != len(value) for x in copies):
+            raise ValueError(f"{self._layer} uses a value of an earlier forward, which had another number of samples")
         if [*starts] == [edge.node]:  # no function was called with the source
             return copies[0]
         made: Any = _Copies.apply([value], edge, [GradientEdge(node, 0) for node in starts], *copies)
@@ -136,6 +138,9 @@ class BroadcastRow(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         with DisableTorchFunctionSubclass():
+            if name == "__set__":
+                args[0]._layer.misuse = "an assignment to .data", args[0]._layer.capture.running is args[0]._layer
+                args[0]._layer.refuse_row()
             if attribute_read(func) is not None:  # such as `shape`, or `T`, which is a row
                 return args[0].rows_in(func(*args))
             leaves, rebuilt = flattened(args, kwargs)
@@ -162,24 +167,23 @@ def row_of(layer: RowsLayer, each: Tensor) -> Tensor:
     if len(each) == 1:
         return each[0]
     value = (each[0] if len(each) else each.new_zeros(each.shape[1:])).detach().clone()
-    return _first_row(value, Source(layer, lambda: each), len(each))
+    return _first_row([value], Source(layer, lambda: each), len(each))
 
 
 def row_of_param(source: Source, param: nn.Parameter, value: Tensor, count: int) -> Tensor:
     """Return the value of a parameter as a row for ``count`` samples, or as it is for one."""
     if count == 1:
-        return source.each()[0]
+        return source.each().unbind()[0]  # other than ``[0]``, it cannot be changed in place
     row = _first_row(value, source, count)
     row._param = param
     return row
 
 
-def _first_row(value: Tensor, source: Source, count: int) -> BroadcastRow:
-    """The row of a source, for the functions that make other rows of it."""
+def _first_row(value: Tensor | list[Tensor], source: Source, count: int) -> BroadcastRow:
+    """The row of a source, for the functions that make other rows of it. If it is in a list, it may change in place."""
     never_traced(BroadcastRow)
     source.layer.misuse = None
-    # passed in a list, it counts as created there, so that it may be changed in place
-    row: Any = _Start.apply(source.layer.capture.anchor, [in_subclass(BroadcastRow, value)], source)
+    row: Any = _Start.apply(source.layer.capture.anchor, value, source)
     row._layer, row._count = source.layer, count
     return row
 
@@ -191,9 +195,10 @@ class _Start(torch.autograd.Function):
 
     @staticmethod
     @override
-    def forward(ctx: Any, anchor: Tensor, value: list[Tensor], source: Source) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, value: Tensor | list[Tensor], source: Source) -> Tensor:
         ctx.source = source
-        return value[0]
+        # for autograd, what came in a list is created here; a view that is created here cannot be changed in place
+        return in_subclass(BroadcastRow, value[0]) if isinstance(value, list) else value.as_subclass(BroadcastRow)
 
     @staticmethod
     @override
@@ -212,7 +217,7 @@ class _Copies(torch.autograd.Function):
     @override
     def forward(ctx: Any, values: list[Tensor], edge: Any, edges: Sequence[Any], *copies: Tensor) -> Tensor:
         ctx.edge, ctx.edges = edge, edges
-        return values[0]  # it may be changed in place, as that of `_first_row`
+        return values[0]  # from a list, so that it may be changed in place
 
     @staticmethod
     @override
@@ -223,8 +228,9 @@ class _Copies(torch.autograd.Function):
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "There is a performance drop")
                 found = through(grads[0], is_grads_batched=True)
-        except RuntimeError:  # vmap cannot run a function
-            columns = zip(*map(through, grads[0]), strict=True)
+        except RuntimeError:  # vmap cannot run a function, or the error comes again
+            with _named(ctx.edges[0].node.source.layer):
+                columns = [*zip(*map(through, grads[0]), strict=True)]
             found = [None if column[0] is None else torch.stack(column) for column in columns]
         return None, None, None, *(found or [None for _ in ctx.edges])
 
@@ -448,6 +454,20 @@ def _expanded(x: Tensor, count: int, on_shared: OnShared | None = None) -> Tenso
     return x.expand(count, *x.shape)
 
 
+@contextmanager
+def _named(layer: RowsLayer) -> Generator[None]:
+    """A block in which an error about a change in place names the layer whose values have changed."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "inplace" not in str(error):  # torch has no class for it
+            raise
+        raise RuntimeError(
+            f"{layer}: a parameter, or a value made of parameters, was changed in place after it was used, and its "
+            "gradient needs the value from before (modified by an inplace operation)"
+        ) from error
+
+
 def _keep(saved: Tensor) -> tuple[Tensor, int]:
     """What a graph keeps of a tensor: without its graph, which may be the same, and with its version."""
     return saved.detach(), saved._version
@@ -456,7 +476,7 @@ def _keep(saved: Tensor) -> tuple[Tensor, int]:
 def _kept(saved: tuple[Tensor, int]) -> Tensor:
     tensor, version = saved
     if tensor._version != version:
-        raise RuntimeError(f"a tensor of shape {tuple(tensor.shape)} that a gradient needs was changed in place")
+        raise RuntimeError(f"a tensor of shape {tuple(tensor.shape)} was modified by an inplace operation")
     return tensor
 
 

@@ -44,7 +44,7 @@ class _Rows(Mode):
         self._layer = layer
         self._count = count
         self._params = {id(param) for param in layer.module.parameters() if param.requires_grad}
-        self._rows: dict[int, tuple[Tensor, object]] = {}  # each with the memory and the version of its parameter
+        self._rows: dict[int, tuple[Tensor, int]] = {}  # each with the version of its parameter
         self._around = checkpoint_around()
 
     def _param(self, x: Tensor) -> nn.Parameter:
@@ -61,8 +61,8 @@ class _Rows(Mode):
         layer = self._layer
         if id(x) not in self._params or not torch.is_grad_enabled():  # it would have no graph
             return x
-        row, memory = self._rows.get(id(x), (x, None))
-        if memory != (now := (x.data_ptr(), x._version)):  # the forward may change the parameter without gradients
+        row, version = self._rows.get(id(x), (x, None))
+        if version != (now := x._version):  # the forward may change the parameter without gradients
             param, value = self._param(x), x.detach()
             each = cache(partial(copy_of, layer, param, value, self._count))
             source = Source(layer, each, partial(copy_of, layer, param, value, ordered=False))
@@ -77,8 +77,14 @@ class _Rows(Mode):
 
     @override
     def called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # captured submodules have rules of their own, and ``p.data = ...`` is for the parameter itself
-        if self._layer.capture.running is not self._layer or getattr(func, "__name__", "") == "__set__":
+        if self._layer.capture.running is not self._layer:  # captured submodules have rules of their own
+            return func(*args, **kwargs)
+        if getattr(func, "__name__", "") == "__set__" and id(args[0]) in self._params:  # ``p.data = ...``
+            if id(args[0]) in self._rows:
+                raise RuntimeError(
+                    f"{self._layer} sets .data of a parameter in its forward, after it has used the parameter: change "
+                    "it in place in torch.no_grad(), or before"
+                )
             return func(*args, **kwargs)
         if attribute_read(func) is not None and id(args[0]) in self._params:
             # `T` is a function of the parameter, other than `shape` and `grad`

@@ -57,7 +57,8 @@ class Graph:
         numbers = {node: i for i, node in enumerate(filter(None, roots))}
         said, saved, moving = self._walk(numbers, to_outputs=to_outputs)
         self.nodes = numbers.keys()
-        self.moves_anywhere = bool(moving) and self._judge(moving)
+        self.in_checkpoint = any(call.in_checkpoint for call in self.calls)
+        self.moves_anywhere = bool(moving) and self._find_sites(moving)
         # the index 0, 1, 2, ... moves no rows, and another index does: so the key has the axes
         saved += [tuple(axes) for _, axes in self.sites]
         # no hashes of Python, for which -1 and -2 are equal
@@ -119,19 +120,18 @@ class Graph:
         # several threads add up the gradients of x[index] in another order each time
         return torch.get_num_threads() == 1 or all(node.name() != "IndexBackward0" for node in self.nodes)
 
-    def _judge(self, moving: Sequence[tuple[Node, NodeKind]]) -> bool:
+    def _find_sites(self, moving: Sequence[tuple[Node, NodeKind]]) -> bool:
         """True if rows may move to any place. Otherwise, note the functions that move them along some dimensions."""
-        if any(call.in_checkpoint for call in self.calls):  # to read what a checkpoint saves would run it again
-            return True
         for node, kind in moving:
-            if kind.moves_anywhere is not None:
+            cannot_read = self.in_checkpoint and kind.reads
+            if kind.moves_anywhere is not None and not cannot_read:
                 if kind.moves_anywhere(node):
                     return True
-            elif kind.axes is not None:
-                axes = kind.axes(node)
-                if axes is None or not len(shape_of(node)):
-                    return True
-                self.sites.append((node, axes))
+                continue
+            axes = None if kind.axes is None or (cannot_read and kind.moves_anywhere is None) else kind.axes(node)
+            if axes is None or not len(shape_of(node)):
+                return True
+            self.sites.append((node, axes))
         return False
 
 

@@ -86,7 +86,16 @@ function is proved, which is slower but never wrong.
 SIZES = "_info", "_output_size", "_scalar_type", "_numel", "_options", "_p", "_eps"
 """The ends of names of saved sizes and floats."""
 
-MAY_BE_SPARSE = {"MvBackward0": ("_saved_self",), "BmmBackward0": ("_saved_self", "_saved_mat2")}
+MAY_BE_SPARSE = {
+    "MmBackward0": ("self", "mat2"),
+    "AddmmBackward0": ("mat1", "mat2"),
+    "BmmBackward0": ("self", "mat2"),
+    "BaddbmmBackward0": ("batch1", "batch2"),
+    "MvBackward0": ("self",),
+    "AddmvBackward0": ("mat",),
+    "TriangularSolveBackward0": ("A",),
+}
+"""The matrices of products. NaN does not pass the zeros of a sparse one, so these may let rows move."""
 _PLAIN = frozenset({"AccumulateGrad", "CopyBackwards"})  # which save nothing
 
 
@@ -107,6 +116,11 @@ class NodeKind:
     """The dimensions of the input along which it moves rows. None if there are none."""
     saves: bool = False
     """Whether it saves tensors, so that values may keep a gradient from passing."""
+    reads: bool = False
+    """Whether `moves_anywhere`, or without it `axes`, reads saved tensors. A checkpoint would run again for them.
+
+    In a checkpoint, a function with both moves rows along its `axes`.
+    """
 
 
 NODE_KINDS: dict[type[Node], NodeKind] = {}
@@ -144,15 +158,15 @@ def _of_torch(node: Node) -> NodeKind:
     if name in CHOICES:
         return kind(moves_anywhere=_has_two_gradients)
     if name in MAY_BE_SPARSE:
-        return kind(moves_anywhere=partial(_is_sparse, MAY_BE_SPARSE[name]))
+        matrices = MAY_BE_SPARSE[name]
+        axes = _axes_of_product if len(matrices) > 1 else None
+        return kind(moves_anywhere=partial(_is_sparse, matrices), axes=axes, reads=True)
     if name in POOLING:
         return kind(axes=partial(_last, POOLING[name]), inputs=lambda _: range(-POOLING[name], 0))
-    if any(attribute.endswith("_layout") for attribute in numbers):
-        return kind(moves_anywhere=partial(_has_layout, [x for x in numbers if x.endswith("_layout")]))
     if SAFE_ARGUMENTS.issuperset(attribute.removeprefix("_saved_") for attribute in tensors):
         return kind()
     if name in ("IndexBackward0", "IndexPutBackward0", "UnsafeIndexBackward0"):
-        return kind(axes=partial(_indexed, puts="Put" in name), inputs=_indexed_of_input)
+        return kind(axes=partial(_indexed, puts="Put" in name), inputs=_indexed_of_input, reads=True)
     if name in ("EmbeddingBackward0", "EmbeddingBagBackward0"):
         return kind(moves_anywhere=_is_no_parameter)
     if isinstance(getattr(node, "_saved_dim", None), int):
@@ -186,13 +200,19 @@ def _has_two_gradients(node: Node) -> bool:
     return sum(following is not None for following, _ in node.next_functions) > 1
 
 
-def _is_sparse(attributes: Sequence[str], node: Node) -> bool:
-    saved = [getattr(node, attribute) for attribute in attributes]
+def _is_sparse(matrices: Sequence[str], node: Node) -> bool:
+    saved = [getattr(node, f"_saved_{name}") for name in matrices]
     return any(isinstance(x, Tensor) and x.layout != torch.strided for x in saved)
 
 
-def _has_layout(attributes: Sequence[str], node: Node) -> bool:
-    return any(str(getattr(node, attribute)) not in ("torch.strided", "0", "None") for attribute in attributes)
+def _axes_of_product(node: Node) -> Axes:
+    """The dimensions along which a product with a sparse matrix moves rows, found without reading the matrix.
+
+    It is the left matrix, which moves rows of the right one, or the right matrix, which moves columns of the left one.
+    """
+    (left, _), (right, _) = node.next_functions[-2:]
+    ndim = len(shape_of(node))
+    return [*([ndim - 2] if right is not None else []), *([ndim - 1] if left is not None else [])]
 
 
 def _saves_integers(node: Any) -> bool:
