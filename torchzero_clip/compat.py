@@ -105,6 +105,15 @@ def checkpoint_around() -> object:
     return hooks[0] if hooks is not None and _is_of_checkpoint(hooks[0], "checkpoint") else None
 
 
+TELLS_HOOKS = hasattr(torch._C._autograd.SavedTensor, "unpack_hook")  # pyright: ignore
+"""Whether torch tells which hooks have packed a saved tensor. Not all versions do."""
+
+
+def is_in_checkpoint(saved: Any) -> bool:
+    """True for what ``_raw_saved_...`` of a node returns if a checkpoint would run again to restore the tensor."""
+    return TELLS_HOOKS and _is_of_checkpoint(saved.unpack_hook, "")
+
+
 def _is_of_checkpoint(hook: object, word: str) -> bool:
     """True for a hook that `torch.utils.checkpoint` has made, with this word in its name."""
     is_made = getattr(hook, "__module__", "") == "torch.utils.checkpoint"

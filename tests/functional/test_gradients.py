@@ -57,8 +57,9 @@ def test_parameters_with_a_gradient_count_once_each():
     assert [(param is own, grad is own.grad) for (param, grad), own in zip(found, [second, first], strict=True)] == [
         (True, True)
     ] * 2
-    assert gradients([("a", first)])[0] is first.grad
-    assert gradients([without]) == []
+    assert gradients([first], [first])[0] is first.grad
+    with pytest.warns(UserWarning, match="none of the parameters has a gradient"):
+        assert gradients([without], [without]) == []
 
 
 def test_gradients_that_share_memory_are_replaced_and_others_are_not():

@@ -26,8 +26,9 @@ class ClipValueGrowth(Elementwise):
     """Limits how fast the magnitude of every element may grow from step to step.
 
         a     = min(|u|, prev + add)
-        u     ← sign(u) · min(a, max(prev, min_value) · mul)
-        prev  ← the new |u|, but at least prev / max_decay
+        floor = max(prev, min_value)
+        u     ← sign(u) · min(a, floor · mul)
+        prev  ← the new |u|, or prev / max_decay if a < floor / max_decay
 
     where ``prev`` is the tracked magnitude of the step before. A limit of None does not apply. A change of sign does
     not count as growth: 1, -1, -3 becomes 1, -1, -1.5. The first update passes unchanged.

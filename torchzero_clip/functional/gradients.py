@@ -54,9 +54,20 @@ def named_tensors(name: str, tensors: Tensors) -> NamedTensors:
     return pairs
 
 
-def gradients(params: Tensors, process_group: ProcessGroup | None = None, *, zeros_count: bool = False) -> list[Tensor]:
-    """The gradients that `with_gradients` returns, without the parameters."""
-    pairs = with_gradients(tensors_of("params", params), process_group, zeros_count=zeros_count)
+def gradients(
+    params: Tensors,
+    parameters: Sequence[Tensor],
+    process_group: ProcessGroup | None = None,
+    *,
+    zeros_count: bool = False,
+) -> list[Tensor]:
+    """The gradients that `with_gradients` returns, without the parameters. Warn if there is none.
+
+    ``params`` is what the user passed, and ``parameters`` a list of it.
+    """
+    pairs = with_gradients(parameters, process_group, zeros_count=zeros_count)
+    if not pairs and process_group is None:
+        warn_of_no_gradients(params, parameters)
     return [grad for _, grad in pairs]
 
 
@@ -79,10 +90,7 @@ def with_gradients(
 
 
 def warn_of_no_gradients(params: Tensors, parameters: Sequence[Tensor]) -> None:
-    """Warn that no parameter has a gradient, so that the call changes nothing.
-
-    ``params`` is what the user passed, and ``parameters`` a list of it.
-    """
+    """Warn that no parameter has a gradient, so that the call changes nothing."""
     # in a pipeline or with experts, one of several processes may have none
     if torch.compiler.is_compiling() or (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return

@@ -180,9 +180,7 @@ def clip_grad_value_(params: Tensors, value: float) -> None:
     if ordinary is not None:
         clamp_plain_(ordinary, value)
         return
-    grads = gradients(parameters)
-    if not grads:
-        warn_of_no_gradients(params, parameters)
+    grads = gradients(params, parameters)
     with opened(grads, lambda values: True) as tensors:
         clamp_(tensors, value)
 
@@ -243,9 +241,7 @@ def normalize_grads_(
     total = scale_ordinary_(parameters, slicing, lambda norm: normalize_factor(norm, norm_value), process_group)
     if total is not None:
         return total
-    grads = gradients(parameters, process_group, zeros_count=slicing.metric.counts_zeros)
-    if not grads and process_group is None:
-        warn_of_no_gradients(params, parameters)
+    grads = gradients(params, parameters, process_group, zeros_count=slicing.metric.counts_zeros)
     with opened(grads, values_tell_all(slicing)) as tensors:
         measured = measure_over_processes(tensors, slicing, process_group)
         scale_measured_(measured, measured.by_norm(lambda norms: normalize_factors(slicing.metric, norms, norm_value)))
@@ -293,8 +289,6 @@ def centralize_grads_(
     """
     slicing = Slicing.checked(1, dim, inverse_dims, min_size)
     parameters = tensors_of("params", params)
-    grads = gradients(parameters, process_group, zeros_count=slicing.dim == "global")
-    if not grads and process_group is None:
-        warn_of_no_gradients(params, parameters)
+    grads = gradients(params, parameters, process_group, zeros_count=slicing.dim == "global")
     with opened(grads, lambda values: False) as tensors:
         centralize_(tensors, slicing, process_group)

@@ -16,7 +16,6 @@ from torchzero_clip.functional.gradients import (
     opened,
     tensors_of,
     values_tell_all,
-    warn_of_no_gradients,
 )
 from torchzero_clip.functional.measure import Slicing, measure_over_processes
 from torchzero_clip.functional.metric import parse_ord
@@ -121,8 +120,6 @@ def clip_grads_with_norm_(params: Tensors, max_norm: float | Tensor, total_norm:
     elif total_norm.numel() != 1:
         raise ValueError(f"total_norm must have one element, got shape {tuple(total_norm.shape)}")
     parameters = tensors_of("params", params)
-    grads = gradients(parameters)
-    if not grads:
-        warn_of_no_gradients(params, parameters)
+    grads = gradients(params, parameters)
     with opened(grads, lambda values: True) as tensors:
         clip_by_(tensors, limit, replicated(total_norm).reshape(()))

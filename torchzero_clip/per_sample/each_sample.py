@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,27 +28,14 @@ They hide no wrong call of the user: if all ways fail, the function runs with it
 """
 
 
-class EachSample:
-    """A function of rows and tensors of the batch, which runs for each sample with copies of the rows.
+class EachSample(NamedTuple):
+    """A function of rows and tensors of the batch, which runs for each sample with copies of the rows."""
 
-    Args:
-        function: Gets rows, then tensors of the batch.
-        rows: What all samples share.
-        copies: A copy of each row for each sample, samples first.
-        of_batch: Tensors of the batch.
-        places: Where these have the samples: several rows in turn for each, if the ``run`` of the place is not 1.
-    """
-
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        rows: Sequence[Tensor],
-        copies: Sequence[Tensor],
-        of_batch: Sequence[Tensor],
-        places: Sequence[Place],
-    ) -> None:
-        self._function, self._rows, self._copies = function, rows, copies
-        self._of_batch, self._places = of_batch, places
+    function: Callable[..., Any]  # gets rows, then tensors of the batch
+    rows: Sequence[Tensor]  # what all samples share
+    copies: Sequence[Tensor]  # a copy of each row for each sample, samples first
+    of_batch: Sequence[Tensor]  # tensors of the batch
+    places: Sequence[Place]  # where these have the samples
 
     def output(self, known_dims: dict[Hashable, list[int] | None], kind: Hashable) -> Any:
         """The output of the batch, from those of its samples; NotImplemented if its samples are in no dimension.
@@ -57,15 +44,15 @@ class EachSample:
         The output of the batch shows that its samples are in dimension 0 of (4, 7, 5). This is found in the first call
         of a ``kind``, and stored in ``known_dims``.
         """
-        if len(runs := {place.run for place in self._places}) > 1:
+        if len(runs := {place.run for place in self.places}) > 1:
             return NotImplemented
-        (run,), count = runs, len(self._copies[0])
-        pairs = [(x, place.dim) for x, place in zip(self._of_batch, self._places, strict=True)]
+        (run,), count = runs, len(self.copies[0])
+        pairs = [(x, place.dim) for x, place in zip(self.of_batch, self.places, strict=True)]
         inputs = [x.movedim(d, 0).unflatten(0, (count, run)).movedim(1, d + 1) for x, d in pairs]
         # if a row has B entries, they may be positions, which all samples share, or one for each sample: both are tried
-        entries = self._own_entries(self._places[0].dim) if run == 1 else None
-        for copies in filter(None, (self._copies, entries)):
-            key = kind, *self._places, entries is not None, copies is entries
+        entries = self._own_entries(self.places[0].dim) if run == 1 else None
+        for copies in filter(None, (self.copies, entries)):
+            key = kind, *self.places, entries is not None, copies is entries
             try:
                 each, structure = pytree.tree_flatten(self._outputs(copies, inputs))
             except CANNOT:
@@ -80,26 +67,26 @@ class EachSample:
         return NotImplemented
 
     def _own_entries(self, dim: int) -> list[Tensor] | None:
-        """The copies. Of a row with one entry for each sample, a copy keeps its own. None if there is no such row."""
-        count = len(self._copies[0])
-        sized = [x.ndim > dim + 1 and x.shape[dim + 1] == count for x in self._copies]
-        pairs = zip(self._copies, sized, strict=True)
+        """The copies. Of a row with as many entries as there are samples, copy i keeps entry i. None if no row has."""
+        count = len(self.copies[0])
+        sized = [x.ndim > dim + 1 and x.shape[dim + 1] == count for x in self.copies]
+        pairs = zip(self.copies, sized, strict=True)
         parts = [own_entries(x, dim).unsqueeze(dim + 1) if own else x for x, own in pairs]
         return parts if any(sized) else None
 
     def _outputs(self, copies: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:
         """The output of each sample, samples first."""
         try:
-            return by_vmap(self._function, *copies, *inputs)
+            return by_vmap(self.function, *copies, *inputs)
         except (RuntimeError, ValueError):
-            each = [self._function(*one) for one in zip(*copies, *inputs, strict=True)]
+            each = [self.function(*one) for one in zip(*copies, *inputs, strict=True)]
             return pytree.tree_map(lambda *parts: torch.stack(parts), *each)
 
     def _dims(self, each: Sequence[Tensor], run: int) -> list[int] | None:
         """The dimension of the samples in each output, found from the outputs for the batch; None if these differ."""
         dims = list[int]()
         with torch.no_grad():
-            together = self._function(*self._rows, *self._of_batch)
+            together = self.function(*self.rows, *self.of_batch)
         for one, whole in zip(each, pytree.tree_leaves(together), strict=True):
             sizes = [*zip(one.shape[1:], whole.shape, strict=False)]
             apart = [i for i, (a, b) in enumerate(sizes) if a != b]

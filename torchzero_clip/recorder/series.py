@@ -272,11 +272,9 @@ def _unsteady(logs: Tensor, starts: list[int]) -> int:
 def _spreads(logs: Tensor) -> bool:
     """True if large norms become more frequent: more of the largest tenth of them are late in the run."""
     shares = torch.stack([part.mean() for part in tensor_split((logs > quantile(logs, 0.9)).double(), BLOCKS)])
-    place = torch.linspace(-1, 1, BLOCKS, dtype=torch.float64, device="cpu")
-    slope = (place * shares).sum() / place.square().sum()
-    rest = shares - shares.mean() - slope * place
-    error = (rest.square().sum() / (BLOCKS - 2) / place.square().sum()).sqrt()
-    return len(logs) >= BLOCKS * _FEW and bool(slope > torch.maximum(3.5 * error, shares.mean() / 2))
+    line = Half.of(torch.linspace(-1, 1, BLOCKS, dtype=torch.float64, device="cpu"), shares)
+    least = max(3.5 * line.error / (BLOCKS - 2) ** 0.5, line.middle / 2)
+    return len(logs) >= BLOCKS * _FEW and line.slope > least
 
 
 def _spread(logs: Tensor) -> float:

@@ -50,12 +50,8 @@ class Products(Contribution):
 
     @override
     def weighted_sum(self, factors: Tensor) -> Tensor:
-        inputs, outputs = self.inputs, self.outputs
-        scale = factors.to(inputs.device, inputs.dtype).view(-1, 1, 1)
-        if inputs.shape[2] < outputs.shape[2]:  # multiply the smaller one, which is copied
-            inputs = inputs * scale
-        else:
-            outputs = outputs * scale
+        factors = factors.to(self.inputs.device, self.inputs.dtype)
+        inputs, outputs = scaled(self.inputs, self.outputs, factors.view(-1, 1, 1))
         if inputs.stride(0) < inputs.stride(1):  # positions first in memory, as in recurrent layers: no copies
             inputs, outputs = inputs.transpose(0, 1), outputs.transpose(0, 1)
         return outputs.flatten(0, 1).t() @ inputs.flatten(0, 1)
@@ -86,6 +82,13 @@ class Products(Contribution):
         if not found:
             return self.inputs.new_zeros(0, dtype=widest_of(self.inputs))
         return exact(found, inner, lambda i: (self.inputs[i : i + 1], self.outputs[i : i + 1]))
+
+
+def scaled(inputs: Tensor, outputs: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
+    """Inputs and output gradients of products, of which the smaller ones, which are copied, are multiplied."""
+    if inputs.shape[-1] < outputs.shape[-1]:
+        return inputs * factors, outputs
+    return inputs, outputs * factors
 
 
 def exact(

@@ -28,7 +28,7 @@ def wide(*tensors: Tensor) -> list[Tensor]:
 def norms_of_rows(rows: Tensor) -> Tensor:
     """The L2 norm of each row of any shape: (B, ...) -> (B,), in the `widest` dtype of the device.
 
-    It is finite if the row is finite, and 0 only if the row is all zero.
+    For rows of float32 and narrower, it is finite if the row is finite, and 0 only if the row is all zero.
     """
     count, size = rows.shape[0], math.prod(rows.shape[1:])
     ordered = rows if rows.is_contiguous() else rows.permute(memory_order(rows))

@@ -62,8 +62,8 @@ def poisson_loader(
     at_least_one("steps", steps)
     if generator is not None:
         instance("generator", generator, torch.Generator)
-    for name in {"batch_size", "batch_sampler", "drop_last", "sampler", "shuffle"} & options.keys():
-        raise TypeError(f"poisson_loader has no argument {name!r}, because sample_rate decides about batches")
+    if others := sorted({"batch_size", "batch_sampler", "drop_last", "sampler", "shuffle"} & options.keys()):
+        raise TypeError(f"poisson_loader has no argument {others[0]!r}, because sample_rate decides about batches")
     if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
         raise TypeError(f"dataset must have a length and take indices, got {type(dataset).__name__}")
     at_least_one("len(dataset)", len(dataset))
@@ -82,7 +82,7 @@ class _Draws(Sampler[list[int]]):
 
     def __init__(self, size: int, sample_rate: float, steps: int, generator: torch.Generator | None) -> None:
         self.size, self.sample_rate, self.steps, self.generator = size, sample_rate, steps, generator
-        self.is_own = False  # True while its own loader asks for an iterator
+        self.is_own = False  # True while its own loader asks, and not another one that wraps it
 
     def __len__(self) -> int:
         return self.steps

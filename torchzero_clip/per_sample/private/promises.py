@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from torchzero_clip.functional.dtypes import widened
 from torchzero_clip.functional.shards import local
-from torchzero_clip.per_sample.gradients.autograd_graph import nodes_of
+from torchzero_clip.per_sample.gradients.autograd_graph import leaves_of
 from torchzero_clip.per_sample.gradients.row_norms import joint_norms
 from torchzero_clip.per_sample.norm_clippers import NormClipper
 from torchzero_clip.per_sample.processes.sharding import reshard
@@ -47,9 +47,8 @@ def check_within(limit: float, norm_clipper: NormClipper, result: ClippingResult
 
 def refuse_other_leaves(losses: Tensor, inside: set[int]) -> None:
     """Raise a RuntimeError if the backward of the losses may give a gradient to another leaf than some parameters."""
-    for node in nodes_of([losses]):
-        leaf = getattr(node, "variable", None)
-        if leaf is not None and id(leaf) not in inside:
+    for leaf in leaves_of([losses]):
+        if id(leaf) not in inside:
             raise RuntimeError(
                 f"a tensor of shape {tuple(leaf.shape)} outside of the module would get a gradient that is not clipped "
                 "and has no noise. Put it into the module that the clipper was made for, such as a parent of the model "

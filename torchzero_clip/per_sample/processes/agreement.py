@@ -1,6 +1,5 @@
 """The processes that train one model, each with samples of its own: what they agree on, and what they add up."""
 
-import math
 import zlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import TracebackType
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from torchzero_clip.compat import dtensors, flatten_dense, is_distributed, unflatten_dense
+from torchzero_clip.functional.blocks import spans
 from torchzero_clip.functional.foreach import wide_dtype
 from torchzero_clip.functional.processes import device_of, gathered, gathered_texts
 
@@ -187,18 +187,9 @@ class Agreement:
             ) from error
 
 
-def _buckets(values: Iterable[Tensor]) -> list[list[Any]]:
+def _buckets(values: Iterable[Tensor]) -> list[list[Tensor]]:
     """The tensors in lists of one device and dtype, each of at most 25 MiB, or of one tensor."""
-    found: list[list[Tensor]] = []
     kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for value in values:
         kinds.setdefault((value.device, value.dtype), []).append(value)
-    for same in kinds.values():
-        size = math.inf
-        for value in same:
-            if size + value.nbytes > BUCKET:
-                found.append([])
-                size = 0
-            found[-1].append(value)
-            size += value.nbytes
-    return found
+    return [same[part] for same in kinds.values() for part in spans([value.nbytes for value in same], BUCKET)]

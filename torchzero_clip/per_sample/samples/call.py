@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchzero_clip.compat import checkpoint_around, current_graph_task_id
+from torchzero_clip.compat import TELLS_HOOKS, checkpoint_around, current_graph_task_id
 from torchzero_clip.per_sample.gradients.captured_gradients import Forward
 from torchzero_clip.per_sample.gradients.contributions import Contribution
 from torchzero_clip.per_sample.gradients.rows import regrouped
@@ -72,7 +72,8 @@ class Call:
         self.reduce, self.copies, self.on_shared = reduce, copies, on_shared
         self.each: Tensor | None = None
         """The gradient that each sample gives to rows that all of them share, samples first."""
-        self.in_checkpoint = checkpoint_around() is not None
+        self.in_checkpoint = not TELLS_HOOKS and checkpoint_around() is not None
+        """True in a checkpoint, if torch does not tell what is in one."""
         self.in_backward = current_graph_task_id() != -1
         """True for a call that first runs in a backward, such as one in a reentrant checkpoint."""
         self.where: Place | Tensor | None = None

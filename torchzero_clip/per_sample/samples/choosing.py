@@ -23,7 +23,7 @@ def let_through(graph: Graph, *, sites: bool) -> list[RemovableHandle]:
     handles: list[RemovableHandle] = []
     for node in graph.nodes:
         kind = NODE_KINDS.get(type(node))
-        if kind is None or not kind.saves or (graph.in_checkpoint and kind.reads):
+        if kind is None or not kind.saves or not graph.can_read(node, kind):
             continue
         if kind.moves_anywhere is not None and kind.moves_anywhere(node):
             continue

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
+from torchzero_clip.compat import TELLS_HOOKS
 from torchzero_clip.per_sample.samples.call import Call, call_of
 from torchzero_clip.per_sample.samples.graph_nodes import NODE_KINDS, NodeKind, kind_of, shape_of
 from torchzero_clip.per_sample.samples.pattern import kinds_of_sizes
@@ -57,7 +58,8 @@ class Graph:
         numbers = {node: i for i, node in enumerate(filter(None, roots))}
         said, saved, moving = self._walk(numbers, to_outputs=to_outputs)
         self.nodes = numbers.keys()
-        self.in_checkpoint = any(call.in_checkpoint for call in self.calls)
+        # if torch does not tell what is in a checkpoint, everything may be
+        self._may_read = TELLS_HOOKS or not any(call.in_checkpoint for call in self.calls)
         self.moves_anywhere = bool(moving) and self._find_sites(moving)
         # the index 0, 1, 2, ... moves no rows, and another index does: so the key has the axes
         saved += [tuple(axes) for _, axes in self.sites]
@@ -120,15 +122,19 @@ class Graph:
         # several threads add up the gradients of x[index] in another order each time
         return torch.get_num_threads() == 1 or all(node.name() != "IndexBackward0" for node in self.nodes)
 
+    def can_read(self, node: Node, kind: NodeKind) -> bool:
+        """True if what a function has saved can be read without running a checkpoint again."""
+        return not kind.reads or (self._may_read and kind.can_read(node))
+
     def _find_sites(self, moving: Sequence[tuple[Node, NodeKind]]) -> bool:
         """True if rows may move to any place. Otherwise, note the functions that move them along some dimensions."""
         for node, kind in moving:
-            cannot_read = self.in_checkpoint and kind.reads
-            if kind.moves_anywhere is not None and not cannot_read:
+            can_read = self.can_read(node, kind)
+            if kind.moves_anywhere is not None and can_read:
                 if kind.moves_anywhere(node):
                     return True
                 continue
-            axes = None if kind.axes is None or (cannot_read and kind.moves_anywhere is None) else kind.axes(node)
+            axes = None if kind.axes is None or not (can_read or kind.moves_anywhere) else kind.axes(node)
             if axes is None or not len(shape_of(node)):
                 return True
             self.sites.append((node, axes))

@@ -23,6 +23,7 @@ from torch.autograd.graph import Node
 from torch.nn.modules._functions import BackwardHookFunction
 from torch.nn.parallel.distributed import _DDPSink as DDPSink  # torch has no public name for it
 
+from torchzero_clip.compat import is_in_checkpoint
 from torchzero_clip.per_sample.arguments import counts_up
 from torchzero_clip.per_sample.samples.call import call_of
 
@@ -116,11 +117,17 @@ class NodeKind:
     """The dimensions of the input along which it moves rows. None if there are none."""
     saves: bool = False
     """Whether it saves tensors, so that values may keep a gradient from passing."""
-    reads: bool = False
-    """Whether `moves_anywhere`, or without it `axes`, reads saved tensors. A checkpoint would run again for them.
+    reads: Sequence[str] = ()
+    """The saved tensors that `moves_anywhere`, or without it `axes`, reads.
 
-    In a checkpoint, a function with both moves rows along its `axes`.
+    If they are in a checkpoint, which would run again for them, a function with both moves rows along its `axes`.
     """
+
+    def can_read(self, node: Node) -> bool:
+        """True unless a checkpoint would run again for what `reads` has."""
+        found = [getattr(node, f"_raw_saved_{name}") for name in self.reads]
+        each = [saved for raw in found for saved in (raw if isinstance(raw, tuple) else (raw,))]
+        return not any(map(is_in_checkpoint, each))
 
 
 NODE_KINDS: dict[type[Node], NodeKind] = {}
@@ -160,13 +167,13 @@ def _of_torch(node: Node) -> NodeKind:
     if name in MAY_BE_SPARSE:
         matrices = MAY_BE_SPARSE[name]
         axes = _axes_of_product if len(matrices) > 1 else None
-        return kind(moves_anywhere=partial(_is_sparse, matrices), axes=axes, reads=True)
+        return kind(moves_anywhere=partial(_is_sparse, matrices), axes=axes, reads=matrices)
     if name in POOLING:
         return kind(axes=partial(_last, POOLING[name]), inputs=lambda _: range(-POOLING[name], 0))
     if SAFE_ARGUMENTS.issuperset(attribute.removeprefix("_saved_") for attribute in tensors):
         return kind()
     if name in ("IndexBackward0", "IndexPutBackward0", "UnsafeIndexBackward0"):
-        return kind(axes=partial(_indexed, puts="Put" in name), inputs=_indexed_of_input, reads=True)
+        return kind(axes=partial(_indexed, puts="Put" in name), inputs=_indexed_of_input, reads=("indices",))
     if name in ("EmbeddingBackward0", "EmbeddingBagBackward0"):
         return kind(moves_anywhere=_is_no_parameter)
     if isinstance(getattr(node, "_saved_dim", None), int):
