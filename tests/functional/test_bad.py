@@ -19,7 +19,7 @@ def test_labels_are_names_and_positions_tell_equal_names_apart():
 
 @pytest.mark.parametrize(("count", "more"), [(10, ""), (12, " and 2 more")])
 def test_at_most_ten_names_are_listed(count, more):
-    bad = bad_gradients({f"p{k}": math.nan if k % 2 else math.inf for k in range(count)}, [], None)
+    bad = bad_gradients({f"p{k}": math.nan if k % 2 else math.inf for k in range(count)}, [], None, torch.device("cpu"))
     assert bad == BadGradients(tuple(f"p{k}" for k in range(10)), count, {})
     assert bad.listed == f"p0, p1, p2, p3, p4, p5, p6, p7, p8, p9{more}"
     assert bad.beside == ""
@@ -27,7 +27,7 @@ def test_at_most_ten_names_are_listed(count, more):
 
 def test_the_three_largest_norms_are_listed_in_order_of_six_digits():
     norms = {"a": 1.0, "b": 3.0, "c": math.nan, "d": 3.0000001, "e": 4.0, "f": 0.5}
-    bad = bad_gradients(norms, [], None)
+    bad = bad_gradients(norms, [], None, torch.device("cpu"))
     assert list(bad.largest.items()) == [("e", 4.0), ("b", 3.0), ("d", 3.0)]
     assert bad.names == ("c",)
     assert bad.beside == ". The largest norms of other gradients: 4 (e), 3 (b), 3 (d)"

@@ -20,7 +20,7 @@ def told(powers, first, multiples, *, exact=True):
 @pytest.mark.parametrize("count", [2, 16, 17, 300])
 def test_each_row_is_of_its_sample(count, dtype, width):
     torch.manual_seed(0)
-    powers = Powers(count, Random(0), narrow=dtype == torch.float16)
+    powers = Powers(count, Random(0), float16=dtype == torch.float16)
     samples = torch.randint(0, count, (50,))
     first = torch.randn(50, width, dtype=torch.float64).to(dtype)
     first[10:20] = torch.cat([first[10:20, :1], -first[10:20, 1:]], 1)  # the largest entry may have both signs

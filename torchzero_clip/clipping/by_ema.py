@@ -142,6 +142,7 @@ class ClipNormByEMA(NormStatistics):
             largest = tracked.limits(tracked.by_setting(_largest, tracked["prev"]))
             shrink = tracked.root(within(size, largest))
             scratch = tracked.step.tools.scratch_for(averages)
+            # the name has the id, because a chain may have two of these transforms
             scale_measured_(measured, tracked.factors(shrink), scratch, owner=f"averages {id(self)}")
             size = torch.minimum(size, largest)
         tracked.keep(prev=size)

@@ -67,6 +67,7 @@ class ClipRMS(Scaling):
             counts = [updates[i].numel() * (2 if updates[i].is_complex() else 1) for i in measured.indices]
             return torch.tensor(counts, dtype=torch.float64, device="cpu").sqrt().to(measured.vector)
 
+        # a chain may have two of these transforms, which measure other tensors, so the name has the id
         scratch = step.tools.scratch_for(updates)  # its memory lets later steps copy nothing to the device
         roots = made() if scratch is None else scratch.plan(f"roots {id(self)}", updates, made)
         rms, metric = replace(measured, vector=measured.vector / roots), measured.metric

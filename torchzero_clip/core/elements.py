@@ -64,6 +64,7 @@ class Elements:
         finite = size < torch.inf  # False for NaN
         usable = finite if self.mask is None else finite.logical_and_(self.mask)
         elements = Elements(usable, finite=True, scratch=self._scratch)
+        # set afterwards: the constructor would spread ``usable`` once more
         elements.started, elements._spread, elements._new = self.started, self._spread, self._new
         elements.without_statistics = self.without_statistics
         return elements

@@ -177,6 +177,7 @@ class Elementwise(TensorwiseTransform):
         return count
 
     def _check_unchanged(self, name: str, arguments: Sequence[Tensor]) -> None:
+        # the arguments are new tensors, so a version above 0 is a change in place
         if any(tensor._version for tensor in arguments if not tensor.is_inference()):
             raise RuntimeError(
                 f"{self!r}.{name} changes its arguments in place. Compute new tensors, for example by lerp instead of "

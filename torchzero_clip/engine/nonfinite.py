@@ -24,7 +24,7 @@ from torchzero_clip.engine.idle import Idle
 from torchzero_clip.engine.walk import Walk
 from torchzero_clip.functional.bad import BadGradients, bad_gradients, labels
 from torchzero_clip.functional.dtypes import moved
-from torchzero_clip.functional.processes import gathered
+from torchzero_clip.functional.processes import device_of, gathered
 from torchzero_clip.functional.shards import largest_on_all_ranks, mesh_groups
 from torchzero_clip.functional.slices import joint_of_norms
 from torchzero_clip.types import Group, State
@@ -202,7 +202,7 @@ class StepPolicy:
         """Name the gradients of the last step that the device has refused because they were not finite."""
         names = _names(groups)
         norm_of = {names[param]: norm for param, norm in zip(params, norms, strict=True) if param in names}
-        self.bad_gradients = bad_gradients(norm_of, [], None)
+        self.bad_gradients = bad_gradients(norm_of, [], None, torch.device("cpu"))
 
     def allow(self, norm: Tensor, counts: State) -> None:
         """Allow a step without gates whose gradients have this joint norm, which is finite."""
@@ -313,7 +313,8 @@ def _bad_gradients(walk: Walk) -> BadGradients:
     names = _names(table.groups)
     norms = walk.gradient_norms.of_each().tolist()
     norm_of = {names[param]: norm for param, norm in zip(table.params, norms, strict=True)}
-    return bad_gradients(norm_of, mesh_groups(table.all_params()), _group_of(walk)[0])
+    group, params = _group_of(walk)[0], table.all_params()
+    return bad_gradients(norm_of, mesh_groups(params), group, device_of(params, group))
 
 
 def _names(groups: Sequence[Group]) -> dict[Tensor, str]:

@@ -1,13 +1,16 @@
 """Names of gradients that are not finite, collected from all processes."""
 
+import json
 import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import torch.distributed as dist
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+
+from torchzero_clip.functional.processes import gathered_texts
 
 _MOST = 10
 BESIDE = 3
@@ -69,16 +72,21 @@ def labels(kind: str, named: Iterable[tuple[str | None, Tensor]]) -> dict[Tensor
     return label_of
 
 
-def bad_gradients(norms: dict[str, float], meshes: Iterable[ProcessGroup], group: ProcessGroup | None) -> BadGradients:
-    """The bad gradients of all processes, from the norms on this process by label. All processes have to call this."""
+def bad_gradients(
+    norms: dict[str, float], meshes: Iterable[ProcessGroup], group: ProcessGroup | None, device: torch.device
+) -> BadGradients:
+    """The bad gradients of all processes, from the norms on this process by label. All processes have to call this.
+
+    Processes send from the device.
+    """
     # a mesh holds parts of the same parameters, the group holds other parameters
     for mesh in meshes:  # the largest: a plain gradient may be missing, or finite, on one rank only
         worst: dict[str, float] = {}
-        for name, norm in (pair for of_rank in _from_all(norms, mesh) for pair in of_rank.items()):
+        for name, norm in (pair for of_rank in _from_all(norms, mesh, device) for pair in of_rank.items()):
             before = worst.get(name, norm)
             worst[name] = before if math.isnan(before) or before > norm else norm
         norms = worst
-    parts = [norms] if group is None else _from_all(norms, group)
+    parts = [norms] if group is None else _from_all(norms, group, device)
     times = Counter(name for part in parts for name in part)
     pairs = [
         (name if times[name] == 1 else f"{name} (rank {rank} of process_group)", norm)
@@ -91,7 +99,5 @@ def bad_gradients(norms: dict[str, float], meshes: Iterable[ProcessGroup], group
     return BadGradients(tuple(names[:_MOST]), len(names), dict(finite[:BESIDE]))
 
 
-def _from_all(norms: dict[str, float], group: ProcessGroup) -> list[dict[str, float]]:
-    of_ranks: list[dict[str, float]] = [{}] * group.size()  # all are replaced
-    dist.all_gather_object(of_ranks, norms, group=group)
-    return of_ranks
+def _from_all(norms: dict[str, float], group: ProcessGroup, device: torch.device) -> list[dict[str, float]]:
+    return list(map(json.loads, gathered_texts(json.dumps(norms), group, device)))

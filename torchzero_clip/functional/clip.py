@@ -91,7 +91,10 @@ def within(norms: Tensor, limits: Tensor, usable: Tensor | None = None) -> Tenso
 
 
 def clip_factor(norm: float, high: float, low: float) -> float:
-    """The same for one norm, with limits in its units: a number takes a fifth of the time of a tensor."""
+    """The factor of `clip_factors` for one norm. The limits are of norms, not of metrics.
+
+    A number takes a fifth of the time of a tensor.
+    """
     return low / norm if 0 < norm < low else 1.0 if norm <= high else high / norm
 
 

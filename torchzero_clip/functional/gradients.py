@@ -15,7 +15,7 @@ from torchzero_clip.functional.bad import bad_gradients, labels
 from torchzero_clip.functional.dtypes import is_narrow
 from torchzero_clip.functional.foreach import PLAIN, TINY32, all_contiguous, are_plain, is_dense, wide_dtype
 from torchzero_clip.functional.measure import Slicing
-from torchzero_clip.functional.processes import check_group
+from torchzero_clip.functional.processes import check_group, device_of
 from torchzero_clip.functional.shards import aligned, is_distributed, mesh_groups, wholes, without_gradient
 from torchzero_clip.functional.slices import norms_of_slices
 from torchzero_clip.functional.ways import may_look
@@ -208,4 +208,5 @@ def names_of_bad(
     parts = [part._replace(groups=()) for part in wholes(values)]  # the names of all ranks are joined afterwards
     norms = [norm.item() for norm in norms_of_slices(parts, math.inf)]
     norm_of = {names[owner]: norm for owner, norm in zip(owners, norms, strict=True)}
-    return bad_gradients(norm_of, mesh_groups([tensor for _, tensor in named]), process_group).listed
+    tensors = [tensor for _, tensor in named]
+    return bad_gradients(norm_of, mesh_groups(tensors), process_group, device_of(tensors, process_group)).listed

@@ -20,6 +20,7 @@ def __getattr__(name: str) -> object:
     if name not in CALLBACKS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
+        # written out, because `tests/test_layers.py` reads the names
         if name == "TrainerCallback":
             return importlib.import_module("torchzero_clip.integrations.huggingface").TrainerCallback
         return importlib.import_module("torchzero_clip.integrations.lightning").LightningCallback

@@ -23,6 +23,7 @@ from torchzero_clip.functional.gradients import laid_out_like
 from torchzero_clip.types import NewState, Setting
 
 INSTEAD = "before_step(optimizer, ClipNorm(1)) puts transforms before the step of an optimizer that you have built"
+# what torch or a step sets in an optimizer, without an effect on later steps
 NO_STATE = {"state", "param_groups", "_need_device_dtype_check_for_fused", "_warned_capturable_if_run_uncaptured"}
 
 
@@ -255,7 +256,7 @@ def _is_schedule(value: object, usual: object) -> bool:
 
 def _step(optimizer: Optimizer) -> None:
     """Take a step without the hooks, which run around the step of `Modular`."""
-    step = type(optimizer).step
+    step = type(optimizer).step  # torch marks a step that it has wrapped by ``hooked``
     unhooked = step.__wrapped__ if getattr(step, "hooked", False) else step  # pyright: ignore[reportFunctionMemberAccess]
     with cpu_by_default(), torch.no_grad():
         unhooked(optimizer)

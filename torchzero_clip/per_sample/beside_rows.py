@@ -28,7 +28,7 @@ def tokens_among(tensors: Iterable[Tensor], layer: RowsLayer, count: int) -> lis
     if capture.forward.outside_model or all(len(x) == count for x in found):
         return []
     if made := [x for x in found if x.requires_grad]:
-        # of trainable tensors outside of the model, all samples share the rows
+        # all samples share the rows of a trainable tensor outside of the model
         return made if all(map(has_layers, made)) else []
     own = capture.own_storages()
     data = [x for x in found if x.is_floating_point() and x.ndim > 1 and len(x) > 1 and not storages_of((x,)) & own]

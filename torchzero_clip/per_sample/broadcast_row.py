@@ -44,7 +44,7 @@ from torchzero_clip.per_sample.samples.pattern import Place
 _EMBEDDING = inspect.signature(F.embedding)
 
 OnShared: TypeAlias = Callable[[], bool]
-"""`Call.on_shared`."""
+"""Notes that all samples share the rows of a call. Returns False if that cannot be."""
 CopiesInAnyOrder: TypeAlias = Callable[[int, OnShared | None], Tensor]
 """Makes as many copies as its first argument says, for rows whose samples only the backward finds."""
 
@@ -95,6 +95,7 @@ class BroadcastRow(Tensor):
 
     def _starts(self) -> dict[Node, Source]:
         """The sources of the row, each with the function at which the graph of the row starts."""
+        # a node of the graph is the ``ctx`` of its `torch.autograd.Function`, so it has what the forward has set there
         found = {node: getattr(node, "source", None) for node in nodes_of([self])}
         return {node: source for node, source in found.items() if isinstance(source, Source)}
 

@@ -89,7 +89,7 @@ def before_steps(owner: _Owner, check: Callable[[_Owner, Optimizer, bool], None]
     """
     handle = register_optimizer_step_pre_hook(partial(_step, weakref.ref(owner), check))
     end = weakref.finalize(owner, handle.remove)  # in copies of the owner, it does nothing
-    end.atexit = False
+    end.atexit = False  # at exit, nobody takes a step
     return end
 
 

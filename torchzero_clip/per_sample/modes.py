@@ -13,6 +13,7 @@ from torchzero_clip.compat import leave_uncompiled, never_a_frame
 
 def attribute_read(func: Any) -> str | None:
     """The name of the attribute of a tensor that a function reads, such as shape; None for any other function."""
+    # torch passes the reading of x.shape as `Tensor.shape.__get__`: a method of a descriptor, which has the name
     return func.__self__.__name__ if getattr(func, "__name__", "") == "__get__" else None
 
 

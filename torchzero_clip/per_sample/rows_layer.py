@@ -43,7 +43,10 @@ class RowsLayer(Layer, ABC):
         self.shared = SharedInputs(capture)
         self.learnt = Learnt()
         self.written: dict[int, tuple[Tensor, Tensor]] | None = None
-        """Tensors into which the module has written rows, with rows in their place, by id; None outside of it."""
+        """By id: tensors into which the module has written rows, so that they stay alive, with rows in their place.
+
+        None outside of the module.
+        """
         self.misuse: tuple[str, bool] | None = None
         """The last function that got a row and cannot run for each sample, and whether the layer called it."""
 

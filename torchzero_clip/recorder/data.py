@@ -245,9 +245,9 @@ class Data:
         frozen = sum(not bool((norms > 0).any()) for norms in updates)
         if 2 * frozen > len(updates):
             steps = f"{frozen:,} of the {counted(len(updates), 'step')} whose updates were measured"
-            doubts.append((f"the run is frozen, since {steps} changed no parameter", True))
+            doubts.append(Doubt(f"the run is frozen, since {steps} changed no parameter", is_serious=True))
         if sum(reason not in ("", "found_inf") for reason in self.reasons) > len(self.reasons) / 10:
-            doubts.append((self.skips(), True))
+            doubts.append(Doubt(self.skips(), is_serious=True))
         return doubts
 
     def alarm(self, since: int) -> str | None:

@@ -127,7 +127,7 @@ def not_a_record(path: FilePath) -> None:
     """Raise a ValueError if this path is the file of a recorder, which must not be overwritten."""
     try:
         with Path(path).open("rb") as file:
-            begin = file.read(100)
+            begin = file.read(100)  # perhaps of a file that another tool has written again, with other spaces
     except OSError:  # there is no such file, or writing to it will raise a better error
         return
     if re.match(rb'\s*\{\s*"kind"\s*:\s*"run"', begin):

@@ -16,9 +16,9 @@ from torchzero_clip.recorder.record import Record
 Send: TypeAlias = Callable[[int, dict[str, float]], object]
 
 EARLIER = 200  # how many earlier steps give the usual norm
-_TOP = 3
-HIGH = 2.0
-_MOST_LAYERS = 20
+_TOP = 3  # layers that are looked at in a write, those with the largest norms
+HIGH = 2.0  # times its usual norm: such a layer gets a curve of its own
+_MOST_LAYERS = 20  # that have curves
 _STEP = "gradients/step"
 
 

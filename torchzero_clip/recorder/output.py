@@ -20,10 +20,10 @@ from torchzero_clip.recorder.recorded_params import By
 from torchzero_clip.recorder.series import spikes_among
 
 _REMEMBERED = 1000  # how many earlier joint norms are used to find spikes among the next ones
-_BLOCK = 100
+_BLOCK = 100  # steps whose layers are written as one line
 WITH_LAYERS = 100  # for comparisons with other runs, the layers of this many first steps are written
 _IN_A_ROW = 10  # in a series of spikes or refused steps, the layers of so many steps are written
-_FIRST = 10
+_FIRST = 10  # after so many steps the first lines are written
 SECONDS = 30.0
 
 ReadLast: TypeAlias = Callable[[int], Record]

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
 
-MOST_LABELS = 6
-_FEW = 60
-BARS = 60
+MOST_LABELS = 6  # of marks in a panel
+_FEW = 60  # fewer norms are drawn as larger dots
+BARS = 60  # of a histogram
 NEAR = 0.14  # labels of marks that are closer, as a share of the panel, would overlap
 LOST_AT = 0.95  # where in the panel norms that are not finite are marked
 Style: TypeAlias = dict[str, Any]

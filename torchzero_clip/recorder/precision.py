@@ -8,8 +8,8 @@ from torch import Tensor
 from torchzero_clip.functional.shards import local, pack
 from torchzero_clip.recorder.arithmetic import joined_norms
 
-SAMPLE = 2**14
-TAIL = 2.0**-20
+SAMPLE = 2**14  # how many elements of all gradients are looked at
+TAIL = 2.0**-20  # of the largest element: smaller ones show no spacing
 LOW = 2.0**-7  # the spacing of bfloat16. The noise of bfloat16 was at most a seventh of it times the joint norm
 # sums of float32 round in float32 too. Noise was at most 1.2e-6 of the joint norm in sums of a million terms
 FLOAT32_ROUNDING = 2.0**-19

@@ -247,6 +247,7 @@ class Recording(Listener):
             self.output = Output(None, None, self.keep, self.keep)
 
     def __del__(self) -> None:
+        # without a tape, `__init__` has raised an error
         if "tape" in vars(self) and self.output.waiting:  # nobody holds the optimizer any more
             self.flush(warn=True, is_end=True)
 

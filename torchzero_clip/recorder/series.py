@@ -15,30 +15,37 @@ from torchzero_clip.recorder.arithmetic import chance_between, effective_count, 
 from torchzero_clip.recorder.words import as_percent
 
 Answer: TypeAlias = Literal["enough", "too few", "drifting"]
-Doubt: TypeAlias = tuple[str, bool]  # a reason why a limit may be wrong, and whether it is serious
 
-FEWEST = 20
+
+class Doubt(NamedTuple):
+    """A reason why a limit may be wrong."""
+
+    why: str
+    is_serious: bool
+
+
+FEWEST = 20  # norms from which spikes are found
 FEWEST_INDEPENDENT = 30  # the estimate has an error of a third, and 20 are too few
 COUNTS = [FEWEST_INDEPENDENT / 2 * 1.05**k for k in range(1, 1000)]  # of norms in half a run
 FACTOR = 2  # the share of later norms above the limit is within this factor of what was asked, if there are enough
 SURE = 0.95  # the probability of it
 ADAPTS = "A limit that adapts follows such norms: ZClip(max_norm=None)."
-BLOCKS = 20
+BLOCKS = 20  # equal parts of a run, by which drifts are found
 DEVIATION = 1.4826  # the standard deviation of a normal distribution, in median distances from the median
-SPREAD = 6 * DEVIATION
+SPREAD = 6 * DEVIATION  # in median distances: a norm above it is far from the usual ones
 TWICE = math.log(2)
 _LARGEST = 709.0  # the logarithm of the largest number
-MOST_DROPPED = 10
-CLOSE = 1.25
-_FEW = 10
-_AROUND = 100
+MOST_DROPPED = 10  # blocks at the start of a run that are left out, at most
+CLOSE = 1.25  # a block whose usual norm is within this factor of the later ones is like them
+_FEW = 10  # fewer norms say nothing of a part of a run
+_AROUND = 100  # norms around one that are usual for it
 # quantiles of the normal distribution, for the error of a slope
 NORMAL = (torch.arange(1, 42, 2, dtype=torch.float64, device="cpu") / 21 - 1).erfinv() * 2**0.5
 NUMERALS = ("no", "one", "two", "three", "four")
 EQUAL = 1e-5  # norms this close to the largest one count as equal to it, because clipping rounds
 FEWEST_RATIOS = 8  # with five earlier ratios, one of 28 steps of noise was an early sign; with eight, one of 150
-LATEST = 20
-JUST_BEFORE = 3
+LATEST = 20  # norms before one, with which it is compared
+JUST_BEFORE = 3  # the last of them, which must be smaller too
 JUMP = 10.0  # of 31 clean runs, one had a norm ten times above the last twenty but one; with five times, seven had
 
 
@@ -101,7 +108,7 @@ class Series:
     def answer(self, share: float) -> tuple[Answer, list[Doubt]]:
         """Whether about ``share`` of the later norms will be above the limit that this share exceeds, and why not."""
         if drift := self._drift(share):
-            return "drifting", [(drift, True)]
+            return "drifting", [Doubt(drift, is_serious=True)]
         chance = self.chance(share)
         if chance >= SURE and self.independent >= FEWEST_INDEPENDENT:
             return "enough", []
@@ -144,14 +151,13 @@ class Series:
             near = f"from {as_percent(share / FACTOR)} to {as_percent(min(share * FACTOR, 1))}"
             limit = f"{quantile(self.usual, 1 - share):.4g}"
             later = f"with a probability of {as_percent(chance)}, the share of later norms above {limit} is {near}"
-            return (
-                f"if the norms go on as in the second half, {later}: record about {len(self.norms):,} more steps",
-                False,
-            )
+            why = f"if the norms go on as in the second half, {later}: record about {len(self.norms):,} more steps"
+            return Doubt(why, is_serious=False)
         as_much = f", which tell as much as about {independent:,.0f} independent ones," if independent < count else ""
         more = float(f"{len(self.norms) * (times - 1):.1g}")
         text = f"{count:,} norms{as_much} are too few to find the norm that {as_percent(share)} of them exceed"
-        return f"{text}: record about {more:,.0f} more steps", independent < max(1 / share, FEWEST_INDEPENDENT)
+        is_serious = independent < max(1 / share, FEWEST_INDEPENDENT)
+        return Doubt(f"{text}: record about {more:,.0f} more steps", is_serious)
 
     def after_spikes(self) -> float:
         """The median of the usual norms after the first spike, divided by that before; 1 with few norms on a side."""
@@ -165,23 +171,24 @@ class Series:
         others = ((self.bad, every, 100, "inf or NaN"), (self.zeros, every, 20, "0"))
         for count, total, border, what in (*others, (int(self.spikes.sum()), len(kept), 20, "spikes")):
             if count > total / border:
-                yield f"{count:,} of {total:,} norms are {what}", count > total / 10
+                yield Doubt(f"{count:,} of {total:,} norms are {what}", count > total / 10)
         if self.ending >= _FEW:
-            yield f"the last {self.ending:,} norms are all spikes, inf or NaN", True
+            yield Doubt(f"the last {self.ending:,} norms are all spikes, inf or NaN", is_serious=True)
         if several := levels(kept):
             first, *others = (f"{100 * share:.2g}% are near {level:.4g}" for level, share in several)
             rest = ", ".join([*others[:-1], f"and {others[-1]}"]).replace("are ", "")
-            yield f"the norms have {NUMERALS[len(several)]} levels: {first}, {rest}", True
+            yield Doubt(f"the norms have {NUMERALS[len(several)]} levels: {first}, {rest}", is_serious=True)
         times = float((kept / limit).mean())
         if times > 10:
-            yield f"the mean norm is {times:.3g} times the limit, so a few large norms outweigh all others", True
+            why = f"the mean norm is {times:.3g} times the limit, so a few large norms outweigh all others"
+            yield Doubt(why, is_serious=True)
         same = _equal_largest(self.norms)
         if same >= 3:
             largest = f"{same:,} of {len(self.norms):,} norms are equal to the largest, {float(self.norms.max()):.4g}"
             clipped = "so clip_grad_norm_ or a setting of a trainer probably clipped the gradients before"
-            yield f"{largest}, {clipped}", same >= len(self.norms) / 20
+            yield Doubt(f"{largest}, {clipped}", same >= len(self.norms) / 20)
         if not bool((self.usual > limit).any()):
-            yield "the limit is as large as the largest usual norm", False
+            yield Doubt("the limit is as large as the largest usual norm", is_serious=False)
 
 
 @dataclass(frozen=True)

@@ -153,15 +153,15 @@ def suggested(
     found = [*doubts]
     for name, s in series.items():
         of_series = [*answers[name][1], *s.doubts(limits[name])]
-        found += [(f"in {name!r} {why}" if len(series) > 1 else why, is_serious) for why, is_serious in of_series]
+        found += [d._replace(why=f"in {name!r} {d.why}") if len(series) > 1 else d for d in of_series]
     shares = sorted({*SHARES, share_clipped})
     choices = tuple(Choice.of(name, s, share) for name, s in series.items() for share in shares)
     given = {of_series for of_series, _ in answers.values()}
     answer: Answer = "drifting" if "drifting" in given else "too few" if "too few" in given else "enough"
     spikes = sum(int(s.spikes.sum()) for s in series.values())
-    low = len(found) > 1 or any(is_serious for _, is_serious in found)
+    low = len(found) > 1 or any(doubt.is_serious for doubt in found)
     confidence: Confidence = "low" if low else "medium" if found else "high"
-    reason = "; ".join(why for why, _ in found)
+    reason = "; ".join(doubt.why for doubt in found)
     limit = limits if scope == "group" else limits[scope]
     return Suggestion(limit, spikes, answer, confidence, reason, scope, share_clipped, series, choices, note)
 

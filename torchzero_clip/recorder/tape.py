@@ -75,7 +75,7 @@ class Tape:
         elif places is not None:
             norms = self._spread(norms, places)
         elif self._hidden:
-            self._hidden.clear()
+            self._hidden.clear()  # frozen parameters have gradients now, because the norms are of all
         if passed is not None:
             answers = passed.to(self._steps.dtype).unbind()
             numbers |= {PASSED + name: answer for name, answer in zip(note.undecided, answers, strict=True)}

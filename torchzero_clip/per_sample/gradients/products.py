@@ -33,13 +33,13 @@ class Products(Contribution):
 
     def __init__(self, param: Tensor, inputs: Tensor, outputs: Tensor) -> None:
         self.param, self.batch_size = param, inputs.shape[0]
-        self.inputs, self.outputs = inputs, outputs
+        self.inputs, self.output_grads = inputs, outputs
 
     @override
     def measured(self, reserve: Reserve) -> tuple[Contribution, Tensor]:
-        length, width, height = self.inputs.shape[1], self.inputs.shape[2], self.outputs.shape[2]
+        length, width, height = self.inputs.shape[1], self.inputs.shape[2], self.output_grads.shape[2]
         if length == 1:
-            return self, norms_of_rows(self.inputs) * norms_of_rows(self.outputs)
+            return self, norms_of_rows(self.inputs) * norms_of_rows(self.output_grads)
         sides, area = width + height, width * height
         # stored gradients replace inputs and outputs, and save a second matmul
         if 30 * area < length**2 * sides and self.may_form(reserve):
@@ -51,37 +51,37 @@ class Products(Contribution):
     @override
     def weighted_sum(self, factors: Tensor) -> Tensor:
         factors = factors.to(self.inputs.device, self.inputs.dtype)
-        inputs, outputs = scaled(self.inputs, self.outputs, factors.view(-1, 1, 1))
+        inputs, outputs = scaled(self.inputs, self.output_grads, factors.view(-1, 1, 1))
         if inputs.stride(0) < inputs.stride(1):  # positions first in memory, as in recurrent layers: no copies
             inputs, outputs = inputs.transpose(0, 1), outputs.transpose(0, 1)
         return outputs.flatten(0, 1).t() @ inputs.flatten(0, 1)
 
     @override
     def dense(self, start: int, stop: int) -> Tensor:
-        return torch.bmm(self.outputs[start:stop].transpose(1, 2), self.inputs[start:stop])
+        return torch.bmm(self.output_grads[start:stop].transpose(1, 2), self.inputs[start:stop])
 
     @override
     def make_finite(self) -> None:
-        self.inputs, self.outputs = self.inputs.nan_to_num(0, 0, 0), self.outputs.nan_to_num(0, 0, 0)
+        self.inputs, self.output_grads = self.inputs.nan_to_num(0, 0, 0), self.output_grads.nan_to_num(0, 0, 0)
 
     def joined(self, other: "Products") -> "Products":
         """Both uses as one with the positions of both."""
         inputs = torch.cat([self.inputs, other.inputs], 1)
-        outputs = torch.cat([self.outputs, other.outputs], 1)
+        outputs = torch.cat([self.output_grads, other.output_grads], 1)
         return Products(self.param, inputs, outputs)
 
     def may_form(self, reserve: Reserve) -> bool:
         """Reserve memory for all gradients in place of inputs and outputs."""
         formed = self.batch_size * self.param.numel() * self.inputs.element_size()
-        return reserve(formed, self.inputs.nbytes + self.outputs.nbytes)
+        return reserve(formed, self.inputs.nbytes + self.output_grads.nbytes)
 
     def norms_by(self, inner: Inner, bytes_each: int) -> Tensor:
         """The norms by Gram matrices."""
         bounds = pieces(self.batch_size, bytes_each, limit=GRAM_BYTES)
-        found = [inner(self.inputs[start:stop], self.outputs[start:stop]) for start, stop in bounds]
+        found = [inner(self.inputs[start:stop], self.output_grads[start:stop]) for start, stop in bounds]
         if not found:
             return self.inputs.new_zeros(0, dtype=widest_of(self.inputs))
-        return exact(found, inner, lambda i: (self.inputs[i : i + 1], self.outputs[i : i + 1]))
+        return exact(found, inner, lambda i: (self.inputs[i : i + 1], self.output_grads[i : i + 1]))
 
 
 def scaled(inputs: Tensor, outputs: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:

@@ -27,7 +27,7 @@ class RowProducts(Contribution):
         self, param: Tensor, batch_size: int, inputs: Tensor, outputs: Tensor, cells: Tensor, *, turned: bool = False
     ) -> None:
         self.param, self.batch_size = param, batch_size
-        self.inputs, self.outputs = inputs, outputs
+        self.inputs, self.output_grads = inputs, outputs
         self.cells = cells
         self._turned = turned
 
@@ -48,14 +48,14 @@ class RowProducts(Contribution):
 
         def rows(i: int) -> tuple[Tensor, Tensor]:
             run = slice(int(starts[i]), int(starts[i] + sizes[i]))
-            return self.inputs[None, run], self.outputs[None, run]
+            return self.inputs[None, run], self.output_grads[None, run]
 
         norms = exact(found, gram_norms, rows)
         return self, norms_of_samples(norms, cells[order] % self.batch_size, self.batch_size)
 
     def _groups(self, lengths: list[int]) -> Iterator[tuple[int, int, int]]:
         """The bounds of groups of runs, the longest ones first, and the length that they are padded to."""
-        sides, start = self.inputs.shape[1] + self.outputs.shape[1], 0
+        sides, start = self.inputs.shape[1] + self.output_grads.shape[1], 0
         while start < len(lengths):
             rows = lengths[start]
             longest = rows if rows < 3 else -(-rows // _LANES) * _LANES
@@ -72,12 +72,14 @@ class RowProducts(Contribution):
     def _norms(self, starts: Tensor, sizes: Tensor, longest: int) -> tuple[Tensor, Tensor, Tensor]:
         """The norms of products, inputs and output gradients of runs of rows, which are padded with zeros."""
         if longest == 1:
-            norms = [norms_of_rows(x.index_select(0, starts)) for x in (self.inputs, self.outputs)]
+            norms = [norms_of_rows(x.index_select(0, starts)) for x in (self.inputs, self.output_grads)]
             return norms[0] * norms[1], norms[0], norms[1]
         places = torch.arange(longest, device=sizes.device)
         # padding reads the last row of the run again, and gets zeros below
         index = (starts[:, None] + torch.minimum(places, sizes[:, None] - 1)).flatten()
-        inputs, outputs = (x.index_select(0, index).view(len(starts), longest, -1) for x in (self.inputs, self.outputs))
+        inputs, outputs = (
+            x.index_select(0, index).view(len(starts), longest, -1) for x in (self.inputs, self.output_grads)
+        )
         padding = (places >= sizes[:, None])[..., None]
         width, height = inputs.shape[2], outputs.shape[2]
         (inputs if width < height else outputs).masked_fill_(padding, 0)  # enough, because a product with 0 is 0
@@ -90,7 +92,7 @@ class RowProducts(Contribution):
     @override
     def weighted_sum(self, factors: Tensor) -> Tensor:
         factors = factors.to(self.inputs.device, self.inputs.dtype)[self.cells % self.batch_size]
-        inputs, outputs = scaled(self.inputs, self.outputs, factors[:, None])
+        inputs, outputs = scaled(self.inputs, self.output_grads, factors[:, None])
         return self._stacked(inputs, outputs, self.cells // self.batch_size)
 
     @override
@@ -98,16 +100,16 @@ class RowProducts(Contribution):
         samples = self.cells % self.batch_size
         chosen = [(samples == i).nonzero()[:, 0] for i in range(start, stop)]
         weights = self.cells // self.batch_size
-        each = [self._stacked(self.inputs[rows], self.outputs[rows], weights[rows]) for rows in chosen]
+        each = [self._stacked(self.inputs[rows], self.output_grads[rows], weights[rows]) for rows in chosen]
         return torch.stack(each) if each else self.inputs.new_empty(0, *self.param.shape)
 
     @override
     def make_finite(self) -> None:
-        self.inputs, self.outputs = self.inputs.nan_to_num(0, 0, 0), self.outputs.nan_to_num(0, 0, 0)
+        self.inputs, self.output_grads = self.inputs.nan_to_num(0, 0, 0), self.output_grads.nan_to_num(0, 0, 0)
 
     def joined(self, other: "RowProducts") -> "RowProducts":
         """Both uses as one with the rows of both."""
-        rows = ((self.inputs, other.inputs), (self.outputs, other.outputs), (self.cells, other.cells))
+        rows = ((self.inputs, other.inputs), (self.output_grads, other.output_grads), (self.cells, other.cells))
         joined = RowProducts.sorted(self.param, self.batch_size, *(torch.cat(pair) for pair in rows))
         joined._turned = self._turned
         return joined
@@ -168,7 +170,7 @@ class SparseRows(Contribution):
         result = self.values.new_zeros(self.batch_size, dtype=widest_of(self.values))
         for i in range(self.batch_size):
             mine = self.samples == i
-            weights = products.outputs[i].index_select(1, self.index[mine])  # (positions there, values here)
+            weights = products.output_grads[i].index_select(1, self.index[mine])  # (positions there, values here)
             angles = products.inputs[i] @ self.values[mine].t().to(products.inputs.dtype)
             result[i] = (weights * angles).sum(dtype=result.dtype)
         return result
@@ -184,8 +186,8 @@ def regrouped(part: Contribution, rows: Tensor | int, count: int) -> Contributio
     ``rows`` has the sample of each row. If the rows of each sample follow each other, in order, it is their number.
     """
     if isinstance(rows, int):
-        if type(part) is Products:
-            return Products(part.param, *(x.reshape(count, -1, x.shape[-1]) for x in (part.inputs, part.outputs)))
+        if type(part) is Products:  # a convolution is one too, whose positions are not in a dimension of their own
+            return Products(part.param, *(x.reshape(count, -1, x.shape[-1]) for x in (part.inputs, part.output_grads)))
         rows = torch.arange(count, device=part.param.device).repeat_interleave(rows)
     rows = rows.flatten().to(part.param.device)
     if not len(rows):
@@ -195,7 +197,7 @@ def regrouped(part: Contribution, rows: Tensor | int, count: int) -> Contributio
     if isinstance(part, SparseRows):
         return SparseRows(part.param, count, rows[part.samples], part.index, part.values)
     if type(part) is Products:
-        inputs, outputs = part.inputs, part.outputs
+        inputs, outputs = part.inputs, part.output_grads
         in_turn = torch.arange(count, device=rows.device).repeat_interleave(len(rows) // max(count, 1))
         order = None if torch.equal(rows, in_turn) else rows.argsort(stable=True)
         if order is None or torch.equal(rows[order], in_turn):  # the samples have equally many

@@ -235,7 +235,7 @@ class GradSampleModuleFastGradientClipping(nn.Module):
         (grad,), inputs = forward_output, tuple(x.detach() for x in _forward_input)
         size = inputs[0].shape[0 if batch_first else 1]
         self._engine.forward = Forward(inputs, 0 if batch_first else 1)
-        self._engine.forward.outside_model = True
+        self._engine.forward.outside_model = True  # no output of the model is known, so each row counts as a sample
         layer = CapturedLayer(self._engine, type(module).__name__, module, GENERIC, trainable(module), EMPTY)
         scale = {("mean", "sum"): size, ("sum", "mean"): 1 / max(size, 1)}.get((loss_reduction, self.loss_reduction), 1)
         with torch.enable_grad():

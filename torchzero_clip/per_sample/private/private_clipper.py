@@ -131,7 +131,7 @@ class PrivateGradientClipper(PerSampleGradientClipper):
         attachment.before_forward(self._buffers.forward_began, prepend=sharded)
         if sharded:
             attachment.before_forward(self._forward_began, prepend=True)
-        before_steps(self, PrivateGradientClipper._refuse_step)
+        before_steps(self, PrivateGradientClipper._refuse_step)  # unbound, so that it keeps no clipper alive
 
     @property
     def noise_multiplier(self) -> float:

@@ -100,8 +100,10 @@ class Convolved(Products):
 
     @override
     def weighted_sum(self, factors: Tensor) -> Tensor:
-        scale = factors.to(self.outputs.device, self.outputs.dtype).view(-1, *[1] * (self.outputs.ndim - 1))
-        return self._weight_grad(self.inputs, self.outputs * scale, 1)
+        scale = factors.to(self.output_grads.device, self.output_grads.dtype).view(
+            -1, *[1] * (self.output_grads.ndim - 1)
+        )
+        return self._weight_grad(self.inputs, self.output_grads * scale, 1)
 
     @override
     def dense(self, start: int, stop: int) -> Tensor:
@@ -110,11 +112,11 @@ class Convolved(Products):
         if channels < GROUPED or (options.groups == channels and math.prod(options.kernel) > TAPS):
             return self._by_patches(start, stop)
         runs = [self._by_groups(start + a, start + b) for a, b in pieces(stop - start, 1, limit=GROUPED)]
-        return runs[0] if len(runs) == 1 else torch.cat([self.outputs.new_empty(0, *self.param.shape), *runs])
+        return runs[0] if len(runs) == 1 else torch.cat([self.output_grads.new_empty(0, *self.param.shape), *runs])
 
     def _costs(self) -> tuple[int, float]:
         """The numbers of multiplications for the gradient of a sample, and for its Gram matrices."""
-        options, positions, outputs = self._options, self.outputs.shape[2:], self.param.shape[0]
+        options, positions, outputs = self._options, self.output_grads.shape[2:], self.param.shape[0]
         formed = positions.numel() * self.param.numel()
         if options.groups != 1:
             return formed, math.inf
@@ -150,21 +152,23 @@ class Convolved(Products):
 
     def _by_groups(self, start: int, stop: int) -> Tensor:
         """The gradients of a few samples, from one convolution in which every sample is a group."""
-        inputs, outputs = (x[start:stop].reshape(1, -1, *x.shape[2:]) for x in (self.inputs, self.outputs))
+        inputs, outputs = (x[start:stop].reshape(1, -1, *x.shape[2:]) for x in (self.inputs, self.output_grads))
         return self._weight_grad(inputs, outputs, stop - start).view(stop - start, *self.param.shape)
 
     def _by_patches(self, start: int, stop: int) -> Tensor:
         """The gradients of samples as products of patches and output gradients."""
-        groups, length = self._options.groups, self.outputs.shape[2:].numel()
+        groups, length = self._options.groups, self.output_grads.shape[2:].numel()
         outputs, patch = self.param.shape[0] // groups, self.param.shape[1:].numel()
         # matmuls are faster if rows fill whole vector registers, which 3 x 3 x 3 does not
         turned = groups == 1 and patch % _LANES != 0
         shape = (patch, outputs) if turned else (outputs, patch)
-        result = self.outputs.new_empty(stop - start, groups, *shape)
-        for first, last in pieces(stop - start, groups * patch * length * self.outputs.element_size(), limit=PATCHES):
+        result = self.output_grads.new_empty(stop - start, groups, *shape)
+        for first, last in pieces(
+            stop - start, groups * patch * length * self.output_grads.element_size(), limit=PATCHES
+        ):
             x = self._options.padded(self.inputs[start + first : start + last]).contiguous()
             patches = self._windows(x).reshape(-1, patch, length)
-            grad = self.outputs[start + first : start + last].reshape(-1, outputs, length)
+            grad = self.output_grads[start + first : start + last].reshape(-1, outputs, length)
             left, right = (patches, grad) if turned else (grad, patches)
             torch.bmm(left, right.transpose(1, 2), out=result[first:last].view(-1, *shape))
         result = result.transpose(2, 3) if turned else result
@@ -178,7 +182,7 @@ class Convolved(Products):
         options = self._options
         inside = [step * gap for step, gap in zip(x.stride()[2:], options.dilation, strict=True)]
         between = [step * stride for step, stride in zip(x.stride()[2:], options.stride, strict=True)]
-        size = (*x.shape[:2], *options.kernel, *self.outputs.shape[2:])
+        size = (*x.shape[:2], *options.kernel, *self.output_grads.shape[2:])
         return x.as_strided(size, (*x.stride()[:2], *inside, *between))
 
 

@@ -27,8 +27,8 @@ def copy_of(
 ) -> Tensor:
     """A view of the value of a parameter for each sample, whose gradients are the per-sample gradients.
 
-    If the samples are not ``ordered``, a view is for a row. The proof finds its sample, or that all samples share it,
-    for which ``on_shared`` is asked.
+    Without ``ordered``, each view belongs to one row of the input. The proof finds the sample of the row. If all
+    samples share it, the proof calls ``on_shared``.
     """
 
     def contribute(where: Any, grad: Tensor) -> list[Dense]:
@@ -44,7 +44,7 @@ def _never() -> bool:
     return False
 
 
-class Bare(nn.Module):
+class WithoutHooks(nn.Module):
     """The forward of a module without its hooks, which have run already."""
 
     def __init__(self, inner: nn.Module) -> None:
@@ -73,7 +73,7 @@ class EmptyRule(Rule):
         zeros = {name: copy_of(layer, param, x, 0).sum(0) for name, (param, x) in params.items()}
         nothing = torch.stack([x.sum() for x in zeros.values()]).sum()
         now = {f"inner.{name}": x.detach() + zeros[name] for name, (_, x) in params.items()}
-        output = functional_call(Bare(layer.module), now, args, kwargs)
+        output = functional_call(WithoutHooks(layer.module), now, args, kwargs)
         return pytree.tree_map_only(Tensor, lambda x: x + nothing.to(x.dtype), output)
 
 

@@ -22,7 +22,10 @@ STACKS = ("gate_up_proj", "up_proj", "down_proj")
 
 
 def is_experts(module: nn.Module) -> bool:
-    """True for modules of classes that `use_experts_implementation` of transformers has made."""
+    """True for modules of classes that `use_experts_implementation` of transformers has made.
+
+    The decorator leaves no mark, so they are known by the attributes that it sets.
+    """
     own = {name.removesuffix("_bias") for name, _ in module.named_parameters()}
     return all(hasattr(module, name) for name in SETTINGS) and own <= {*STACKS}
 
@@ -42,6 +45,7 @@ class ExpertsRule(Rule):
     @override
     def run(self, layer: CapturedLayer, /, *args: Any, **kwargs: Any) -> Tensor:
         module: Any = layer.module
+        # the order of transformers
         tokens, chosen, shares = inspect.signature(type(module).forward).bind(module, *args, **kwargs).args[1:]
         if not len(tokens):
             empty: Any = EMPTY.run(layer, *args, **kwargs)

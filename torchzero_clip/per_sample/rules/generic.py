@@ -34,7 +34,7 @@ from torchzero_clip.per_sample.gradients.autograd_graph import nodes_of
 from torchzero_clip.per_sample.hooks import Hook
 from torchzero_clip.per_sample.modes import Mode, attribute_read
 from torchzero_clip.per_sample.processes.sharding import storages_of
-from torchzero_clip.per_sample.rules.copies import EMPTY, Bare, copy_of
+from torchzero_clip.per_sample.rules.copies import EMPTY, WithoutHooks, copy_of
 from torchzero_clip.per_sample.rules.outside import find_functions, hook_modules
 from torchzero_clip.per_sample.rules.state import ModuleState
 from torchzero_clip.per_sample.samples.graph import CHECKPOINT
@@ -164,8 +164,8 @@ class _One:
     ) -> None:
         self._layer, self._leaves, self._structure, self._dims = layer, leaves, structure, dims
         self._output_dim = output_dim
-        self._bare, self._inside = Bare(layer.module), _Inside(layer)
-        self.gets_cache = any(hasattr(x, "get_seq_length") for x in leaves)  # of transformers
+        self._bare, self._inside = WithoutHooks(layer.module), _Inside(layer)
+        self.gets_cache = any(hasattr(x, "get_seq_length") for x in leaves)  # of transformers, which is not imported
         self._output: tuple[list[Any], Any] = [], None  # what it holds beside tensors, and its structure
         self._output_dims: dict[int, int | None] = {}  # of its tensors
 

@@ -11,7 +11,7 @@ from torchzero_clip.compat import pytree
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
 from torchzero_clip.per_sample.gradients.contributions import Contribution, Dense
 from torchzero_clip.per_sample.gradients.row_norms import wide
-from torchzero_clip.per_sample.rules.copies import Bare
+from torchzero_clip.per_sample.rules.copies import WithoutHooks
 from torchzero_clip.per_sample.samples.call import LayerInput
 from torchzero_clip.per_sample.samples.pattern import Place
 
@@ -45,7 +45,7 @@ class RegisteredRule(Rule):
         params = {f"inner.{name}": param.detach() for name, param in layer.module.named_parameters()}
         layer.capture.runs_whole = True
         try:
-            output = functional_call(Bare(layer.module), params, args, kwargs)
+            output = functional_call(WithoutHooks(layer.module), params, args, kwargs)
         finally:
             layer.capture.runs_whole = False
         if not isinstance(output, Tensor):

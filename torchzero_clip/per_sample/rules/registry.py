@@ -88,10 +88,11 @@ def register_rule(module_class: type[nn.Module], per_sample_gradients: PerSample
 def rule_for(module: nn.Module) -> Rule | None:
     """The rule for a module; None for a container without own parameters or a rule for the whole of it."""
     kind = type(module)
-    if isinstance(module, torch.jit.ScriptModule):
+    if isinstance(module, torch.jit.ScriptModule):  # `refusal` has raised for one that trains
         return None
     run = [getattr(kind, name, None) for name in RUNS]  # a class that overrides one of them has no rule
     found = next((RULES[c] for c in kind.__mro__ if c in RULES and run == [getattr(c, n, None) for n in RUNS]), None)
+    # an instance may have a convolution of its own, whose gradient the rule would not know
     if parametrize.is_parametrized(module) or "_conv_forward" in vars(module):
         return GENERIC
     if found is not None and found.covers_submodules:  # before the names of parameters are asked for, which vary

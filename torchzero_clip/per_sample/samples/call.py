@@ -16,7 +16,8 @@ from torchzero_clip.per_sample.samples.pattern import Pattern, Place, kinds_of_s
 Contribute = Callable[..., Iterable[Contribution]]
 """Makes contributions from the place of the samples, the gradient, the inputs that are kept, and the number of samples.
 
-With a `Call.reduce`, these are of the samples; else of rows, as if each row were a sample.
+With a `Call.reduce`, these are of the samples. Else there is one for each row, and `Call.contributions` adds up those
+of a sample.
 """
 Reduce = Callable[[Tensor], Tensor]
 
@@ -115,6 +116,7 @@ class Call:
 
 def call_of(node: object) -> Call | None:
     """The call of a layer that a function of the graph watches; None for any other function."""
+    # a node of the graph is the ``ctx`` of its `torch.autograd.Function`, so it has what the forward has set there
     call = getattr(node, "call", None)
     return call if isinstance(call, Call) else None  # functions of users may have an attribute of that name
 

@@ -93,6 +93,7 @@ class Graph:
                     saved.append(tuple(value) if isinstance(value, list) else value)
                 if kind.views:
                     saved.append(_sizes_of_view(node, self.count))
+            # only `shorten` leaves metadata of this kind
             edges, metadata = cast(Any, node.next_functions), cast(Any, node.metadata) if kind.name == CAT else {}
             if SHORTCUT in metadata:
                 name, edges = metadata[SHORTCUT]
@@ -111,7 +112,7 @@ class Graph:
         return said, saved, moving
 
     @property
-    def is_narrow(self) -> bool:
+    def has_float16(self) -> bool:
         """True if a part of the graph computes in float16, which has no room for large factors."""
         # the shapes and dtypes of outputs have no public name, see `shape_of`
         return any(part.dtype == torch.float16 for node in self.nodes for part in node._input_metadata)

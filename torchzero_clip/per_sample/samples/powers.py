@@ -19,18 +19,18 @@ _PIECE = 1 << 22  # bytes of gradients that are compared at a time
 _WIDE = tuple(range(1, 65, 9))
 """The exponents of two. In float32, gradients of up to 2**63 do not overflow. If a row gets
 the mean of up to 256 samples, or if the backward squares or takes the sign, the ratio is none of these powers."""
-NARROW = (-1, 1)
+OF_FLOAT16 = (-1, 1)
 """The exponents in float16, where larger ones overflow."""
 _SMALL = 2.0**26  # times the smallest normal number: larger gradients and their multiples are rounded alike
-SMALL_NARROW = 2.0**4
+SMALL_FLOAT16 = 2.0**4
 UNDERFLOW = 4.0  # in smallest normal numbers: what underflow may change in an entry of a row
 
 
 class Powers:
     """The factor of each of ``count`` samples in each further backward."""
 
-    def __init__(self, count: int, random: Random, *, narrow: bool = False) -> None:
-        self.exponents: Sequence[int] = NARROW if narrow else _WIDE
+    def __init__(self, count: int, random: Random, *, float16: bool = False) -> None:
+        self.exponents: Sequence[int] = OF_FLOAT16 if float16 else _WIDE
         self._factors = [sign * 2.0**exponent for sign in (1, -1) for exponent in self.exponents]
         self.passes = 1
         while len(self._factors) ** self.passes < count:
@@ -94,7 +94,7 @@ class Powers:
             share, fits = torch.where(fits, share, -share), fits | others
         result = torch.where(fits, 1 + nearest + len(self.exponents) * share.signbit(), 0)
         # rows that are too small or not finite have no ratio, except if their multiple is far too large for any factor
-        small = info.tiny * (_SMALL if min(self.exponents) >= 0 else SMALL_NARROW)
+        small = info.tiny * (_SMALL if min(self.exponents) >= 0 else SMALL_FLOAT16)
         if ((largest >= small) & (largest_multiple < torch.inf)).all():
             return result
         may_be_multiple = (largest > 0) & (largest_multiple < largest * 4 * 2.0 ** max(self.exponents))

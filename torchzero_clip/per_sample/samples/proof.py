@@ -77,7 +77,7 @@ class Proof:
         late: Mapping[Call, Trace] | None = None,
     ) -> None:
         self.graph, self.known, self.count, self._strict = graph, known, len(half), strict
-        self._powers = Powers(self.count, random, narrow=graph.is_narrow)
+        self._powers = Powers(self.count, random, float16=graph.has_float16)
         self._half, self._exact = half, graph.is_exact
         self._has_nan = strict or not known.needs_each_step
         self.traces = dict(late or {})

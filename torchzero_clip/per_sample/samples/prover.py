@@ -58,7 +58,7 @@ class Prover:
         self._kept: Graph | None = None  # a graph that is kept, because some calls were silent in its proof
         self._late: dict[Call, Trace] = {}  # those of them that got a gradient after all
         self._known = KnownGraphs()
-        self._random = Random(0)
+        self._random = Random(0)  # the same numbers in every run, so that an error comes again
 
     def plan(self, losses: Tensor) -> int:
         """Begin `backward(losses)`. Return the number of further backwards that it needs."""
