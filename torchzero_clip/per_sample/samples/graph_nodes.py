@@ -39,42 +39,28 @@ tensor1 tensor2 v value values vec vec1 vec2 weight weight0 weight1 weight2 weig
 """
 _OF_LOSSES = "is_target target targets total_weight pos_weight"
 _SEEDS = "philox_offset philox_seed rng_state unused"
-SAFE_ARGUMENTS = frozenset(f"{_FLOATS} {_OF_LOSSES} {_SEEDS}".split())
+_SAFE_ARGUMENTS = frozenset(f"{_FLOATS} {_OF_LOSSES} {_SEEDS}".split())
 """Names of saved tensors that move no rows: floats, the targets of losses, and random seeds."""
 
-FIXED = frozenset(
-    f"{name}Backward{number}"
-    for number in range(2)
-    for name in (
-        *("MaskedFill", "NativeDropout", "FusedDropout", "MaskedSoftmax", "Rrelu", "RreluWithNoise", "LogSigmoid"),
-        *("NativeLayerNorm", "FusedRmsNorm", "NativeGroupNorm", "NativeBatchNorm", "NativeBatchNormLegit"),
-        *("NativeBatchNormLegitNoTraining", "StdMean", "VarMean", "CudnnBatchNorm", "MiopenBatchNorm", "NllLoss"),
-        *("NllLoss2D", "CtcLoss"),
-        *("CudnnRnn", "MiopenRnn", "MkldnnRnnLayer", "LstmMps", "ThnnFusedLstmCell", "ThnnFusedGruCell", "Convolution"),
-        *("ScaledDotProductFlashAttentionForCpu", "ScaledDotProductFlashAttention", "ScaledDotProductCudnnAttention"),
-        *("ScaledDotProductEfficientAttention", "ScaledDotProductFusedAttentionOverrideable", "MultilabelMarginLoss"),
-    )
-)
+_OF_BATCHES = """
+Convolution CtcLoss CudnnBatchNorm CudnnRnn FusedDropout FusedRmsNorm LogSigmoid LstmMps MaskedFill MaskedSoftmax
+MiopenBatchNorm MiopenRnn MkldnnRnnLayer MultilabelMarginLoss NativeBatchNorm NativeBatchNormLegit
+NativeBatchNormLegitNoTraining NativeDropout NativeGroupNorm NativeLayerNorm NllLoss NllLoss2D Rrelu RreluWithNoise
+ScaledDotProductCudnnAttention ScaledDotProductEfficientAttention ScaledDotProductFlashAttention
+ScaledDotProductFlashAttentionForCpu ScaledDotProductFusedAttentionOverrideable StdMean ThnnFusedGruCell
+ThnnFusedLstmCell VarMean
+"""
+_FIXED = frozenset(_OF_BATCHES.split())
 """Functions that save other tensors, but leave each row in its place: masks, statistics, and workspaces."""
 
-CHOICES = frozenset(
-    f"{name}Backward{number}"
-    for number in range(2)
-    for name in ("Where", "Maximum", "Minimum", "Fmax", "Fmin", "Clamp", "ClampMin", "ClampMax")
-)
+_CHOICES = frozenset({"Clamp", "ClampMax", "ClampMin", "Fmax", "Fmin", "Maximum", "Minimum", "Where"})
 """Functions that choose between two arguments by values. With one gradient, they are masks."""
 
-POOLING = {
-    f"{name}Backward0": dims
-    for names, dims in (
-        (("MaxPool2DWithIndices", "AdaptiveMaxPool2D", "FractionalMaxPool2D", "MaxUnpool2D", "GridSampler2D"), 2),
-        (("MaxPool3DWithIndices", "AdaptiveMaxPool3D", "FractionalMaxPool3D", "MaxUnpool3D", "GridSampler3D"), 3),
-    )
-    for name in names
-}
-"""Functions that move entries along their last dimensions only."""
+_IN_2D = "AdaptiveMaxPool2D FractionalMaxPool2D GridSampler2D MaxPool2DWithIndices MaxUnpool2D"
+_POOLING = {name.replace("2D", f"{dims}D"): dims for dims in (2, 3) for name in _IN_2D.split()}
+"""Functions that move entries along their last dimensions only, and how many these are."""
 
-BY_EQUALITY = frozenset({"MaxBackward1", "MinBackward1", "MedianBackward0", "NanmedianBackward0", "RenormBackward0"})
+_BY_EQUALITY = frozenset({"MaxBackward1", "MinBackward1", "MedianBackward0", "NanmedianBackward0", "RenormBackward0"})
 """Functions of floats that move rows by the values of floats. NaN would not show it."""
 
 _IDENTITIES = BackwardHookFunction, DDPSink
@@ -84,17 +70,17 @@ Other functions in Python count as moving rows anywhere, unless they declare ``k
 function is proved, which is slower but never wrong.
 """
 
-SIZES = "_info", "_output_size", "_scalar_type", "_numel", "_options", "_p", "_eps"
+_SIZES = "_info", "_output_size", "_scalar_type", "_numel", "_options", "_p", "_eps"
 """The ends of names of saved sizes and floats."""
 
-MAY_BE_SPARSE = {
-    "MmBackward0": ("self", "mat2"),
-    "AddmmBackward0": ("mat1", "mat2"),
-    "BmmBackward0": ("self", "mat2"),
-    "BaddbmmBackward0": ("batch1", "batch2"),
-    "MvBackward0": ("self",),
-    "AddmvBackward0": ("mat",),
-    "TriangularSolveBackward0": ("A",),
+_MAY_BE_SPARSE = {
+    "Mm": ("self", "mat2"),
+    "Addmm": ("mat1", "mat2"),
+    "Bmm": ("self", "mat2"),
+    "Baddbmm": ("batch1", "batch2"),
+    "Mv": ("self",),
+    "Addmv": ("mat",),
+    "TriangularSolve": ("A",),
 }
 """The matrices of products. NaN does not pass the zeros of a sparse one, so these may let rows move."""
 _PLAIN = frozenset({"AccumulateGrad", "CopyBackwards"})  # which save nothing
@@ -158,20 +144,22 @@ def _of_torch(node: Node) -> NodeKind:
     tensors = {attribute for attribute in names if hasattr(cls, f"_raw{attribute}")}
     numbers = tuple(attribute for attribute in names if attribute not in tensors and not _is_size(attribute))
     kind = partial(NodeKind, name, numbers, "_saved_self_sym_sizes" in names, saves=bool(tensors))
-    if name in _PLAIN or name in FIXED:
+    function = name.partition("Backward")[0]
+    if name in _PLAIN or function in _FIXED:
         return kind()
     is_unknown = name != node.name() or name == "CopySlices"  # such as functions of extensions in C++
-    if is_unknown or name in BY_EQUALITY or "Sparse" in name or "Nested" in name:
+    if is_unknown or name in _BY_EQUALITY or "Sparse" in name or "Nested" in name:
         return kind(moves_anywhere=_always)
-    if name in CHOICES:
+    if function in _CHOICES:
         return kind(moves_anywhere=_has_two_gradients)
-    if name in MAY_BE_SPARSE:
-        matrices = MAY_BE_SPARSE[name]
+    if function in _MAY_BE_SPARSE:
+        matrices = _MAY_BE_SPARSE[function]
         axes = _axes_of_product if len(matrices) > 1 else None
         return kind(moves_anywhere=partial(_is_sparse, matrices), axes=axes, reads=matrices)
-    if name in POOLING:
-        return kind(axes=partial(_last, POOLING[name]), inputs=lambda _: range(-POOLING[name], 0))
-    if SAFE_ARGUMENTS.issuperset(attribute.removeprefix("_saved_") for attribute in tensors):
+    if function in _POOLING:
+        count = _POOLING[function]
+        return kind(axes=partial(_last, count), inputs=lambda _: range(-count, 0))
+    if _SAFE_ARGUMENTS.issuperset(attribute.removeprefix("_saved_") for attribute in tensors):
         return kind()
     if name in ("IndexBackward0", "IndexPutBackward0", "UnsafeIndexBackward0"):
         return kind(axes=partial(_indexed, puts="Put" in name), inputs=_indexed_of_input, reads=("indices",))
@@ -183,7 +171,7 @@ def _of_torch(node: Node) -> NodeKind:
 
 
 def _is_size(attribute: str) -> bool:
-    return "_sym_" in attribute or attribute.endswith(SIZES)
+    return "_sym_" in attribute or attribute.endswith(_SIZES)
 
 
 def _of_python(node: Any, made_by: Any) -> NodeKind:
