@@ -59,7 +59,7 @@ def never_a_frame(function: _F) -> _F:
 
 
 def in_subclass(kind: type[_T], tensor: Tensor) -> _T:
-    """A tensor of a subclass in the memory of another one. For autograd, it is no view as that of ``as_subclass``."""
+    """A tensor of a subclass in the memory of another one. Autograd sees a new tensor; with ``as_subclass``, a view."""
     return torch.Tensor._make_subclass(kind, tensor)
 
 
@@ -258,5 +258,5 @@ def warn_user(text: str) -> None:
 
 def has_fused_kernels(tensor: Tensor) -> bool:
     """True if torch has fused kernels of optimizers for the device of a tensor."""
-    # the CPU is in torch's list too, which takes longer
+    # torch's list has the CPU too, but to ask for it takes longer
     return tensor.is_cpu or tensor.device.type in _get_fused_kernels_supported_devices()

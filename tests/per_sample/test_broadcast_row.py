@@ -259,6 +259,12 @@ def changed_twice(m):
     return first + m.p.exp()
 
 
+def without_a_gradient(m):
+    row = m.p.exp()
+    m.p.grad, m.p.requires_grad, row.grad = None, True, None
+    return row * m.p
+
+
 def in_a_loop(m):
     row, total = m.p.softmax(0), 0
     for _ in range(3):
@@ -266,7 +272,7 @@ def in_a_loop(m):
     return total
 
 
-@pytest.mark.parametrize("use", [clamped, looked_at, replaced, changed_twice, in_a_loop])
+@pytest.mark.parametrize("use", [clamped, looked_at, replaced, changed_twice, without_a_gradient, in_a_loop])
 def test_parameters_may_be_read_and_changed_without_gradients_in_the_forward(use):
     model, x = bare(lambda m, x: m.lin(x) * use(m), 4, 3).double(), torch.randn(5, 4, 3).double()
     model.p.data[0, 0] = 2.0

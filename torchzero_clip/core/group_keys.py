@@ -53,7 +53,7 @@ def why_refused(group: Mapping[str, object], nodes: Nodes, shown: Iterable[str] 
         elif key in torchs or any(key in arguments for arguments in _signatures(_derived(Transform))):
             is_lost = has_effect(value)
         else:
-            # a key of another package may look like one of ours, so that it needs more likeness than in an error
+            # keys of other packages may resemble ours, so more likeness is needed than in errors
             is_lost = "/" in key or nearest(key, stored, likeness=0.85) is not None
         unknown += [key] if is_lost and not owners else []
     if not unknown:

@@ -62,7 +62,7 @@ class DeviceDecisions:
     """The decision about the step that runs, and the counts of all steps about which the device has decided."""
 
     send: Callable[[Tensor], Arriving] = Sent
-    """Sends numbers to the host without waiting. Tests of CPUs set another way."""
+    """Sends numbers to the host without waiting. Tests on the CPU replace it."""
 
     def __init__(self, names: Sequence[str], device: torch.device) -> None:
         dtype = widest(device)

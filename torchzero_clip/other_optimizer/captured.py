@@ -66,7 +66,7 @@ class CapturedStep:
     """Takes the steps of an optimizer, as replays of a CUDA graph where it can. `captured` makes it."""
 
     capture: Callable[[Callable[[], object], torch.device], Replayable] = staticmethod(_captured_graph)
-    """Captures a call on a device, without carrying it out. Tests of CPUs set another way."""
+    """Captures a call on a device, without carrying it out. Tests on the CPU replace it."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer

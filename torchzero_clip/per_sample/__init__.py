@@ -1,6 +1,6 @@
 """Clipping of the gradient of every sample, for the user's own model. It does not use `Modular`.
 
-To read it, in this order. Each line imports only from earlier ones: see `LEVELS` in ``tests/test_layers.py``.
+To read it, in this order. Each line imports from itself and earlier ones: see `LEVELS` in ``tests/test_layers.py``.
 
 1. `norm_clippers` makes factors of norms, and `whole` finds modules that run sample by sample. `arguments`,
    `function_names`, `hooks` and `modes` are tools, and `processes` is what several processes agree on.

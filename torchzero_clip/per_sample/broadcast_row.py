@@ -35,7 +35,7 @@ from torchzero_clip.per_sample.function_names import EXPANSIONS, HOOKS, OF_DTYPE
 from torchzero_clip.per_sample.gradients.autograd_graph import nodes_of
 from torchzero_clip.per_sample.gradients.contributions import Dense
 from torchzero_clip.per_sample.gradients.row_norms import wide
-from torchzero_clip.per_sample.modes import attribute_read
+from torchzero_clip.per_sample.modes import attribute_read, sets_data
 from torchzero_clip.per_sample.processes.sharding import storages_of
 from torchzero_clip.per_sample.rows_layer import RowsLayer
 from torchzero_clip.per_sample.samples.call import LayerInput, rows_first
@@ -139,9 +139,11 @@ class BroadcastRow(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         with DisableTorchFunctionSubclass():
-            if name == "__set__":
+            if sets_data(func):
                 args[0]._layer.misuse = "an assignment to .data", args[0]._layer.capture.running is args[0]._layer
                 args[0]._layer.refuse_row()
+            if name == "__set__":
+                return func(*args)
             if attribute_read(func) is not None:  # such as `shape`, or `T`, which is a row
                 return args[0].rows_in(func(*args))
             leaves, rebuilt = flattened(args, kwargs)
@@ -174,14 +176,14 @@ def row_of(layer: RowsLayer, each: Tensor) -> Tensor:
 def row_of_param(source: Source, param: nn.Parameter, value: Tensor, count: int) -> Tensor:
     """Return the value of a parameter as a row for ``count`` samples, or as it is for one."""
     if count == 1:
-        return source.each().unbind()[0]  # other than ``[0]``, it cannot be changed in place
+        return source.each().unbind()[0]  # unlike that of ``[0]``, a view of unbind cannot be changed in place
     row = _first_row(value, source, count)
     row._param = param
     return row
 
 
 def _first_row(value: Tensor | list[Tensor], source: Source, count: int) -> BroadcastRow:
-    """The row of a source, for the functions that make other rows of it. If it is in a list, it may change in place."""
+    """The row of a source, for functions that make other rows of it. In a list, the value may be changed in place."""
     never_traced(BroadcastRow)
     source.layer.misuse = None
     row: Any = _Start.apply(source.layer.capture.anchor, value, source)
@@ -198,7 +200,7 @@ class _Start(torch.autograd.Function):
     @override
     def forward(ctx: Any, anchor: Tensor, value: Tensor | list[Tensor], source: Source) -> Tensor:
         ctx.source = source
-        # for autograd, what came in a list is created here; a view that is created here cannot be changed in place
+        # autograd takes a value in a list as created here; one outside is a view, which cannot be changed in place
         return in_subclass(BroadcastRow, value[0]) if isinstance(value, list) else value.as_subclass(BroadcastRow)
 
     @staticmethod
@@ -470,7 +472,7 @@ def _named(layer: RowsLayer) -> Generator[None]:
 
 
 def _keep(saved: Tensor) -> tuple[Tensor, int]:
-    """What a graph keeps of a tensor: without its graph, which may be the same, and with its version."""
+    """What a graph keeps of a tensor: its version too, and not the graph of the tensor, which may be this one."""
     return saved.detach(), saved._version
 
 

@@ -17,6 +17,11 @@ def attribute_read(func: Any) -> str | None:
     return func.__self__.__name__ if getattr(func, "__name__", "") == "__get__" else None
 
 
+def sets_data(func: Any) -> bool:
+    """True for ``x.data = ...``."""
+    return getattr(func, "__name__", "") == "__set__" and func.__self__.__name__ == "data"
+
+
 class Mode(TorchFunctionMode, ABC):
     """Sees the functions that run in its block. `torch.compile` compiles them, unless `replaces` is True."""
 

@@ -16,7 +16,7 @@ from torchzero_clip.recorder.record import Record
 Send: TypeAlias = Callable[[int, dict[str, float]], object]
 
 EARLIER = 200  # how many earlier steps give the usual norm
-_TOP = 3  # layers that are looked at in a write, those with the largest norms
+_TOP = 3  # layers of a write by their norms, in units of their usual ones, and as many by their update ratios
 HIGH = 2.0  # times its usual norm: such a layer gets a curve of its own
 _MOST_LAYERS = 20  # that have curves
 _STEP = "gradients/step"

@@ -32,7 +32,7 @@ SURE = 0.95  # the probability of it
 ADAPTS = "A limit that adapts follows such norms: ZClip(max_norm=None)."
 BLOCKS = 20  # equal parts of a run, by which drifts are found
 DEVIATION = 1.4826  # the standard deviation of a normal distribution, in median distances from the median
-SPREAD = 6 * DEVIATION  # in median distances: a norm above it is far from the usual ones
+SPREAD = 6 * DEVIATION  # in median distances: an update ratio above it is far from the usual ones
 TWICE = math.log(2)
 _LARGEST = 709.0  # the logarithm of the largest number
 MOST_DROPPED = 10  # blocks at the start of a run that are left out, at most
@@ -44,8 +44,8 @@ NORMAL = (torch.arange(1, 42, 2, dtype=torch.float64, device="cpu") / 21 - 1).er
 NUMERALS = ("no", "one", "two", "three", "four")
 EQUAL = 1e-5  # norms this close to the largest one count as equal to it, because clipping rounds
 FEWEST_RATIOS = 8  # with five earlier ratios, one of 28 steps of noise was an early sign; with eight, one of 150
-LATEST = 20  # norms before one, with which it is compared
-JUST_BEFORE = 3  # the last of them, which must be smaller too
+LATEST = 20  # steps beside one, with which it is compared
+JUST_BEFORE = 3  # the last of them, in which ratios must be smaller than half
 JUMP = 10.0  # of 31 clean runs, one had a norm ten times above the last twenty but one; with five times, seven had
 
 
@@ -89,12 +89,12 @@ class Series:
         return self.norms[self.start :][~self.spikes]
 
     @cached_property
-    def halves(self) -> "list[Half]":
+    def halves(self) -> "list[Line]":
         """The halves of the run that have usual norms; the last one tells what comes."""
         is_usual = torch.cat([torch.zeros(self.start, dtype=torch.bool, device="cpu"), ~self.spikes])
         places, middle = is_usual.nonzero().flatten(), len(self.norms) // 2
         parts = [part for part in (places[places < middle], places[places >= middle]) if len(part) >= _FEW]
-        return [Half.of(part.double() / (len(self.norms) / 4), self.norms[part].log()) for part in parts or [places]]
+        return [Line.of(part.double() / (len(self.norms) / 4), self.norms[part].log()) for part in parts or [places]]
 
     @cached_property
     def _rest(self) -> Tensor:
@@ -192,20 +192,20 @@ class Series:
 
 
 @dataclass(frozen=True)
-class Half:
-    """The logarithms of the norms of half a run: a line, and the distances from it."""
+class Line:
+    """A line through numbers, such as the logarithms of the norms of half a run, and their distances from it."""
 
     middle: float  # the mean
-    slope: float  # for each quarter of the run
+    slope: float  # for one unit of the places
     rest: Tensor
     error: float  # the standard error of the slope, times the root of the number of independent norms
 
     @classmethod
-    def of(cls, quarters: Tensor, logs: Tensor) -> "Half":
-        """The line through the logarithms, whose places are in quarters of the run."""
-        place, middle = quarters - quarters.mean(), float(logs.mean())
-        slope = float((place * logs).sum() / place.square().sum())
-        rest = logs - middle - slope * place
+    def of(cls, places: Tensor, numbers: Tensor) -> "Line":
+        """The line through numbers at some places, which are in quarters of the run for logarithms of norms."""
+        place, middle = places - places.mean(), float(numbers.mean())
+        slope = float((place * numbers).sum() / place.square().sum())
+        rest = numbers - middle - slope * place
         return cls(middle, slope, rest, float((rest.square().sum() / place.square().sum()).sqrt()))
 
     def share_above(self, border: float, moved: float) -> float:
@@ -279,7 +279,7 @@ def _unsteady(logs: Tensor, starts: list[int]) -> int:
 def _spreads(logs: Tensor) -> bool:
     """True if large norms become more frequent: more of the largest tenth of them are late in the run."""
     shares = torch.stack([part.mean() for part in tensor_split((logs > quantile(logs, 0.9)).double(), BLOCKS)])
-    line = Half.of(torch.linspace(-1, 1, BLOCKS, dtype=torch.float64, device="cpu"), shares)
+    line = Line.of(torch.linspace(-1, 1, BLOCKS, dtype=torch.float64, device="cpu"), shares)
     least = max(3.5 * line.error / (BLOCKS - 2) ** 0.5, line.middle / 2)
     return len(logs) >= BLOCKS * _FEW and line.slope > least
 

@@ -17,7 +17,7 @@ SIGNATURE = inspect.signature(nn.MultiheadAttention.forward)
 class AttentionRule(GenericRule):
     """The `batch_first` of the module decides the batch dimension of sequences. Masks and weights have it first."""
 
-    is_checked = False
+    is_checked = False  # torch's attention mixes no samples, and does not run again
 
     @override
     def dims(

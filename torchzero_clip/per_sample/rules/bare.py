@@ -12,7 +12,7 @@ from torchzero_clip.compat import checkpoint_around, pytree
 from torchzero_clip.per_sample.arguments import flattened
 from torchzero_clip.per_sample.broadcast_row import BroadcastRow, Source, row_of_param
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
-from torchzero_clip.per_sample.modes import Mode, attribute_read
+from torchzero_clip.per_sample.modes import Mode, attribute_read, sets_data
 from torchzero_clip.per_sample.rules.copies import copy_of
 from torchzero_clip.per_sample.rules.generic import GENERIC
 from torchzero_clip.per_sample.rules.linear import LINEAR
@@ -64,6 +64,7 @@ class _Rows(Mode):
         row, version = self._rows.get(id(x), (x, None))
         if version != (now := x._version):  # the forward may change the parameter without gradients
             param, value = self._param(x), x.detach()
+            # cached, because all uses share the copies
             each = cache(partial(copy_of, layer, param, value, self._count))
             source = Source(layer, each, partial(copy_of, layer, param, value, ordered=False))
             row = row_of_param(source, param, value, self._count)
@@ -79,11 +80,11 @@ class _Rows(Mode):
     def called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._layer.capture.running is not self._layer:  # captured submodules have rules of their own
             return func(*args, **kwargs)
-        if getattr(func, "__name__", "") == "__set__" and id(args[0]) in self._params:  # ``p.data = ...``
-            if id(args[0]) in self._rows:
+        if getattr(func, "__name__", "") == "__set__":  # of the parameter itself
+            if sets_data(func) and id(args[0]) in self._rows:
                 raise RuntimeError(
                     f"{self._layer} sets .data of a parameter in its forward, after it has used the parameter: change "
-                    "it in place in torch.no_grad(), or before"
+                    "it in place in torch.no_grad(), or set .data before"
                 )
             return func(*args, **kwargs)
         if attribute_read(func) is not None and id(args[0]) in self._params:

@@ -45,7 +45,7 @@ class ExpertsRule(Rule):
     @override
     def run(self, layer: CapturedLayer, /, *args: Any, **kwargs: Any) -> Tensor:
         module: Any = layer.module
-        # the order of transformers
+        # transformers passes tokens, chosen experts and shares, in this order
         tokens, chosen, shares = inspect.signature(type(module).forward).bind(module, *args, **kwargs).args[1:]
         if not len(tokens):
             empty: Any = EMPTY.run(layer, *args, **kwargs)

@@ -27,7 +27,7 @@ from torchzero_clip.per_sample.rules.registered import PerSampleGradients, Regis
 BARE = BareRule()
 EXPERTS = ExpertsRule()
 RUNS = "forward", "_conv_forward"
-"""Methods that run a layer. A class that overrides one has not the rule of its base."""
+"""Methods that run a layer. A class that overrides one does not get the rule of its base."""
 RULES: dict[type[nn.Module], Rule] = {
     nn.Linear: LINEAR,
     **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), ConvRule()),

@@ -12,7 +12,7 @@ from torch.autograd.graph import Node
 
 from torchzero_clip.compat import TELLS_HOOKS
 from torchzero_clip.per_sample.samples.call import Call, call_of
-from torchzero_clip.per_sample.samples.graph_nodes import NODE_KINDS, NodeKind, kind_of, shape_of
+from torchzero_clip.per_sample.samples.graph_nodes import NODE_KINDS, NodeKind, kind_of
 from torchzero_clip.per_sample.samples.pattern import kinds_of_sizes
 
 OUTPUT = "output of the model"  # a key of the metadata of a node, for the forward that it is of
@@ -130,15 +130,11 @@ class Graph:
     def _find_sites(self, moving: Sequence[tuple[Node, NodeKind]]) -> bool:
         """True if rows may move to any place. Otherwise, note the functions that move them along some dimensions."""
         for node, kind in moving:
-            can_read = self.can_read(node, kind)
-            if kind.moves_anywhere is not None and can_read:
-                if kind.moves_anywhere(node):
-                    return True
-                continue
-            axes = None if kind.axes is None or not (can_read or kind.moves_anywhere) else kind.axes(node)
-            if axes is None or not len(shape_of(node)):
+            where = kind.moves(node, can_read=self.can_read(node, kind))
+            if where == "anywhere":
                 return True
-            self.sites.append((node, axes))
+            if not isinstance(where, str):
+                self.sites.append((node, where))
         return False
 
 

@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
@@ -29,6 +29,9 @@ from torchzero_clip.per_sample.samples.call import call_of
 
 Axes = Sequence[int] | None
 """The dimensions of the output of a function along which values move rows; None if it may be any."""
+
+Movement = Sequence[int] | Literal["nowhere", "anywhere"]
+"""Where rows may be moved: along some dimensions of an output, nowhere, or anywhere."""
 
 _FLOATS = """
 A L LU Q R S U Vh attn_bias b batch1 batch2 bias buffer cx eigenvalues eigenvectors exponent g grad_out grad_output grid
@@ -82,7 +85,7 @@ _MAY_BE_SPARSE = {
     "Addmv": ("mat",),
     "TriangularSolve": ("A",),
 }
-"""The matrices of products. NaN does not pass the zeros of a sparse one, so these may let rows move."""
+"""The matrices of functions. NaN does not pass the zeros of a sparse one, so a proof may miss rows that it moves."""
 _PLAIN = frozenset({"AccumulateGrad", "CopyBackwards"})  # which save nothing
 
 
@@ -104,10 +107,19 @@ class NodeKind:
     saves: bool = False
     """Whether it saves tensors, so that values may keep a gradient from passing."""
     reads: Sequence[str] = ()
-    """The saved tensors that `moves_anywhere`, or without it `axes`, reads.
+    """The saved tensors that `moves_anywhere`, or without it `axes`, reads."""
 
-    If they are in a checkpoint, which would run again for them, a function with both moves rows along its `axes`.
-    """
+    def moves(self, node: Node, *, can_read: bool) -> Movement:
+        """Where a function of this kind moves rows: nowhere, anywhere, or along some dimensions of its output.
+
+        If what it has saved cannot be read, it may be anywhere. A product moves rows along its `axes` then: these are
+        known without the matrices, and a proof finds out whether the samples are in them.
+        """
+        if can_read and self.moves_anywhere is not None:
+            return "anywhere" if self.moves_anywhere(node) else "nowhere"
+        is_known = can_read or self.moves_anywhere is not None
+        axes = self.axes(node) if is_known and self.axes is not None else None
+        return "anywhere" if axes is None or not len(shape_of(node)) else axes
 
     def can_read(self, node: Node) -> bool:
         """True unless a checkpoint would run again for what `reads` has."""
@@ -147,6 +159,7 @@ def _of_torch(node: Node) -> NodeKind:
     function = name.partition("Backward")[0]
     if name in _PLAIN or function in _FIXED:
         return kind()
+    # functions of extensions in C++ share a class, whose name is not theirs
     is_unknown = name != node.name() or name == "CopySlices"  # such as functions of extensions in C++
     if is_unknown or name in _BY_EQUALITY or "Sparse" in name or "Nested" in name:
         return kind(moves_anywhere=_always)
@@ -179,7 +192,7 @@ def _of_python(node: Any, made_by: Any) -> NodeKind:
     if made_by in _IDENTITIES or getattr(made_by, "keeps_rows", False) or _is_of_shards(made_by):
         return NodeKind(name)
     if hasattr(node, "symints") and name == "CompiledFunctionBackward":
-        return NodeKind(f"{name} {next(_compiled)}", ("symints",), moves_anywhere=_saves_integers)
+        return NodeKind(f"{name} {next(_compiled)}", ("symints",), moves_anywhere=_saves_integers, reads=("tensors",))
     return NodeKind(name, moves_anywhere=_always)
 
 
@@ -238,6 +251,7 @@ def _along(node: Any) -> Axes:
 
 def _along_of_input(node: Any) -> Sequence[int]:
     """The saved dimension of the input, which is negative if it counts from the end."""
+    # torch returns negative numbers as unsigned ones
     return (node._saved_dim - 2**64 if node._saved_dim >= 2**63 else node._saved_dim,)
 
 

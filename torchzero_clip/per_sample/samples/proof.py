@@ -195,7 +195,8 @@ class Proof:
         def note(grads: Sequence[Tensor | None]) -> None:
             if (grad := grads[0]) is None:
                 return
-            # one number shows the ratio of a row too, and takes less memory
+            # one number shows the ratio of a row too, and takes less memory. With different weights, entries of several
+            # samples do not cancel
             rows = widened(grad).unsqueeze(-1).flatten(leading)
             grad = rows @ torch.linspace(1, 2, rows.shape[-1], dtype=rows.dtype, device=rows.device)
             if self._stage in (None, Stage.FIRST):
