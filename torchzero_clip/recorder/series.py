@@ -89,12 +89,12 @@ class Series:
         return self.norms[self.start :][~self.spikes]
 
     @cached_property
-    def halves(self) -> "list[Line]":
+    def halves(self) -> "list[Trend]":
         """The halves of the run that have usual norms; the last one tells what comes."""
         is_usual = torch.cat([torch.zeros(self.start, dtype=torch.bool, device="cpu"), ~self.spikes])
         places, middle = is_usual.nonzero().flatten(), len(self.norms) // 2
         parts = [part for part in (places[places < middle], places[places >= middle]) if len(part) >= _FEW]
-        return [Line.of(part.double() / (len(self.norms) / 4), self.norms[part].log()) for part in parts or [places]]
+        return [Trend.of(part.double() / (len(self.norms) / 4), self.norms[part].log()) for part in parts or [places]]
 
     @cached_property
     def _rest(self) -> Tensor:
@@ -192,7 +192,7 @@ class Series:
 
 
 @dataclass(frozen=True)
-class Line:
+class Trend:
     """A line through numbers, such as the logarithms of the norms of half a run, and their distances from it."""
 
     middle: float  # the mean
@@ -201,7 +201,7 @@ class Line:
     error: float  # the standard error of the slope, times the root of the number of independent norms
 
     @classmethod
-    def of(cls, places: Tensor, numbers: Tensor) -> "Line":
+    def of(cls, places: Tensor, numbers: Tensor) -> "Trend":
         """The line through numbers at some places, which are in quarters of the run for logarithms of norms."""
         place, middle = places - places.mean(), float(numbers.mean())
         slope = float((place * numbers).sum() / place.square().sum())
@@ -279,7 +279,7 @@ def _unsteady(logs: Tensor, starts: list[int]) -> int:
 def _spreads(logs: Tensor) -> bool:
     """True if large norms become more frequent: more of the largest tenth of them are late in the run."""
     shares = torch.stack([part.mean() for part in tensor_split((logs > quantile(logs, 0.9)).double(), BLOCKS)])
-    line = Line.of(torch.linspace(-1, 1, BLOCKS, dtype=torch.float64, device="cpu"), shares)
+    line = Trend.of(torch.linspace(-1, 1, BLOCKS, dtype=torch.float64, device="cpu"), shares)
     least = max(3.5 * line.error / (BLOCKS - 2) ** 0.5, line.middle / 2)
     return len(logs) >= BLOCKS * _FEW and line.slope > least
 
