@@ -372,3 +372,30 @@ def test_products_with_frozen_weights_need_no_proof_in_each_step(inside):
     block = nn.Sequential(lin(5), nn.Linear(5, 5).requires_grad_(False), nn.GELU(), nn.Linear(5, 5))
     model = Net(forward, block=block)
     assert proofs(model, lambda m: losses_of(m(torch.randn(4, 3))))[1:] == [1, 1]
+
+
+@pytest.mark.parametrize("entries", [(1.0, -2.0, 1.0), (2.0, -1.0, -1.0)])
+def test_entries_of_several_samples_in_one_row_do_not_hide_each_other_in_a_checkpoint(entries):
+    """The gradients of a row are proved by one number, in which entries with simple weights would cancel."""
+    count, way = 3, partial(checkpoint, use_reentrant=False)
+
+    def moved(order, h):
+        return torch.bmm(torch.eye(count, dtype=h.dtype)[order].expand(count, count, count).to_sparse(), h)
+
+    def forward(m, x):  # the samples are in dimension 1, along which the matrix moves rows
+        h = m.second(way(lambda h: moved(m.order, h), m.first(x)))
+        return way(lambda h: moved(m.order.argsort(), h), h)
+
+    def losses(output):
+        shares = torch.tensor([1.0, 0.0, 0.0]).expand(count, count, count).clone()
+        shares[~torch.eye(count, dtype=torch.bool)] = torch.tensor(entries)
+        return (output * shares).sum((0, 2))
+
+    model = Net(forward, first=lin(), second=nn.Linear(3, 3)).double()
+    model.second.weight.data = 2 * torch.eye(3).double()
+    x = torch.randn(count, count, 3).double()
+    with clip(model, 1e9, verify="never", batch_first=False) as clipper:
+        for order in ([0, 1, 2], [0, 1, 2], [2, 1, 0]):
+            model.order = torch.tensor(order)
+            expected = norms_in_batch(model, x, losses=losses)
+            assert_close(clipper.backward(losses(model(x))).norms, expected)

@@ -73,7 +73,7 @@ class Call:
         self.reduce, self.copies, self.on_shared = reduce, copies, on_shared
         self.each: Tensor | None = None
         """The gradient that each sample gives to rows that all of them share, samples first."""
-        self.in_checkpoint = not TELLS_HOOKS and checkpoint_around() is not None
+        self.may_be_in_checkpoint = not TELLS_HOOKS and checkpoint_around() is not None
         """True in a checkpoint, if torch does not tell what is in one."""
         self.in_backward = current_graph_task_id() != -1
         """True for a call that first runs in a backward, such as one in a reentrant checkpoint."""

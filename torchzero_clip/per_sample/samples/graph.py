@@ -59,7 +59,7 @@ class Graph:
         said, saved, moving = self._walk(numbers, to_outputs=to_outputs)
         self.nodes = numbers.keys()
         # if torch does not tell what is in a checkpoint, everything may be
-        self._may_read = TELLS_HOOKS or not any(call.in_checkpoint for call in self.calls)
+        self._may_read = TELLS_HOOKS or not any(call.may_be_in_checkpoint for call in self.calls)
         self.moves_anywhere = bool(moving) and self._find_sites(moving)
         # the index 0, 1, 2, ... moves no rows, and another index does: so the key has the axes
         saved += [tuple(axes) for _, axes in self.sites]

@@ -77,6 +77,7 @@ class Proof:
         late: Mapping[Call, Trace] | None = None,
     ) -> None:
         self.graph, self.known, self.count, self._strict = graph, known, len(half), strict
+        self._random = random
         self._powers = Powers(self.count, random, float16=graph.has_float16)
         self._half, self._exact = half, graph.is_exact
         self._has_nan = strict or not known.needs_each_step
@@ -192,13 +193,19 @@ class Proof:
             self._stage = None
 
     def _site_hook(self, site: int, leading: int) -> Callable[[Sequence[Tensor | None]], None]:
+        seed = self._random.randrange(2**32)
+
         def note(grads: Sequence[Tensor | None]) -> None:
             if (grad := grads[0]) is None:
                 return
-            # one number shows the ratio of a row too, and takes less memory. With different weights, entries of several
-            # samples do not cancel
-            rows = widened(grad).unsqueeze(-1).flatten(leading)
-            grad = rows @ torch.linspace(1, 2, rows.shape[-1], dtype=rows.dtype, device=rows.device)
+            if grad.dtype == torch.float16:  # whose range has no room for sums
+                grad = grad.clone()
+            else:
+                # one number shows the ratio of a row too, and takes less memory. With random weights, entries of
+                # several samples do not cancel
+                rows = widened(grad).unsqueeze(-1).flatten(leading)
+                weights = torch.rand(rows.shape[-1], generator=torch.Generator().manual_seed(seed), device="cpu")
+                grad = rows @ weights.add_(1).to(rows)
             if self._stage in (None, Stage.FIRST):
                 self._sites[site] = Trace(grad, leading)
             elif self._stage is Stage.POWERS and site in self._sites:
