@@ -72,7 +72,7 @@ def gathered(numbers: Tensor, group: ProcessGroup | None) -> Tensor:
 
 def gathered_texts(text: str, group: ProcessGroup, device: torch.device) -> list[str]:
     """The texts of all processes of a group."""
-    # `all_gather_object` would send from the current device, which several processes may share
+    # all_gather_object of torch would send from the current device, which several processes may share
     encoded = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
     lengths = gathered(torch.tensor([len(encoded)], device=device), group).flatten().tolist()
     padded = gathered(torch.cat([encoded, encoded.new_zeros(max(lengths) - len(encoded))]), group).cpu()

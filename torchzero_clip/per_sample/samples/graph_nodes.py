@@ -152,7 +152,7 @@ def kind_of(node: Node) -> NodeKind:
 def _of_torch(node: Node) -> NodeKind:
     cls, name = type(node), type(node).__name__
     names = [attribute for attribute in dir(cls) if attribute.startswith("_saved_")]
-    # torch has `_raw_saved_x` beside `_saved_x` for tensors only
+    # torch has an attribute _raw_saved_... beside _saved_... for tensors only
     tensors = {attribute for attribute in names if hasattr(cls, f"_raw{attribute}")}
     numbers = tuple(attribute for attribute in names if attribute not in tensors and not _is_size(attribute))
     kind = partial(NodeKind, name, numbers, "_saved_self_sym_sizes" in names, saves=bool(tensors))
