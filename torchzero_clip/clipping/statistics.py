@@ -51,7 +51,7 @@ class Tracked:
         self._all_marked = False
         self.is_usual = self._are_usual()  # all are known to have started, and norms to be usable and not 0
         self.are_gradients = step.gradient_norms is self.norms
-        """True if ``norms`` is the object ``step.gradient_norms``. A copy gives the same results, more slowly."""
+        """True if ``norms`` is the object ``step.gradient_norms``. False is always right, but slower."""
         if self.is_usual:
             self.usable = self.started  # True where gradient and norm are usable
         else:

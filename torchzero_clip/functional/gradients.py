@@ -193,7 +193,7 @@ def as_reported(total: Tensor, grads: list[Tensor], process_group: ProcessGroup 
     dtype = torch.float32
     for dtype_of_grad in {grad.dtype for grad in grads}:
         dtype = torch.promote_types(dtype, wide_dtype(dtype_of_grad).to_real())
-    dtype = torch.float32 if is_narrow(total) else dtype  # beside float64 gradients on a CPU
+    dtype = torch.float32 if is_narrow(total) else dtype  # although a gradient on a CPU may be float64
     largest = torch.finfo(dtype).max
     if may_look(total) and not TINY32 <= total <= largest and total.isfinite() and total != 0:
         return total

@@ -34,15 +34,15 @@ def tokens_among(tensors: Iterable[Tensor], layer: RowsLayer, count: int) -> lis
     data = [x for x in found if x.is_floating_point() and x.ndim > 1 and len(x) > 1 and not storages_of((x,)) & own]
     # no diagonal matrices, such as the identity from which a product of reflections starts
     data = [x for x in data if not _is_diagonal(x)]
-    # where proofs may not find what is shared, only modules without submodules, such as PReLU, get data
-    may_be = capture.proofs_may_share or not [*layer.module.children()]
+    # if proofs cannot find shared rows, only data in modules without submodules, such as PReLU, counts as tokens
+    may_be = capture.may_find_shared or not [*layer.module.children()]
     return data if may_be and not any(layer.shared.is_table(x) for x in data) else []
 
 
 def places_in(
     tensors: Mapping[int, Tensor], layer: RowsLayer, count: int, *, changes: bool, squares: bool = True
 ) -> dict[int, Place]:
-    """The places of ``count`` samples in tensors, which have numbers. All samples share the tensors that are left out.
+    """The place of the ``count`` samples in each tensor, by its key. All samples share the tensors that are left out.
 
     In a batch of 4 samples, a tensor of shape (4, 7, 8) has them in dimension 0, and one of shape (36, 49, 8), of
     windows of images, in runs of 9, unless the function ``changes`` its first argument in place. Square matrices count
@@ -54,10 +54,10 @@ def places_in(
     forward, dim = layer.capture.forward, layer.capture.batch_dim
     own = layer.capture.own_storages()
     for i, x in tensors.items():
-        is_own = not x.requires_grad and storages_of((x,)) & own  # copies of a parameter lie in its memory too
-        is_own = is_own or (not x.requires_grad and layer.shared.is_table(x))
-        is_own = is_own or (counts_up(x) and not forward.holds(x))  # positions
-        if not x.ndim or is_own or (forward.outside_model and count == 1):
+        is_shared = not x.requires_grad and storages_of((x,)) & own  # copies of a parameter lie in its memory too
+        is_shared = is_shared or (not x.requires_grad and layer.shared.is_table(x))
+        is_shared = is_shared or (counts_up(x) and not forward.holds(x))  # positions
+        if not x.ndim or is_shared or (forward.outside_model and count == 1):
             continue
         sizes = [d for d, size in enumerate(x.shape) if size == count]
         square = x.ndim == 2 and x.shape[0] == x.shape[1] and not x.requires_grad and not squares

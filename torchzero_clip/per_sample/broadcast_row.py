@@ -291,7 +291,7 @@ class _RowFunction:
             return NotImplemented
         if not x.requires_grad and layer.shared.is_table(x):
             return NotImplemented
-        if not (x.requires_grad or layer.capture.proofs_may_share) and x.ndim > 1 and layer.shared.may_be(x):
+        if not (x.requires_grad or layer.capture.may_find_shared) and x.ndim > 1 and layer.shared.may_be_shared(x):
             return NotImplemented
         shape = tuple(row.shape)
         while shape and shape[0] == 1:

@@ -118,7 +118,7 @@ class Capture(ABC):
         return self.attached and not self.pauses
 
     @property
-    def proofs_may_share(self) -> bool:
+    def may_find_shared(self) -> bool:
         """True if a proof may find that all samples share a row."""
         return self.may_share and not self.processes.sharded
 
@@ -254,7 +254,7 @@ class Capture(ABC):
         if not self.processes.sharded:
             return [*numbers]
         with self.processes.agreement(self.params, len(numbers)) as agreement:
-            agreement.numbers = numbers
+            agreement.numbers = dict(enumerate(numbers))
         return [int(agreement.largest(i)) for i in range(len(numbers))]
 
     @contextmanager

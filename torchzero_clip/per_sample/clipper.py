@@ -226,17 +226,18 @@ class PerSampleGradientClipper(Explained):
         # 0 stands for the limit of a process that has accumulated nothing
         limits = torch.zeros(1, dtype=torch.float64, device="cpu") if self._thresholds is None else self._thresholds
         with processes.start("pre_step", params, mean) as start:
-            start.numbers = self._count, self._thresholds is not None, torch.linalg.vector_norm(limits).item()
-        if not start.anywhere(1):
+            limit = torch.linalg.vector_norm(limits).item()
+            start.numbers = {"samples": self._count, "accumulated": self._thresholds is not None, "limit": limit}
+        if not start.anywhere("accumulated"):
             raise ValueError("nothing was accumulated: call clip_and_accumulate() after loss.backward() first")
-        count = start.total(0)
+        count = start.total("samples")
         divisor = float(max(count, 1)) if mean else 1.0  # without samples, the sums are zeros
         sums = {name: value / divisor for name, value in self._sums.items()}
         sums = processes.added_up(sums, params, params)
         replace_gradients(
             [(param, sums[name] if name in sums else torch.zeros_like(param)) for name, param in params.items()]
         )
-        max_norm = torch.full((len(params),), start.largest(2), dtype=limits.dtype, device="cpu")
+        max_norm = torch.full((len(params),), start.largest("limit"), dtype=limits.dtype, device="cpu")
         self._sums, self._count, self._thresholds = {}, 0, None
         self._engine.accumulated.clear()
         return max_norm, count

@@ -283,8 +283,8 @@ class Engine(Capture):
                     del Capture.tasks_of_losses[task]
             further = max(further, self.prover.plan_late()) if keeps_graph else further
             if agreement is not None:
-                agreement.numbers = [further]
-        further = further if agreement is None else int(agreement.largest(0))
+                agreement.numbers = {"further": further}
+        further = further if agreement is None else int(agreement.largest("further"))
         if not further:
             self._check_counts(len(losses))
             return

@@ -39,7 +39,7 @@ class SharedInputs:
         self._take_over()
         if not _may_be_row(input, capture.forward):
             return False
-        if input.ndim in self._ndims_of_rows or not capture.proofs_may_share:
+        if input.ndim in self._ndims_of_rows or not capture.may_find_shared:
             return True
         # it may also be a row of data, such as the only one for an expert, which the proof finds out
         is_row = self._is_buffer(input) or counts_up(input.flatten())
@@ -74,7 +74,7 @@ class SharedInputs:
         is_same = earlier.dtype == input.dtype and input.numel() > 1 and torch.equal(earlier[common], input[common])
         if is_same and not self._capture.forward.holds(input):
             return True  # also if it has as many rows as there are samples
-        if leading and not self.may_be(input):
+        if leading and not self.may_be_shared(input):
             return False
         if earlier.shape == input.shape:  # other values of the same shape, so it is data, in later calls too
             self._values[input.ndim, leading] = None
@@ -85,7 +85,7 @@ class SharedInputs:
         """True for a table that the layer uses itself, with the values of an earlier one that all samples share."""
         return self.is_known(input, 0)
 
-    def may_be(self, input: Tensor, forward: Forward | None = None) -> bool:
+    def may_be_shared(self, input: Tensor, forward: Forward | None = None) -> bool:
         """True for an input that is not known to depend on samples."""
         forward = self._capture.forward if forward is None else forward
         if not self._is_free(input, forward) or forward.declared_rows is not None or not forward.batch_size:
@@ -103,7 +103,7 @@ class SharedInputs:
                 self._take_over()
                 self._new_ndims.add(x.ndim)
             return is_row
-        return self.may_be(x, forward) and self._note(x, samples.leading)
+        return self.may_be_shared(x, forward) and self._note(x, samples.leading)
 
     def note_table(self, input: Tensor, forward: Forward) -> bool:
         """Note that all samples share a tensor that the layer uses itself. False if it may be one of samples."""

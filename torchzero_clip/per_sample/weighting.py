@@ -80,10 +80,11 @@ def clipped_sums(
             _check(engine, losses)
             further = engine.prover.plan(losses)
             keeps_graph = engine.prover.keeps_graph
-            start.numbers = len(losses), further, losses.requires_grad, keeps_graph
+            numbers = {"samples": len(losses), "further": further, "keeps graph": keeps_graph}
+            start.numbers = {**numbers, "has graph": losses.requires_grad}
         if processes.sharded:  # each backward collects shards, so all processes run equally many
-            further, keeps_graph = int(start.largest(1)), start.anywhere(3)
-            if not all(row[2] for row in start.rows):
+            further, keeps_graph = int(start.largest("further")), start.anywhere("keeps graph")
+            if not all(start.of_all("has graph")):
                 raise RuntimeError(
                     "the losses of a process do not require grad: with fully_shard, all processes have to run forward "
                     "and backward, also those without samples, on an empty batch"
@@ -91,12 +92,13 @@ def clipped_sums(
         with engine.of_losses(losses, further, keeps_graph=keeps_graph) as backward:
             with processes.agreement(params, len(params)) as agreement:
                 gathered = _gathered(engine, losses, backward)
-                agreement.numbers = [id(param) in gathered for param in params.values()]  # `weighed` empties it
+                # `weighed` empties ``gathered``
+                agreement.numbers = {name: id(param) in gathered for name, param in params.items()}
                 found = weighed(engine, gathered, norm_clipper, nonfinite)
-            used = {name for i, name in enumerate(params) if agreement.anywhere(i)}
+            used = {name for name in params if agreement.anywhere(name)}
             if not used:
                 raise RuntimeError("no process has samples")
-        divisor = float(max(start.total(0), 1)) if mean else 1.0
+        divisor = float(max(start.total("samples"), 1)) if mean else 1.0
         return processes.collected(found.sums(divisor), params, used), used, found.result
     finally:
         engine.prover.clear()
@@ -212,6 +214,7 @@ def weighed(
     distinct = factors[:1] if one_for_all else factors
     if some_bad:
         distinct = [value.masked_fill(bad, 0) for value in distinct]
+    # one for all is shown once for each layer
     shown = distinct * (len(of_params) // len(distinct)) if per_layer else distinct
     result = ClippingResult(norms, shown if per_layer or not one_for_all else shown[0], bad, param_norms)
     parts = [

@@ -18,7 +18,7 @@ from torchzero_clip.recorder.precision import FLOAT32_ROUNDING, relative
 from torchzero_clip.recorder.record import Record
 from torchzero_clip.recorder.series import JUMP
 
-LARGEST_STEP = 2**53
+LARGEST_STEP = 2**53  # the largest number up to which float64 has all integers
 MOST_EMPTY = 100  # a record is refused if it would have more empty cells than so many for each number in the file
 
 
@@ -217,6 +217,7 @@ def _composed(path: str, run: _RunInFile, size: int) -> Record:
     listed = {id(names): names for names in (run.layers, *(line["layers"] for line in of_layers))}
     places = places_of(listed.values())
     metrics = list(dict.fromkeys(name for line in steps.values() for name in line["metrics"]))
+    # small files may have more
     if len(places) * len(of_layers) + len(metrics) * len(steps) > MOST_EMPTY * (size + 10_000):
         raise ValueError(f"{path} has other layers or metrics in every line: it is not the record of one run")
 

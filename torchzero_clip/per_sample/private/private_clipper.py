@@ -205,9 +205,10 @@ class PrivateGradientClipper(PerSampleGradientClipper):
             sensitivity = self._checked_step()
             refuse_other_leaves(losses, {id(engine.anchor), *map(id, params.values())})
             # a wrong shape raises later, also one without losses, for which all processes have to go on
-            start.numbers = losses.numel() if losses.ndim == 1 else 1, sensitivity, _digest(self.norm_clipper)
+            count = losses.numel() if losses.ndim == 1 else 1
+            start.numbers = {"samples": count, "limit": sensitivity, "clipper": _digest(self.norm_clipper)}
         _check_same_clipper(start)
-        if not start.total(0):
+        if not start.total("samples"):
             self._sensitivity = sensitivity
             return weighed(engine, {}, self.norm_clipper, "zero").result
         sums, _, result = clipped_sums(engine, losses, self.norm_clipper, mean=False)
@@ -251,7 +252,7 @@ class PrivateGradientClipper(PerSampleGradientClipper):
         with self._start("pre_step") as start:
             self._refresh()
             sensitivity = self._checked_step()
-            start.numbers = self._count, sensitivity, _digest(self.norm_clipper)
+            start.numbers = {"samples": self._count, "limit": sensitivity, "clipper": _digest(self.norm_clipper)}
         _check_same_clipper(start)
         params, processes = self._engine.params, self._engine.processes
         # 1 / σ² of two Gaussian releases add up
@@ -271,7 +272,7 @@ class PrivateGradientClipper(PerSampleGradientClipper):
         self._releases = self._releases | {self._noise_multiplier: self._releases.get(self._noise_multiplier, 0) + 1}
         replace_gradients(means)
         self._next_step()
-        return torch.full((len(params),), sensitivity, dtype=torch.float64, device="cpu"), start.total(0)
+        return torch.full((len(params),), sensitivity, dtype=torch.float64, device="cpu"), start.total("samples")
 
     @override
     def discard(self) -> None:
@@ -418,8 +419,8 @@ def _digest(norm_clipper: NormClipper) -> int:
 
 
 def _check_same_clipper(start: Agreement) -> None:
-    limits = {row[1] for row in start.rows}
+    limits = {*start.of_all("limit")}
     if len(limits) > 1:
         raise RuntimeError(f"the joint limit of norm_clipper must be the same on all processes, got {sorted(limits)}")
-    if len({row[2] for row in start.rows}) > 1:
+    if len({*start.of_all("clipper")}) > 1:
         raise RuntimeError("norm_clipper must have the same class and the same limits on all processes")

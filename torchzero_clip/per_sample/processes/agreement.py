@@ -1,7 +1,7 @@
 """The processes that train one model, each with samples of its own: what they agree on, and what they add up."""
 
 import zlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -61,8 +61,8 @@ class Processes:
     def used(self, names: Collection[str], params: Mapping[str, nn.Parameter]) -> set[str]:
         """The names of parameters that any process has among its names."""
         with self.agreement(params, len(params)) as agreement:
-            agreement.numbers = [name in names for name in params]
-        return {name for i, name in enumerate(params) if agreement.anywhere(i)}
+            agreement.numbers = {name: name in names for name in params}
+        return {name for name in params if agreement.anywhere(name)}
 
     def collected(
         self, sums: Iterable[tuple[str, Tensor]], params: Mapping[str, nn.Parameter], used: Collection[str]
@@ -115,15 +115,15 @@ class Processes:
 class Agreement:
     """A block that raises on all processes if it raises on one of them.
 
-    Set `numbers` in the block. After the block, `rows` has those of all processes. They all have to enter it together.
+    Set `numbers` in the block. After it, the methods tell those of all processes, which have to enter it together.
     """
 
     def __init__(
         self, processes: Processes, params: Mapping[str, nn.Parameter], head: Sequence[float], width: int
     ) -> None:
-        self.numbers: Sequence[float] = ()
-        self.rows: list[list[float]] = []
-        """The numbers of each process."""
+        self.numbers: Mapping[Hashable, float] = {}
+        """The numbers of this process, by names that are the same on all processes."""
+        self._rows: list[list[float]] = []  # the numbers of each process
         self._processes = processes
         self._params = params
         self._head = head
@@ -137,14 +137,14 @@ class Agreement:
     ) -> None:
         group = self._processes.group
         if group is None:
-            self.rows = [list(self.numbers)]
+            self._rows = [list(self.numbers.values())]
             return
         if error is not None and not isinstance(error, Exception):  # an interrupt ends this process
             return
         device = self._processes.device(self._params)
         # of one length on all processes, also after an error; float64, which not all devices have, holds the digest
         row = torch.zeros(1 + len(self._head) + self._width, dtype=torch.float64, device="cpu")
-        numbers = () if error is not None else self.numbers
+        numbers = () if error is not None else self.numbers.values()
         said = [float(error is not None), *self._head, *numbers]
         row[: len(said)] = torch.tensor(said, dtype=torch.float64, device="cpu")
         rows: list[list[float]] = gathered(row.view(torch.uint8).to(device), group).cpu().view(torch.float64).tolist()
@@ -157,19 +157,24 @@ class Agreement:
                 rank = next(i for i, row in enumerate(rows) if row[0])
                 name = dist.get_process_group_ranks(group)[rank]
                 raise RuntimeError(f"process {name} raised {texts[rank]}\nThis process has changed nothing either")
-        self.rows = [row[after:] for row in rows]
+        self._rows = [row[after:] for row in rows]
 
-    def total(self, index: int) -> int:
+    def of_all(self, name: Hashable) -> list[float]:
+        """One number of each process."""
+        place = list(self.numbers).index(name)
+        return [row[place] for row in self._rows]
+
+    def total(self, name: Hashable) -> int:
         """The sum of one number over the processes."""
-        return int(sum(row[index] for row in self.rows))
+        return int(sum(self.of_all(name)))
 
-    def anywhere(self, index: int) -> bool:
+    def anywhere(self, name: Hashable) -> bool:
         """True if one number is not 0 on a process."""
-        return any(row[index] for row in self.rows)
+        return any(self.of_all(name))
 
-    def largest(self, index: int) -> float:
+    def largest(self, name: Hashable) -> float:
         """The largest of one number."""
-        return max(row[index] for row in self.rows)
+        return max(self.of_all(name))
 
     def _compare(self, heads: Sequence[Sequence[float]], error: BaseException | None) -> None:
         """Raise if a process has called something else, or has other parameters."""

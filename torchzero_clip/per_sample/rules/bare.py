@@ -123,6 +123,6 @@ class _Rows(Mode):
             return NotImplemented
         if id(input) in self._params or isinstance(input, BroadcastRow):
             return NotImplemented
-        if not (input.requires_grad or self._layer.capture.proofs_may_share):
+        if not (input.requires_grad or self._layer.capture.may_find_shared):
             return NotImplemented
         return LINEAR.run(self._layer, input, (weight, bias), params)

@@ -29,7 +29,7 @@ NAMES = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")
 class RecurrentRule(Rule):
     """Runs each layer and direction on rows, which a packed sequence has already."""
 
-    covers_submodules = True  # so that `rule_for` takes parameters with these names
+    covers_submodules = True  # so that `rule_for` asks for no names of parameters, such as weight_ih_l0_reverse
     runs_empty = True
 
     @override
@@ -74,7 +74,7 @@ class _Direction:
         own = {id(value): param for param, value in layer.values}
         found: dict[str, Any] = {name: getattr(layer.module, name + suffix, None) for name in NAMES}
         self._own = {name: own.get(id(value)) for name, value in found.items()}
-        # others are made in a hook of parameters, which must notice that they get gradients
+        # other weights are made of parameters by a hook, and have to stay in the graph
         self._values = [value.detach() if id(value) in own else value for value in found.values()]
 
     def run(self, rows: Tensor, first: Sequence[Tensor], *, reverse: bool) -> tuple[Tensor, Sequence[Tensor]]:
@@ -99,20 +99,20 @@ class _Direction:
         cell = CELLS[module.mode]
 
         # with a projection, each time has a third tensor, to which its products are added
-        def step(state: list[Tensor], new: Tensor, start: Tensor, place: Tensor = rows) -> list[Tensor]:
+        def step(state: list[Tensor], new: Tensor, start: Tensor, third: Tensor = rows) -> list[Tensor]:
             uses["hh"].append(state[0].detach())
             state = cell(torch.addmm(start, state[0], of_state.t()), new, *state)
             if projection is not None:
                 uses["hr"].append(state[0].detach())
-                state[0] = torch.addmm(place, state[0], projection.t())
+                state[0] = torch.addmm(third, state[0], projection.t())
             return state
 
         initial = [x.to(sums.dtype) for x in first]
         outputs, last = _through_time(step, [*zip(*split, strict=True)], initial, reverse)
-        for found in (uses["hh"], uses["hr"]):
+        for found in (uses["hh"], uses["hr"]):  # the lists stay the same objects, which `_watched` has
             found[:] = [torch.cat(found[:: -1 if reverse else 1])] if found else []
         result = torch.cat(outputs)
-        if not self._sequences.is_packed:  # else each sequence has a length of its own
+        if not self._sequences.is_packed:  # in a packed sequence, each has a length of its own
             split_from = [sums, added, *([] if projected is None else [projected])]
             shorten([result, *last], [*split_from, *initial, *weights], (module.mode, reverse))
         return result, last

@@ -93,7 +93,7 @@ class Graph:
                     saved.append(tuple(value) if isinstance(value, list) else value)
                 if kind.views:
                     saved.append(_sizes_of_view(node, self.count))
-            # only `shorten` leaves metadata of this kind
+            # only `shorten` writes it, and only on cat
             edges, metadata = cast(Any, node.next_functions), cast(Any, node.metadata) if kind.name == CAT else {}
             if SHORTCUT in metadata:
                 name, edges = metadata[SHORTCUT]

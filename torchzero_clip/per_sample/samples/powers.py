@@ -44,7 +44,7 @@ class Powers:
         self._shares = torch.tensor([2.0**-exponent for exponent in self.exponents], device="cpu")
 
     def _samples_of_codes(self) -> Tensor:
-        """The sample for each combination of what `ratios` returns in all passes, counted from `UNTOLD`."""
+        """The sample for each combination of what `ratios` returns in all passes, counted from `UNTOLD` (-2) on."""
         table = torch.full((self._codes,) * self.passes, MIXED, device="cpu")
         places = [torch.tensor(digits, device="cpu") + 1 - UNTOLD for digits in self._digits]
         table[tuple(places)] = torch.arange(len(self._digits[0]), device="cpu")
@@ -97,6 +97,7 @@ class Powers:
         small = info.tiny * (_SMALL if min(self.exponents) >= 0 else SMALL_FLOAT16)
         if ((largest >= small) & (largest_multiple < torch.inf)).all():
             return result
+        # 4 is room for rounding
         may_be_multiple = (largest > 0) & (largest_multiple < largest * 4 * 2.0 ** max(self.exponents))
         is_zero = (largest == 0) & (largest_multiple < small)
         of_small = torch.where(may_be_multiple, UNTOLD, torch.where(is_zero, ZERO, 0))
