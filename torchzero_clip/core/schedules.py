@@ -49,7 +49,7 @@ class Schedules:
         self._chain_state.adopt_counters(groups)
         is_counted = SCHEDULE_STEP in self._chain_state.values
         for group in groups if is_counted and self.any else ():
-            schedules = self._of(group)
+            schedules = self._of(group)  # it raises for a group that was added by hand
             if self.is_behind:
                 step = self._chain_state.values[SCHEDULE_STEP]
                 group.update({key: at(schedule, step, key) for key, schedule in schedules.items()})

@@ -102,7 +102,8 @@ class GradientNorms:
         """The joint norm of all gradients, and whether all are finite: 0-d."""
         norms = self.measure()
         # the squares of other dtypes cannot overflow in float64, so the sum is finite if all norms are
-        if not norms.is_cpu and norms.dtype == torch.float64 and self.grads[0].dtype != torch.float64:
+        dtypes = set[torch.dtype]() if norms.is_cpu else {grad.dtype for grad in self.grads}
+        if dtypes and norms.dtype == torch.float64 and torch.float64 not in dtypes:
             total = torch.linalg.vector_norm(norms)
             return total, total < torch.inf
         total = joint_of_norms(norms, 2.0) if len(norms) != 1 else norms.squeeze(0)

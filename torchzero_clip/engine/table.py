@@ -35,7 +35,7 @@ class Table:
         # a parameter that is listed twice has one state
         params, grads, group_of = taking_part(groups)
         new: dict[Tensor, State] = {}
-        states: list[Any] = list(kept.values())  # usually in the order of the parameters: as in `SameTensors`
+        states: list[Any] = list(kept.values())  # usually in their order, which saves look-ups by hash
         if len(kept) != len(params) or not all(map(operator.is_, kept, params)):
             states = list(map(kept.get, params))
         if None in states:

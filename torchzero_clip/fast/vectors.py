@@ -34,7 +34,7 @@ class Vectors:
         self._kept: dict[str, _Kept] = {}
 
     def held(self) -> object:
-        """All vectors of now."""
+        """All vectors of now, which have to stay alive as long as a captured step that reads them."""
         return dict(self._kept)
 
     def are_views(self, name: str, column: list[Any]) -> bool:

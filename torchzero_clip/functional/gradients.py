@@ -106,9 +106,11 @@ def warn_of_no_gradients(params: Tensors, parameters: Sequence[Tensor]) -> None:
 
 
 def own_gradients(params: Sequence[Tensor]) -> list[Tensor]:
-    """The gradients of parameters that all have one, each laid out like its parameter and in memory of its own."""
-    # a gradient that has other placements, a pending conjugation or negation, or expanded or shared memory is replaced,
-    # in .grad too
+    """The gradients of parameters that all have one, as functions can change them in place.
+
+    A gradient is replaced, in ``.grad`` too, if it has other placements than its parameter, a pending conjugation or
+    negation, expanded memory, or is that of another parameter too.
+    """
     before = [cast(Tensor, param.grad) for param in params]
     strided = {torch.strided}.issuperset([grad.layout for grad in before])
     if strided and are_plain(before, 0) and all_contiguous(before) and len(set(map(id, before))) == len(before):

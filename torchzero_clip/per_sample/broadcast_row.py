@@ -185,7 +185,7 @@ def row_of_param(source: Source, param: nn.Parameter, value: Tensor, count: int)
 def _first_row(value: Tensor | list[Tensor], source: Source, count: int) -> BroadcastRow:
     """The row of a source, for functions that make other rows of it. In a list, the value may be changed in place."""
     never_traced(BroadcastRow)
-    source.layer.misuse = None
+    source.layer.misuse = None  # what was done with earlier rows is no reason to refuse this one
     row: Any = _Start.apply(source.layer.capture.anchor, value, source)
     row._layer, row._count = source.layer, count
     return row
@@ -194,7 +194,7 @@ def _first_row(value: Tensor | list[Tensor], source: Source, count: int) -> Broa
 class _Start(torch.autograd.Function):
     """Where the graph of rows starts. A gradient that arrives here is summed over samples, and raises an error."""
 
-    keeps_rows = True
+    keeps_rows = True  # it moves no rows: see `graph_nodes`
 
     @staticmethod
     @override
@@ -214,7 +214,7 @@ class _Start(torch.autograd.Function):
 class _Copies(torch.autograd.Function):
     """Copies of a row. Their gradients go through the functions that made the row, to copies of its sources."""
 
-    keeps_rows = True
+    keeps_rows = True  # it moves no rows: see `graph_nodes`
 
     @staticmethod
     @override
@@ -235,7 +235,7 @@ class _Copies(torch.autograd.Function):
             with _named(ctx.edges[0].node.source.layer):
                 columns = [*zip(*map(through, grads[0]), strict=True)]
             found = [None if column[0] is None else torch.stack(column) for column in columns]
-        return None, None, None, *(found or [None for _ in ctx.edges])
+        return None, None, None, *(found or [None for _ in ctx.edges])  # without copies, the loop has found nothing
 
 
 class _RowFunction:
@@ -289,6 +289,7 @@ class _RowFunction:
         row, (x,), layer = self._first, self._others.values(), self._layer
         if (param := row._param) is None or x.is_nested or x.is_sparse:
             return NotImplemented
+        # the backward could not find samples in what all of them share
         if not x.requires_grad and layer.shared.is_table(x):
             return NotImplemented
         if not (x.requires_grad or layer.capture.may_find_shared) and x.ndim > 1 and layer.shared.may_be_shared(x):

@@ -58,6 +58,7 @@ class RowProducts(Contribution):
         sides, start = self.inputs.shape[1] + self.output_grads.shape[1], 0
         while start < len(lengths):
             rows = lengths[start]
+            # so few rows are not worth the padding
             longest = rows if rows < 3 else -(-rows // _LANES) * _LANES
             most = start + max(1, GRAM_BYTES // (longest * max(2 * longest, sides) * self.inputs.element_size()))
             stop = start + 1

@@ -96,7 +96,7 @@ class Buffers:
 
 
 def _is_frozen(param: nn.Parameter) -> bool:
-    return not (param.requires_grad or param.is_inference())
+    return not (param.requires_grad or param.is_inference())  # tensors of inference have no version
 
 
 def _versions(param: nn.Parameter) -> tuple[int, int]:
