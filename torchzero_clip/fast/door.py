@@ -33,19 +33,19 @@ class FastWay:
         self._layout: object = None
         self._alike = self._uses = 0
         self._wait = self._FIRST_WAIT
-        self._beside: dict[object, FastWay] = {}
+        self._of_parts: dict[object, FastWay] = {}
 
     def held(self) -> object:
         """The memory that steps use between each other. Whoever captures a step has to keep it."""
         return self._workspace.held()
 
-    def beside(self, key: object) -> "FastWay":
+    def of_part(self, key: object) -> "FastWay":
         """The fast way of some of the parameters, which take their steps in turns and share memory."""
-        if key not in self._beside:
+        if key not in self._of_parts:
             workspace = Workspace()
             workspace.scratch, workspace.tried = self._workspace.scratch, self._workspace.tried
-            self._beside[key] = FastWay(workspace)
-        return self._beside[key]
+            self._of_parts[key] = FastWay(workspace)
+        return self._of_parts[key]
 
     def planned(
         self, groups: list[Group], kept: Mapping[Tensor, State], options: StepOptions, *rest: Any

@@ -458,7 +458,7 @@ class Runner:
     ) -> None:
         """Take the step of the parameters in these groups, for `step_in_backward`; `step` ends it."""
         # parameters that come together are the same in most steps, so the id of the first one names them
-        self._ordinary(groups, states, self.fast_way.beside(first), settings, self.reported.loss()).run()
+        self._ordinary(groups, states, self.fast_way.of_part(first), settings, self.reported.loss()).run()
 
     def new_load(self, new: str | Iterable[str], dropped: str | Iterable[str]) -> Load:
         """A load of one checkpoint, with the arguments of `Modular.load_state_dict`."""

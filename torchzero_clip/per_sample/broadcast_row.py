@@ -241,7 +241,7 @@ class _Copies(torch.autograd.Function):
 class _RowFunction:
     """A function with rows among its arguments. Each method that returns an output is a way to run it with copies.
 
-    ``leaves`` are those of the arguments, and ``rebuilt`` makes arguments of other leaves.
+    ``leaves`` are those of the arguments, ``rebuilt`` makes arguments of other leaves, and `_at` has the indices of rows.
     """
 
     def __init__(self, func: Any, args: Any, kwargs: Any, leaves: list[Any], rebuilt: Rebuild) -> None:
@@ -251,8 +251,8 @@ class _RowFunction:
         self._func, self._name, self._args = func, getattr(func, "__name__", ""), args
         self._leaves, self._rebuilt = leaves, rebuilt
         self._changes = is_in_place(self._name)
-        self._rows = [i for i, x in enumerate(leaves) if isinstance(x, BroadcastRow) and x.requires_grad]
-        self._first: BroadcastRow = leaves[self._rows[0]]
+        self._at = [i for i, x in enumerate(leaves) if isinstance(x, BroadcastRow) and x.requires_grad]
+        self._first: BroadcastRow = leaves[self._at[0]]
         self._layer, self._count = self._first._layer, self._first._count
         others = {i: x for i, x in enumerate(leaves) if isinstance(x, Tensor) and not isinstance(x, BroadcastRow)}
         self._others = {} if self._name in OF_DTYPE else others
@@ -284,7 +284,7 @@ class _RowFunction:
 
         The backward finds the sample of each position.
         """
-        if not is_arithmetic(self._name) or len(self._rows) != 1 or len(self._others) != 1:
+        if not is_arithmetic(self._name) or len(self._at) != 1 or len(self._others) != 1:
             return NotImplemented
         row, (x,), layer = self._first, self._others.values(), self._layer
         if (param := row._param) is None or x.is_nested or x.is_sparse:
@@ -312,7 +312,7 @@ class _RowFunction:
             return [Dense(param, grads.reshape(len(grads), *param.shape))]
 
         value, leaves = row.as_subclass(Tensor).detach().expand(*x.shape), list(self._leaves)
-        leaves[self._rows[0]] = layer.watch(
+        leaves[self._at[0]] = layer.watch(
             value, [], contribute, LayerInput(value, leading), on_shared=self._on_shared(x)
         )
         args, kwargs = self._rebuilt(leaves)
@@ -323,7 +323,7 @@ class _RowFunction:
 
         The backward finds the sample of each.
         """
-        rows, counts = [self._leaves[i] for i in self._rows], {len(x) for x in tokens}
+        rows, counts = [self._leaves[i] for i in self._at], {len(x) for x in tokens}
         if len(counts) > 1 or (count := counts.pop()) == self._count:
             return NotImplemented
         if not count:  # such as an expert without tokens
@@ -341,7 +341,7 @@ class _RowFunction:
         places = places_in(self._others, self._layer, self._count, changes=self._changes, squares=squares)
         if not places or (self._changes and 0 not in places):
             return NotImplemented
-        return self._with_copies(places, [self._leaves[i].copies() for i in self._rows])
+        return self._with_copies(places, [self._leaves[i].copies() for i in self._at])
 
     def _with_copies(self, places: Mapping[int, Place], copies: Sequence[Tensor]) -> Any:
         """The output for copies of the rows, and tensors of the batch with samples in some places.
@@ -349,12 +349,12 @@ class _RowFunction:
         NotImplemented if the function cannot run for each sample.
         """
         of_batch = [self._leaves[i] for i in places]
-        function = functools.partial(self._called, [*self._rows, *places])
+        function = functools.partial(self._called, [*self._at, *places])
         try:
             if len(copies[0]) > 1:
                 output = self._arithmetic(function, places, copies, of_batch)
                 if output is NotImplemented:
-                    rows = [self._leaves[i].as_subclass(Tensor) for i in self._rows]
+                    rows = [self._leaves[i].as_subclass(Tensor) for i in self._at]
                     each = EachSample(function, rows, copies, of_batch, [*places.values()])
                     output = each.output(self._layer.learnt.sample_dims, (self._name, *map(_kind, self._leaves)))
             else:
@@ -363,10 +363,10 @@ class _RowFunction:
             return NotImplemented
         return self._leaves[0].copy_(output) if self._changes and output is not NotImplemented else output
 
-    def _called(self, places: Sequence[int], *tensors: Tensor) -> Any:
-        """The output for other tensors in some places. A function that changes its first argument changes a clone."""
+    def _called(self, at: Sequence[int], *tensors: Tensor) -> Any:
+        """The output with other leaves at some indices. A function that changes its first argument changes a clone."""
         leaves = list(self._leaves)
-        for i, x in zip(places, tensors, strict=True):
+        for i, x in zip(at, tensors, strict=True):
             leaves[i] = x.clone() if self._changes and i == 0 else x
         args, kwargs = self._rebuilt(leaves)
         output = self._func(*args, **kwargs)
@@ -384,7 +384,7 @@ class _RowFunction:
         if not is_arithmetic(self._name) or self._changes or len(kinds) != 1:
             return NotImplemented
         ((place, ndim),) = kinds
-        rows = [self._leaves[i] for i in self._rows]
+        rows = [self._leaves[i] for i in self._at]
         if place.run != 1 or not all(row.fits(ndim, place.dim) for row in rows):
             return NotImplemented
         aligned = [row.aligned(x, ndim, place.dim) for row, x in zip(rows, copies, strict=True)]

@@ -11,7 +11,7 @@ from torchzero_clip.per_sample.gradients.contributions import Contribution, Dens
 from torchzero_clip.per_sample.gradients.products import GRAM_BYTES, Products, exact, gram_norms, scaled
 from torchzero_clip.per_sample.gradients.row_norms import norms_of_rows, norms_of_samples
 
-_LANES = 8  # products of matrices are 1.3 to 2 times as fast if their sides are multiples of it
+_MULTIPLE = 8  # products of matrices are 1.3 to 2 times as fast if their sides are multiples of it
 PADDING = 1.3  # the most by which padding may multiply the rows, besides filling the lanes
 
 
@@ -59,12 +59,12 @@ class RowProducts(Contribution):
         while start < len(lengths):
             rows = lengths[start]
             # so few rows are not worth the padding
-            longest = rows if rows < 3 else -(-rows // _LANES) * _LANES
+            longest = rows if rows < 3 else -(-rows // _MULTIPLE) * _MULTIPLE
             most = start + max(1, GRAM_BYTES // (longest * max(2 * longest, sides) * self.inputs.element_size()))
             stop = start + 1
             for length in lengths[stop:most]:
                 rows += length
-                if longest * (stop + 1 - start) > PADDING * rows and length <= longest - _LANES:
+                if longest * (stop + 1 - start) > PADDING * rows and length <= longest - _MULTIPLE:
                     break
                 stop += 1
             yield start, stop, longest
