@@ -130,7 +130,13 @@ class SkipStep(Gate):
 
     @override
     def refuses(self, norm: Tensor, step: Step) -> Tensor:
-        bad = (norm < torch.inf).logical_not() | (norm > _limit(norm, step))
+        setting = step.settings[0]
+        bad = (norm < torch.inf).logical_not()
+        if setting["max_norm"] is not None:
+            bad = bad | (norm > setting["max_norm"])
+        if setting["max_ratio"] is not None:
+            mean = step.global_state["mean"]  # 0 until it has started
+            bad = bad | (norm > setting["max_ratio"] * mean).logical_and(mean)
         if not self.needs_loss:
             return bad
         values = self._values(norm, step)
@@ -141,14 +147,17 @@ class SkipStep(Gate):
     @override
     def accept(self, norm: Tensor, step: Step) -> None:
         """Move the running mean towards the norm; it starts at the first norm that is not 0. Store norm and loss."""
+        setting, state = step.settings[0], step.global_state
+        started = state["started"] > 0
+        usable = (norm > 0) | started
         if self.needs_loss:
-            state, usable = step.global_state, (norm > 0) | (step.global_state["started"] > 0)
             for key, (value, exists) in self._values(norm, step).items():
-                # a loss counts from the start, also if the gradients are zero
-                put_(state[key], state[f"{key}_stored"], value, exists & usable if key == "norms" else exists)
+                put_(state[key], state[f"{key}_stored"], value, exists & (usable if key == "norms" else exists))
             foreach.copy_([state["in_a_row"], state["losses_in_a_row"]], [torch.zeros_like(norm)] * 2)
-        self.record(norm, step, torch.ones_like(norm, dtype=torch.bool))
-        step.metrics["mean"] = step.global_state["mean"].clone()
+        foreach.lerp_where_(usable & started.logical_not(), state["mean"], norm, 1.0)
+        foreach.lerp_where_(usable, state["mean"], norm, 1 - setting["beta"])
+        foreach.copy_([state["started"]], [usable])
+        step.metrics["mean"] = state["mean"].clone()
 
     @override
     def refused(self, norm: Tensor, step: Step) -> None:

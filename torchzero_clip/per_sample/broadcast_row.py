@@ -241,7 +241,7 @@ class _Copies(torch.autograd.Function):
 class _RowFunction:
     """A function with rows among its arguments. Each method that returns an output is a way to run it with copies.
 
-    ``leaves`` are those of the arguments, ``rebuilt`` makes arguments of other leaves, and `_at` has the indices of rows.
+    ``leaves`` are those of the arguments, and ``rebuilt`` makes arguments of others. `_at` has the indices of rows.
     """
 
     def __init__(self, func: Any, args: Any, kwargs: Any, leaves: list[Any], rebuilt: Rebuild) -> None:
