@@ -321,7 +321,7 @@ class Fast(Averaging, Executor):
     ) -> None:
         """Carry out what waits and the rest of the chain in one pass over memory."""
         ops = self._claimed(rows)
-        # True also if nothing waits: the kernel then runs on whole tensors
+        # if no operation waits, this is True, and the kernel runs on whole tensors
         over_grads = all(isinstance(op, Scale) and op.over_grads for op in ops)
         if self._layout is not None and self._layout.runs_in_pieces and not over_grads:
             run_pieces(ops, self.updates.current(rows), settings, self._scratch, kernel, [params, *state])

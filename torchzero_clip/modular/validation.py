@@ -213,7 +213,7 @@ def _shape_message(what: str, value: Tensor, param: Tensor, group: Group) -> str
 def agree(
     nodes: Nodes, policy: StepPolicy, params: Sequence[NamedParam], has_schedules: bool, group: ProcessGroup | None
 ) -> tuple[dict[str, bool], bool]:
-    """Each warning about a pattern, with True if it matches nothing anywhere; and if any process has schedules."""
+    """Whether each pattern, by its warning, matches nothing on any process; and whether any process has schedules."""
     # all processes of a group call this together, and all raise if their chains would not exchange the same numbers
     unmatched = unmatched_names(nodes, params)
     if group is None:

@@ -257,6 +257,10 @@ class _RowFunction:
         others = {i: x for i, x in enumerate(leaves) if isinstance(x, Tensor) and not isinstance(x, BroadcastRow)}
         self._others = {} if self._name in OF_DTYPE else others
 
+    def _call(self, leaves: Sequence[Any]) -> Any:
+        args, kwargs = self._rebuilt(leaves)
+        return self._func(*args, **kwargs)
+
     def output(self) -> Any:
         """The output in the first way that can run the function; NotImplemented if there is none.
 
@@ -315,8 +319,7 @@ class _RowFunction:
         leaves[self._at[0]] = layer.watch(
             value, [], contribute, LayerInput(value, leading), on_shared=self._on_shared(x)
         )
-        args, kwargs = self._rebuilt(leaves)
-        return self._func(*args, **kwargs)
+        return self._call(leaves)
 
     def _by_token(self, tokens: Sequence[Tensor]) -> Any:
         """A function of rows in no order, such as tokens of an expert, with a copy for each of them.
@@ -328,8 +331,7 @@ class _RowFunction:
             return NotImplemented
         if not count:  # such as an expert without tokens
             plain = [x.as_subclass(Tensor).detach() if isinstance(x, BroadcastRow) else x for x in self._leaves]
-            args, kwargs = self._rebuilt(plain)
-            return self._func(*args, **kwargs)
+            return self._call(plain)
         if any(source.in_any_order is None for row in rows for source in row.sources()):
             return NotImplemented
         on_shared = None if any(x.requires_grad for x in tokens) else self._on_shared(tokens[0])
@@ -368,8 +370,7 @@ class _RowFunction:
         leaves = list(self._leaves)
         for i, x in zip(at, tensors, strict=True):
             leaves[i] = x.clone() if self._changes and i == 0 else x
-        args, kwargs = self._rebuilt(leaves)
-        output = self._func(*args, **kwargs)
+        output = self._call(leaves)
         return leaves[0] if self._changes else output
 
     def _arithmetic(
@@ -432,11 +433,10 @@ class _RowFunction:
                 copies = functools.partial(_expanded, x)
                 source = Source(self._layer, functools.partial(copies, self._count), copies)
                 leaves[i] = _first_row(x.detach(), source, self._count)
-        args, kwargs = self._rebuilt(leaves)
         # a checkpoint would run again for each nested backward that asks for what rows have saved
         in_checkpoint = checkpoint_around() is not None or is_restored_by_checkpoint()
         with saved_tensors_hooks(_keep, _kept) if in_checkpoint else nullcontext():
-            return self._func(*args, **kwargs)
+            return self._call(leaves)
 
     def _written(self, target: Tensor) -> Any:
         """Write rows into a tensor that is of no sample. The module of the parameters then uses a row in its place."""
@@ -473,7 +473,7 @@ def _named(layer: RowsLayer) -> Generator[None]:
 
 
 def _keep(saved: Tensor) -> tuple[Tensor, int]:
-    """What a graph keeps of a tensor: its version too, and not the graph of the tensor, which may be this one."""
+    """The tensor without its graph, which would keep itself alive, and the version, which `_kept` compares."""
     return saved.detach(), saved._version
 
 

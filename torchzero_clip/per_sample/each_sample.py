@@ -67,7 +67,7 @@ class EachSample(NamedTuple):
         return NotImplemented
 
     def _own_entries(self, dim: int) -> list[Tensor] | None:
-        """The copies. Of a row with as many entries as there are samples, copy i keeps entry i. None if no row has."""
+        """The copies. If a row has an entry for each sample, copy i has entry i alone. None without such a row."""
         count = len(self.copies[0])
         sized = [x.ndim > dim + 1 and x.shape[dim + 1] == count for x in self.copies]
         pairs = zip(self.copies, sized, strict=True)

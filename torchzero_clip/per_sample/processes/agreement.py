@@ -123,7 +123,7 @@ class Agreement:
     ) -> None:
         self.numbers: Mapping[Hashable, float] = {}
         """The numbers of this process, by names that are the same on all processes."""
-        self._rows: list[list[float]] = []  # the numbers of each process
+        self._all: dict[Hashable, tuple[float, ...]] = {}  # each number, of all processes
         self._processes = processes
         self._params = params
         self._head = head
@@ -137,7 +137,7 @@ class Agreement:
     ) -> None:
         group = self._processes.group
         if group is None:
-            self._rows = [list(self.numbers.values())]
+            self._all = {name: (number,) for name, number in self.numbers.items()}
             return
         if error is not None and not isinstance(error, Exception):  # an interrupt ends this process
             return
@@ -157,12 +157,11 @@ class Agreement:
                 rank = next(i for i, row in enumerate(rows) if row[0])
                 name = dist.get_process_group_ranks(group)[rank]
                 raise RuntimeError(f"process {name} raised {texts[rank]}\nThis process has changed nothing either")
-        self._rows = [row[after:] for row in rows]
+        self._all = dict(zip(self.numbers, zip(*(row[after:] for row in rows), strict=True), strict=False))
 
-    def of_all(self, name: Hashable) -> list[float]:
+    def of_all(self, name: Hashable) -> tuple[float, ...]:
         """One number of each process."""
-        place = list(self.numbers).index(name)
-        return [row[place] for row in self._rows]
+        return self._all[name]
 
     def total(self, name: Hashable) -> int:
         """The sum of one number over the processes."""

@@ -5,8 +5,8 @@ the graph. A function that saves tensors of floats, such as a product, does not 
 shows where it could let a gradient pass. Every other function *moves* rows, unless it is listed here, and so does every
 unknown one.
 
-Functions are told apart by their names, because torch exports no classes of those that it has in C++. What a function
-has saved is in its attributes ``_saved_...``, which torch documents.
+torch exports no classes of its functions in C++, so they are told apart by their names. What a function has saved is in
+its attributes ``_saved_...``, which torch documents.
 """
 
 import itertools
