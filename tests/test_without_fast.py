@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from torchzero_clip.fast.door import FastWay
+
 ROOT = Path(__file__).parents[1]
 FOLDERS = ["core", "engine", "modular", "checkpoints", "contract", "optimizers"]
 DOOR = '''"""What is left of the fast way: every step takes the readable one."""
@@ -21,7 +23,7 @@ class FastWay:
 
     plan = None
 
-    def beside(self, key):
+    def of_part(self, key):
         return self
 
     def columns(self, table):
@@ -33,6 +35,13 @@ class FastWay:
     def learn(self, walk, options):
         pass
 '''
+
+
+def test_what_is_left_has_the_names_of_the_real_one():
+    names = {}
+    exec(DOOR, names)
+    real = FastWay()
+    assert [name for name in vars(names["FastWay"]) if not hasattr(real, name)] == []
 
 
 @pytest.mark.slow
