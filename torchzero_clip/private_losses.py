@@ -1,10 +1,12 @@
 """Which parameters are trained privately. Their loss is private too, so reporting it raises an error."""
 
 import weakref
-from collections.abc import Collection, Iterable, Mapping
-from typing import Any, Protocol
+from collections.abc import Collection, Iterable
+from typing import Protocol
 
 from torch import Tensor
+
+from torchzero_clip.types import Group
 
 
 class TrainsPrivately(Protocol):
@@ -28,7 +30,7 @@ def private_ids() -> set[int]:
     return {id(param) for owner in _OWNERS for param in owner.released_params()}
 
 
-def refuse_loss(groups: Iterable[Mapping[str, Any]], what: str) -> None:
+def refuse_loss(groups: Iterable[Group], what: str) -> None:
     """Raise a RuntimeError if a parameter of these param groups is trained privately.
 
     ``what`` is the subject of the error: who reports the loss.

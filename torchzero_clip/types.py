@@ -32,6 +32,9 @@ Columns: TypeAlias = list[list[Tensor]]
 Runs: TypeAlias = Sequence[tuple[Setting, slice]]
 """Each setting, with the range of the parameters that share it."""
 
+Closure: TypeAlias = Callable[[], Any]
+"""Computes the gradients, and returns the loss or None."""
+
 Metrics: TypeAlias = Callable[[], dict[str, Tensor]]
 """Computes the metrics of a step when they are read."""
 

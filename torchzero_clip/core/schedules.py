@@ -104,7 +104,7 @@ def _in_use(schedules: Mapping[str, Schedule], group: Group, step: int) -> dict[
     return in_use
 
 
-def at(value: Any, step: int, key: str) -> Any:
+def at(value: object, step: int, key: str) -> Any:
     """A setting, or the value of its schedule after ``step`` steps. Errors name ``key``."""
     if not callable(value):
         return value

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from torch import Tensor, nn
 
@@ -70,7 +70,7 @@ class Scope:
         """True if some parameters may be out of it."""
         return len(self.conditions) > 0  # `not` of a tuple breaks the graphs of `torch.compile`
 
-    def narrowed(self, keep: bool, where: Sequence[Any], groups: str | Iterable[str]) -> "Scope":
+    def narrowed(self, keep: bool, where: Sequence[Where], groups: str | Iterable[str]) -> "Scope":
         """The scope with one more condition."""
         for item in where:
             if not isinstance(item, str) and (not callable(item) or isinstance(item, type | nn.Module)):

@@ -259,7 +259,7 @@ class _Unreadable(Sequence[Tensor]):
         self._text = f"{transform!r} reads step.grads, and its class says pure = True: write pure = False there"
 
     @override
-    def __getitem__(self, index: Any) -> NoReturn:
+    def __getitem__(self, index: object) -> NoReturn:
         raise RuntimeError(self._text)
 
     @override

@@ -79,7 +79,7 @@ class ReportedLoss:
         return Loss(mean, self.count) if self.count else Loss()
 
 
-def _check_loss(loss: object) -> None:
+def _check_loss(loss: Any) -> None:
     if isinstance(loss, bool) or not isinstance(loss, Real | Tensor):
         raise TypeError(f"loss must be a number or a 0-d tensor, got {type(loss).__name__}")
     if isinstance(loss, Tensor) and loss.numel() != 1:

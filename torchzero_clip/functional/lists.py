@@ -1,13 +1,14 @@
 """Lists of tensors and param groups as collections of objects. Where every step does it, callers write it out."""
 
 import operator
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Sequence
 
 from torch import Tensor
 
+from torchzero_clip.types import Group
 
-def params_of(groups: Iterable[Mapping[str, Any]]) -> list[Tensor]:
+
+def params_of(groups: Iterable[Group]) -> list[Tensor]:
     """The parameters of all param groups, in order."""
     return [param for group in groups for param in group["params"]]
 

@@ -54,7 +54,7 @@ def started(
     model: nn.Module,
     *,
     log: Send,
-    saved: Path | Mapping[str, Any] | None,
+    saved: Path | Mapping[str, object] | None,
     step: int,
 ) -> Recorder:
     """The recorder of a training that starts, or of one that a trainer resumes at ``step`` with a ``saved`` state."""

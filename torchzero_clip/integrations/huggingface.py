@@ -101,7 +101,7 @@ class TrainerCallback(transformers.TrainerCallback):
             self._live[name] = value
 
     @override
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         if self.recorder is not None:
             self.recorder.flush(warn=True)
             saved, place = self.recorder.state_dict(), _checkpoint(args, state) / SAVED

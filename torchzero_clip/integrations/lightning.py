@@ -4,7 +4,7 @@ import importlib
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -60,7 +60,7 @@ class LightningCallback(Callback):
         """The recorder. None if there is none, or before training if a function makes it."""
         self.handles: list[BeforeStep] = []
         """The handles of ``transforms``, one for each optimizer; empty before fitting."""
-        self._loaded: dict[str, Any] | None = None
+        self._loaded: dict[str, object] | None = None
         self._logged: dict[str, Tensor] = {}  # the names of the numbers that were logged
 
     @override
@@ -112,14 +112,14 @@ class LightningCallback(Callback):
             self.recorder.close(warn=True)
 
     @override
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         if self.recorder is None:
             return {}
         self.recorder.flush(warn=True)
         return self.recorder.state_dict()
 
     @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, object]) -> None:
         """Continue the record, once there is a recorder."""
         self._loaded = state_dict or None
 

@@ -83,7 +83,7 @@ class ClassMaker:
         return _class_of(cls, tuple(as_written(transforms)), options)
 
 
-def _class_of(base: type, transforms: tuple[Transform, ...], options: dict[str, Any]) -> type:
+def _class_of(base: type, transforms: tuple[Transform, ...], options: Mapping[str, object]) -> type:
     """The class for these arguments. It is made at the first call."""
     key = base, _key(transforms), _key(options)
     if key not in _CLASSES:
@@ -99,7 +99,7 @@ def _class_of(base: type, transforms: tuple[Transform, ...], options: dict[str, 
     return _CLASSES[key]
 
 
-def _unpickled(name: str, base: type, transforms: tuple[Transform, ...], options: dict[str, Any]) -> type:
+def _unpickled(name: str, base: type, transforms: tuple[Transform, ...], options: Mapping[str, object]) -> type:
     """The class of a pickle, by its unique name: transforms may hold functions, whose copies do not equal them."""
     made = vars(classes).get(name) or _class_of(base, transforms, options)
     vars(classes)[name] = made
@@ -115,7 +115,7 @@ def _reduced(cls: Ready) -> Any:
 copyreg.pickle(Ready, _reduced)  # pickle does not ask a class itself how it is stored
 
 
-def _constructor(base: Any, transforms: tuple[Transform, ...], options: dict[str, Any]) -> Callable[..., None]:
+def _constructor(base: Any, transforms: tuple[Transform, ...], options: Mapping[str, object]) -> Callable[..., None]:
     """The method ``__init__`` of a class. Its signature has the settings, because some frameworks read it."""
     nodes = Chain(*with_learning_rate(list(flatten(transforms)))).nodes()
     stored = set(nodes.storage_keys.values())

@@ -66,7 +66,7 @@ class _Used:
         return value if not values or any(used is value or used == value for used in values) else values[0]
 
 
-def _like(argument: Any, child: Transform) -> Any:
+def _like(argument: object, child: Transform) -> Any:
     """The child of a composite in the form of its argument: a chain, a list or one transform."""
     if not isinstance(child, Chain):
         return argument

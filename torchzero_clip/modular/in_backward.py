@@ -188,7 +188,7 @@ def _weakly(method: Callable[..., None]) -> Callable[..., None]:
     """A function that calls a method while its object exists, without keeping the object alive."""
     reference = weakref.WeakMethod(method)
 
-    def call(*args: Any) -> None:
+    def call(*args: object) -> None:
         bound = reference()
         if bound is not None:
             bound(*args)

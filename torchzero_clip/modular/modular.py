@@ -26,7 +26,7 @@ from torchzero_clip.modular.origin import Origin
 from torchzero_clip.modular.param_groups import as_groups
 from torchzero_clip.modular.runner import Runner
 from torchzero_clip.private_losses import refuse_loss
-from torchzero_clip.types import Group, Setting, StateDict
+from torchzero_clip.types import Closure, Group, Setting, StateDict
 
 T = TypeVar("T")
 
@@ -227,7 +227,7 @@ class Modular(Explained, ClassMaker, Optimizer):
     def step(self, closure: Callable[[], T]) -> T: ...
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Closure | None = None) -> Any:
         """Take one step.
 
         Args:
@@ -372,7 +372,7 @@ class Modular(Explained, ClassMaker, Optimizer):
         # a shallow copy of the optimizer has a runner of its own
         return super().__getstate__() | {"runner": copy.copy(self.runner), "_written": self._written}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)
         self.defaults.pop("differentiable", None)  # torch adds it, and each group that is added later would get it
 

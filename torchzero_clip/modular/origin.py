@@ -1,13 +1,13 @@
 """The module that an optimizer was built for, which may get other parameters later."""
 
 import weakref
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 from torch import nn
 
 from torchzero_clip.compat import warn_user
 from torchzero_clip.functional.lists import params_of
+from torchzero_clip.types import Group
 
 
 class Origin:
@@ -18,7 +18,7 @@ class Origin:
         self._has_warned = False
         self.calls = 0  # since the optimizer was built or has loaded a checkpoint
 
-    def warn_of_lost(self, groups: Iterable[Mapping[str, Any]]) -> None:
+    def warn_of_lost(self, groups: Iterable[Group]) -> None:
         """Warn once of parameters that have a gradient and are in no group. Only calls 1, 2, 4, 8, ... look."""
         module, self.calls = self.module(), self.calls + 1
         if module is None or self._has_warned or self.calls & (self.calls - 1):

@@ -118,7 +118,7 @@ def _check_new(group: Mapping[str, object], others: Sequence[Group]) -> None:
         )
 
 
-def split(group: Mapping[str, Any], nodes: Nodes) -> Iterator[Group]:
+def split(group: Group, nodes: Nodes) -> Iterator[Group]:
     """Groups in which all parameters have the same overrides and learning rate, in the order of first parameters."""
     pairs = [(override, node.storage_keys) for node in nodes for override in node.transform.overrides]
     overrides = [(o["params"], {keys[k]: v for k, v in o.items() if k != "params"}) for o, keys in pairs]

@@ -39,7 +39,7 @@ from torchzero_clip.modular import validation
 from torchzero_clip.modular.missing import Missing
 from torchzero_clip.modular.param_groups import accepted, all_or_none, check_disjoint, split
 from torchzero_clip.modular.step_metrics import StepMetrics
-from torchzero_clip.types import Group, Setting, StateByParam
+from torchzero_clip.types import Closure, Group, Setting, StateByParam
 
 
 class Runner:
@@ -213,7 +213,7 @@ class Runner:
         if refused_by:
             self.reported.clear()
 
-    def step(self, groups: list[Group], states: StateByParam, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, groups: list[Group], states: StateByParam, closure: Closure | None = None) -> Any:
         """Take one step, as `Modular.step`. Call it in `torch.no_grad`, and afterwards `tell` if a step has ended."""
         result, loss, step, absent = None, self.reported.loss, None, None
         try:
@@ -464,10 +464,10 @@ class Runner:
         """A load of one checkpoint, with the arguments of `Modular.load_state_dict`."""
         return Load(self.nodes, self.schedules, self.chain_state, self.shared.group, new, dropped)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         left_out = ("decisions", "found_inf", "listener", "parts", "untold", "undo", "fast_way", "_lengths")
         return {key: value for key, value in vars(self).items() if key not in left_out}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         vars(self).update(state)
         self.fast_way = FastWay()

@@ -5,7 +5,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 
-def unwrap(optimizer: Any) -> Any:
+def unwrap(optimizer: object) -> Any:
     """Follow ``optimizer`` and ``_optimizer``, as wrappers of Accelerate and Lightning have, to the last optimizer."""
     # by attributes, because the class of a wrapper of Lightning is derived from that of the optimizer
     innermost, wrapped, seen = optimizer, optimizer, set[int]()
@@ -17,7 +17,7 @@ def unwrap(optimizer: Any) -> Any:
     return innermost
 
 
-def without_wrappers(optimizer: Any) -> Any:
+def without_wrappers(optimizer: object) -> Any:
     """The optimizer in wrappers of Accelerate and Lightning. Other wrappers may change gradients or count steps."""
     while type(optimizer).__module__.partition(".")[0] in ("accelerate", "lightning", "pytorch_lightning"):
         if (inner := getattr(optimizer, "optimizer", None)) is None:

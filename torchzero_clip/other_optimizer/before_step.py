@@ -42,7 +42,7 @@ from torchzero_clip.other_optimizer.wrapping import (
     wrap_method,
 )
 from torchzero_clip.private_losses import refuse_loss
-from torchzero_clip.types import Group
+from torchzero_clip.types import Closure, Group
 
 T = TypeVar("T")
 
@@ -204,14 +204,14 @@ class BeforeStep:
             self._change(optimizer, None)
         return changed
 
-    def _wrapped(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+    def _wrapped(self, optimizer: Optimizer, closure: Closure) -> Closure:
         versions_before = versions(params_of(optimizer.param_groups)) if self.runner.policy.may_skip else None
         return partial(self._evaluate, optimizer, closure, [], versions_before)
 
     def _evaluate(
         self,
         optimizer: Optimizer,
-        closure: Callable[[], Any],
+        closure: Closure,
         results: list[Any],
         versions_before: list[int | None] | None,
     ) -> Any:
@@ -350,7 +350,7 @@ class BeforeStep:
         if not self._depth.leaves_base():
             self._end(optimizer, is_taken=True)
 
-    def _around_step(self, optimizer: Optimizer, step: Callable[[], Any]) -> Any:
+    def _around_step(self, optimizer: Optimizer, step: Callable[[], object]) -> object:
         """Take a step of the optimizer. A refused one returns what the closure has returned."""
         self._end(optimizer, is_taken=False)  # an earlier step that ran without this wrapper and raised
         self._depth.is_wrapped = True
@@ -362,7 +362,7 @@ class BeforeStep:
             self._depth.is_wrapped = False
             self._end(optimizer, is_taken=False)
 
-    def _around_zero_grad(self, optimizer: Optimizer, zero_grad: Callable[[], Any]) -> Any:
+    def _around_zero_grad(self, optimizer: Optimizer, zero_grad: Callable[[], object]) -> object:
         self.runner.reported.zeroed()
         return zero_grad()
 

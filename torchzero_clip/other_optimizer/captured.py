@@ -21,7 +21,7 @@ from torchzero_clip.modular.modular import Modular
 from torchzero_clip.modular.step_metrics import StepMetrics
 from torchzero_clip.modular.wrappers import unwrap
 from torchzero_clip.other_optimizer.before_step import BeforeStep, chain_of, hook_owner, warn_of_copy
-from torchzero_clip.types import Group
+from torchzero_clip.types import Closure, Group
 
 ALIKE, WITHOUT_PLAN = 3, 12
 """How many steps in a row have to look the same before a step is captured, with a plan and without one."""
@@ -88,7 +88,7 @@ class CapturedStep:
         # else torch warns of the first steps of a copy, which are ordinary, although capturable=True
         optimizer._warned_capturable_if_run_uncaptured = True  # pyright: ignore
 
-    def __call__(self, closure: Callable[[], Any] | None = None) -> Any:
+    def __call__(self, closure: Closure | None = None) -> Any:
         """Take a step, as ``optimizer.step(closure)`` does, and return what the closure returned.
 
         Raises:
@@ -426,7 +426,7 @@ def _hooks(optimizer: Optimizer) -> list[Any]:
     return [hook for hooks in (*own, *every) for hook in hooks.values()]
 
 
-def _foreign(hook: Any) -> Any:
+def _foreign(hook: object) -> Any:
     """The hook, if a replay would leave it out; None for those of `before_step`, which a replay repeats."""
     return None if isinstance(getattr(hook, "__self__", None), BeforeStep) or hook is warn_of_copy else hook
 
@@ -435,7 +435,7 @@ def _is_on_device(value: object) -> bool:
     return isinstance(value, Tensor) and not value.is_cpu
 
 
-def _comparable(value: Any) -> object:
+def _comparable(value: object) -> object:
     """The value, so that == reads no tensor."""
     if isinstance(value, tuple | list):
         return tuple(map(_comparable, value))  # pyright: ignore[reportUnknownArgumentType]

@@ -56,7 +56,7 @@ class Followed:
             group["param_names"], group["params"] = [name for name, _ in pairs], [param for _, param in pairs]
         self.param_groups.append({**group, **self._shared_settings()})
 
-    def _shared_settings(self) -> dict[str, Any]:
+    def _shared_settings(self) -> Group:
         """The settings that are equal in all groups. An added group gets them, because some have to stay equal."""
         groups, schedules = self.param_groups, self.runner.schedules
         stored = self.nodes.storage_keys.values() if groups else ()
@@ -68,7 +68,7 @@ class Followed:
         if _ids_in(groups) != self._ids:
             self.follow(groups)
 
-    def settings_to_save(self) -> list[dict[str, Any]]:
+    def settings_to_save(self) -> list[Group]:
         """The settings of each group and the state of the whole chain, for a checkpoint."""
         chain_state = self.runner.chain_state
         chain_state.adopt_counters(self.param_groups)

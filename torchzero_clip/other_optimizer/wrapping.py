@@ -112,7 +112,7 @@ def with_closure(args: Args, kwargs: dict[str, Any], wrap: Callable[[Any], Any])
     return (*args[:1], wrap(closure), *args[2:]), kwargs
 
 
-def wrap_method(optimizer: Optimizer, name: str, around: Callable[[Any, Callable[[], Any]], Any]) -> Any:
+def wrap_method(optimizer: Optimizer, name: str, around: Callable[[Any, Callable[[], object]], object]) -> Any:
     """Replace a method of one optimizer by ``around``, which gets the optimizer and a function that calls the method.
 
     Torch calls no hook after a step that raises, so the wrapper ends it.
@@ -121,12 +121,12 @@ def wrap_method(optimizer: Optimizer, name: str, around: Callable[[Any, Callable
     call: Any = getattr(type(optimizer), name) if replaced is None else replaced
     reference = weakref.ref(optimizer)
 
-    def method(alive: Any, *args: Any, **kwargs: Any) -> Any:
+    def method(alive: object, *args: object, **kwargs: object) -> object:
         bound = (alive, *args) if replaced is None else args
         return around(alive, functools.partial(call, *bound, **kwargs))
 
     @functools.wraps(call)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
+    def wrapper(*args: object, **kwargs: object) -> object:
         alive = reference()  # weak, as in the wrapper of torch's schedulers
         if alive is None:
             raise ReferenceError(f"the optimizer of this {name} was deleted: keep the optimizer beside its {name}")

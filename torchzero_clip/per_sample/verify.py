@@ -182,7 +182,7 @@ class _WithoutGraphs(Mode):
     """Copies what a model stores of its last forward without its graph, because torch does not copy graphs."""
 
     @override
-    def called(self, func: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def called(self, func: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, object]) -> Any:
         if func is Tensor.__deepcopy__ and not args[0].is_leaf:
             return args[0].detach().clone()
         return func(*args, **kwargs)
@@ -241,5 +241,5 @@ def _compare(
         )
 
 
-def _wide(batch: object) -> Any:
+def _wide(batch: object) -> object:
     return pytree.tree_map_only(Tensor, lambda x: (x.double() if x.is_floating_point() else x).clone(), batch)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -140,7 +140,7 @@ def _gathered(engine: Engine, losses: Tensor, backward: Callable[[], None]) -> d
     return gathered
 
 
-def _factors(norm_clipper: NormClipper, answer: Any, count: int, norms: Tensor) -> list[Tensor]:
+def _factors(norm_clipper: NormClipper, answer: object, count: int, norms: Tensor) -> list[Tensor]:
     """Check the answer of a norm clipper, and return one tensor for each parameter tensor."""
     who = f"{type(norm_clipper).__name__}.calc_clipping_factors"
     way_out = f"factors for {count} parameter tensors, or itertools.repeat(factors) for the same in all"

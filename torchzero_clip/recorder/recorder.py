@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -92,7 +92,7 @@ class Recorder(Readable):
         model: nn.Module | None = None,
         *,
         flush_every: int = 100,
-        log: Any = None,
+        log: object = None,
         log_every: int = 10,
     ) -> None:
         inner = unwrap(optimizer)
@@ -262,11 +262,11 @@ class Recorder(Readable):
         self.is_closed = True
         self._recording.close(warn=warn)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the number of the next step, and the last ``keep`` steps, as CPU tensors, numbers and strings."""
         return {**self._recording.state_dict()}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
         """Continue the record of a run that is resumed.
 
         If an earlier process wrote steps after this checkpoint to the file, these steps no longer count.

@@ -3,7 +3,6 @@
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,7 +37,7 @@ class StepHooks(HasListener):
         if (optimizer := self._optimizer()) is not None:
             unwrap_method(optimizer, "step", self._wrapper)
 
-    def _around(self, optimizer: Optimizer, step: Callable[[], Any]) -> Any:
+    def _around(self, optimizer: Optimizer, step: Callable[[], object]) -> object:
         """Take a step of the optimizer."""
         self._depth.count, self._depth.is_wrapped = 0, True
         try:
@@ -48,8 +47,8 @@ class StepHooks(HasListener):
 
     @never_compiled
     def before(
-        self, optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[object, ...], dict[str, Any]] | None:
+        self, optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> tuple[tuple[object, ...], dict[str, object]] | None:
         """Measure the gradients, or wrap the closure that makes them."""
         if self._depth.enters_base(optimizer):
             return None

@@ -122,11 +122,11 @@ class GradSampleModuleFastGradientClipping(nn.Module):
         self._engine.release_with(self)
 
     @override
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {key: value for key, value in self.__dict__.items() if key != "_engine"}
 
     @override
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)
         self._attach()
 

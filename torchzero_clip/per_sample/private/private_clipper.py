@@ -3,7 +3,7 @@
 import math
 import zlib
 from collections.abc import Collection
-from typing import Any, Literal, NoReturn
+from typing import Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -280,11 +280,11 @@ class PrivateGradientClipper(PerSampleGradientClipper):
         super().discard()
         self._next_step()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """The number of releases with each noise multiplier. Save it after `pre_step`: it holds no sums."""
         return {"releases": dict(self._releases)}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, object]) -> None:
         """Replace the number of releases.
 
         Args:

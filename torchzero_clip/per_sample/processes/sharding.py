@@ -13,7 +13,7 @@ from torchzero_clip.functional.shards import local
 WORKS = "per-sample clipping works with fully_shard on a mesh of one dimension"
 
 
-def stands_for(current: object, param: Any) -> bool:
+def stands_for(current: object, param: object) -> bool:
     """True for a parameter itself, and for what `fully_shard` puts in its place."""
     if current is param:
         return True

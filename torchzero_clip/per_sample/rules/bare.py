@@ -1,5 +1,6 @@
 """Modules with parameters of their own beside submodules, such as class tokens and layer scales."""
 
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
@@ -72,12 +73,12 @@ class _Rows(Mode):
         return row
 
     @override
-    def replaces(self, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
+    def replaces(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         # the compiler cannot trace `id`, so all parameters count
         return any(isinstance(x, nn.Parameter) and x.requires_grad for x in pytree.tree_leaves((args, kwargs)))
 
     @override
-    def called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def called(self, func: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._layer.capture.running is not self._layer:  # captured submodules have rules of their own
             return func(*args, **kwargs)
         if getattr(func, "__name__", "") == "__set__":  # of the parameter itself

@@ -14,6 +14,7 @@ from torchzero_clip.per_sample.gradients.contributions import Dense
 from torchzero_clip.per_sample.gradients.row_norms import wide
 from torchzero_clip.per_sample.layer import trainable
 from torchzero_clip.per_sample.samples.call import LayerInput, rows_first
+from torchzero_clip.per_sample.samples.pattern import Place
 
 
 def copy_of(
@@ -31,7 +32,7 @@ def copy_of(
     samples share it, the proof calls ``on_shared``.
     """
 
-    def contribute(where: Any, grad: Tensor) -> list[Dense]:
+    def contribute(where: Place, grad: Tensor) -> list[Dense]:
         (grads,) = rows_first(where, *wide(grad))
         return [Dense(param, grads.sum(1) if grads.ndim > param.ndim + 1 else grads)]  # of rows that all share
 

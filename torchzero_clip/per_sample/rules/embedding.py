@@ -12,6 +12,7 @@ from torchzero_clip.per_sample.gradients.contributions import Contribution
 from torchzero_clip.per_sample.gradients.row_norms import wide
 from torchzero_clip.per_sample.gradients.rows import SparseRows
 from torchzero_clip.per_sample.samples.call import LayerInput, rows_first
+from torchzero_clip.per_sample.samples.pattern import Place
 
 
 class EmbeddingRule(Rule):
@@ -39,7 +40,7 @@ class EmbeddingRule(Rule):
             found = layer.find_samples(input, input.ndim)
         padding = module.padding_idx
 
-        def contribute(where: Any, grad: Tensor, source: Tensor) -> list[Contribution]:
+        def contribute(where: Place, grad: Tensor, source: Tensor) -> list[Contribution]:
             index, grad = rows_first(where, source, grad)
             samples = torch.arange(len(index), device=index.device).repeat_interleave(index[:1].numel())
             return [_rows(layer, len(index), samples, index.reshape(-1), grad.reshape(-1, grad.shape[-1]), padding)]
@@ -78,7 +79,7 @@ class EmbeddingBagRule(EmbeddingRule):
         if per_sample_weights is not None:
             scale = scale * per_sample_weights.detach().reshape(-1)
 
-        def contribute(where: Any, grad: Tensor, index: Tensor, samples: Tensor, scale: Tensor) -> list[Contribution]:
+        def contribute(where: Place, grad: Tensor, index: Tensor, samples: Tensor, scale: Tensor) -> list[Contribution]:
             scale = scale.to(grad.dtype)
             if mode == "mean":
                 sizes = scale.new_zeros(len(grad)).index_add_(0, samples, scale)

@@ -95,7 +95,7 @@ class GenericRule(Rule):
         return one.output(tensors)
 
     def dims(
-        self, layer: CapturedLayer, args: tuple[object, ...], kwargs: dict[str, object], leaves: Sequence[object]
+        self, layer: CapturedLayer, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[object]
     ) -> tuple[list[int | None], set[Hashable]]:
         """The batch dimension of each argument, None if it has none; and what is known of them for later calls."""
         dim, size = layer.capture.batch_dim, layer.count_in(leaves)
@@ -260,7 +260,7 @@ class _Inside(Mode):
         self._around = checkpoint_around()
 
     @override
-    def called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def called(self, func: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = getattr(func, "__name__", "")
         if attribute_read(func) == "requires_grad" and is_batchedtensor(args[0]):
             # torch says False under vmap, after which a model that asks sets no hook
@@ -321,7 +321,7 @@ def _refuse_reentrant(layer: CapturedLayer, outputs: Iterable[Tensor], inputs: I
 
 
 def _compare(
-    layer: CapturedLayer, state: ModuleState, output: object, args: tuple[object, ...], kwargs: dict[str, object]
+    layer: CapturedLayer, state: ModuleState, output: object, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     """Run the module once more, on its batch, and raise unless it gives the same output as sample by sample.
 

@@ -32,7 +32,7 @@ class RegisteredRule(Rule):
         others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
 
-        def contribute(place: Any, grad: Tensor, *tensors: Tensor) -> list[Contribution]:
+        def contribute(place: Place, grad: Tensor, *tensors: Tensor) -> list[Contribution]:
             dim = layer.capture.batch_dim
             if place not in (Place(min(dim, grad.ndim - 1)), Place(0, len(grad))):
                 raise layer.unknown_rows(f"its samples are not in dimension {dim}")
@@ -54,7 +54,7 @@ class RegisteredRule(Rule):
         return layer.watch(output, [leaves[i] for i in where], contribute, samples)
 
 
-def _checked(layer: CapturedLayer, grads: Any) -> list[Contribution]:
+def _checked(layer: CapturedLayer, grads: object) -> list[Contribution]:
     if not isinstance(grads, Mapping) or not all(isinstance(value, Tensor) for value in grads.values()):
         raise TypeError(f"the rule of {layer} must return a dict of tensors, got {type(grads).__name__}")
     if set(grads) != set(layer.params):
