@@ -129,9 +129,9 @@ class NodeKind:
 
 
 NODE_KINDS: dict[type[Node], NodeKind] = {}
-"""The kinds that were seen. Those of classes that users or the compiler make are in `_python_kinds`, which does not
-keep the classes alive."""
-_python_kinds: WeakKeyDictionary[type, NodeKind] = WeakKeyDictionary()
+"""The kinds that were seen. Those of classes that a function has made, such as compiled ones, are in `_local_kinds`,
+which does not keep the classes alive."""
+_local_kinds: WeakKeyDictionary[type, NodeKind] = WeakKeyDictionary()
 _compiled = itertools.count()  # all compiled functions have one name
 
 
@@ -139,11 +139,11 @@ def kind_of(node: Node) -> NodeKind:
     """The kind of a node that is not in `NODE_KINDS` yet."""
     if isinstance(node, BackwardCFunction):
         made_by: Any = node._forward_cls  # pyright: ignore  # the `torch.autograd.Function`; torch has no public name
-        found = _python_kinds.get(type(node))
+        found = _local_kinds.get(type(node))
         if found is None:
             found = _of_python(node, made_by)
-            lives_on = made_by in _IDENTITIES or made_by.__module__.startswith("torchzero_clip.")
-            (NODE_KINDS if lives_on else _python_kinds)[type(node)] = found
+            is_local = "<locals>" in made_by.__qualname__
+            (_local_kinds if is_local else NODE_KINDS)[type(node)] = found
         return found
     found = NODE_KINDS[type(node)] = _of_torch(node)
     return found
@@ -160,7 +160,7 @@ def _of_torch(node: Node) -> NodeKind:
     if name in _PLAIN or function in _FIXED:
         return kind()
     # functions of extensions in C++ share a class, whose name is not theirs
-    is_unknown = name != node.name() or name == "CopySlices"  # such as functions of extensions in C++
+    is_unknown = name != node.name() or name == "CopySlices"
     if is_unknown or name in _BY_EQUALITY or "Sparse" in name or "Nested" in name:
         return kind(moves_anywhere=_always)
     if function in _CHOICES:
