@@ -10,12 +10,14 @@ from per_sample.harness import (
     by_backward,
     by_classic_form,
     by_two_passes,
+    first_tensor,
     loop,
     losses_of,
     norms_of,
     total_of,
     with_low_memory,
 )
+from per_sample.layers import LAYERS
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -75,3 +77,82 @@ def test_they_may_be_in_a_checkpoint(kind, way):
         assert_close(norms, total_of(expected))
         for name, norm in param_norms.items():
             assert_close(norm, expected[name])
+
+
+def beside(layer, inputs):
+    """A model with a layer that gets nothing but a buffer, and so works on rows that all samples share."""
+
+    def forward(m, x):
+        output = first_tensor(m.layer(m.buffer))
+        return m.first(x) * output.sum() + m.first(x).square() * output.square().mean()
+
+    net = Net(forward, first=nn.Linear(W, 3), layer=layer)
+    net.register_buffer("buffer", inputs)
+    return net.double()
+
+
+REFUSED = {"lstm, batch first", "lstm, two layers, both directions", "gru", "rnn behind linear", "transformer layer"}
+"""Layers that need the sample of each row, also if no sample has them."""
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Using padding='same'")
+@pytest.mark.parametrize("way", [by_backward, by_classic_form])
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("name", LAYERS)
+def test_every_layer_may_get_rows_that_all_samples_share(name, rows, way):
+    layer, inputs = (make() for make in LAYERS[name])
+    model = beside(layer, inputs[:rows])
+    step = way(model)
+    for count in (5, 5, 3, 6):
+        x = torch.randn(count, W, dtype=torch.float64)
+        expected = norms_of(loop(copy.deepcopy(model), (x,)))
+
+        def losses(model, x=x):
+            return losses_of(model(x))
+
+        # a function of two tensors that are not shared looks like one of samples in the first step
+        if name in REFUSED or (name == "prelu" and rows > 1):
+            with pytest.raises((RuntimeError, ValueError), match=r"(?s)(mixes samples|share them).*whole="):
+                step(losses)
+            return
+        norms, param_norms = step(losses)
+        assert_close(norms, total_of(expected))
+        for param, norm in param_norms.items():
+            assert_close(norm, expected[param])
+
+
+def bags(mode, rows, **settings):
+    net = beside(nn.EmbeddingBag(7, 5, mode=mode, **settings), torch.zeros(1))
+    net.buffer = torch.randint(0, 7, (rows, 3))
+    if mode == "sum":
+        net.layer.register_forward_pre_hook(
+            lambda layer, args, kwargs: (
+                args,
+                {"per_sample_weights": torch.arange(1.0, 3 * rows + 1).view(rows, 3).double()},
+            ),
+            with_kwargs=True,
+        )
+    return net
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5])
+@pytest.mark.parametrize(("mode", "settings"), [("sum", {}), ("mean", {}), ("mean", {"padding_idx": 2})])
+def test_bags_that_all_samples_share(mode, settings, rows):
+    model = bags(mode, rows, **settings)
+    step = by_backward(model)
+    for count in (5, 5, 3, 6):
+        x = torch.randn(count, W, dtype=torch.float64)
+        expected = norms_of(loop(copy.deepcopy(model), (x,)))
+        norms, param_norms = step(lambda model, x=x: losses_of(model(x)))
+        assert_close(norms, total_of(expected))
+        for param, norm in param_norms.items():
+            assert_close(norm, expected[param])
+
+
+def test_bags_in_one_vector_that_all_samples_share_are_refused_by_name():
+    model = beside(nn.EmbeddingBag(7, 5), torch.zeros(1))
+    model.buffer = torch.randint(0, 7, (6,))
+    model.layer.register_forward_pre_hook(lambda layer, args: (*args, torch.tensor([0, 2])))
+    with pytest.raises(RuntimeError, match=r"(?s)'layer' \(EmbeddingBag\).*whole="):
+        by_backward(model)(lambda model: losses_of(model(torch.randn(5, W, dtype=torch.float64))))

@@ -36,6 +36,9 @@ class Rule(ABC):
     takes: Sequence[str] = ("weight", "bias")
     """The names of parameters that it knows. A layer with others runs as any module with parameters of its own."""
 
+    takes_positions = False
+    """Whether the layer takes any number of dimensions before those of a position, as a linear layer does."""
+
     runs_empty = False
     """Whether the rule also runs empty batches. For other rules, `EmptyRule` runs the forward of the module itself."""
 
@@ -140,7 +143,7 @@ class CapturedLayer(RowsLayer):
         count = forward.batch_size
         if isinstance(input, BroadcastRow):
             each, had_dim = input.as_input(dim)
-            return LayerInput(each, leading + (not had_dim), dim, is_shared=True, had_dim=had_dim)
+            return self._with_dim(each, leading, dim) if not had_dim else LayerInput(each, leading, dim, True, True)
         if count == 1 and input.requires_grad and not input.is_contiguous():  # only then may strides be misread
             input.register_hook(partial(with_strides, input.stride()))
         if input.shape[dim] == count and forward.declared_rows is None and forward.is_argument(input):
@@ -150,9 +153,14 @@ class CapturedLayer(RowsLayer):
                 each = input.expand(*input.shape[:dim], count, *input.shape[dim + 1 :])
                 return LayerInput(each, leading, dim, is_shared=True, had_dim=True)
             if shared.is_known(input, leading):
-                each = input.expand(count, *input.shape).movedim(0, dim)
-                return LayerInput(each, leading + 1, dim, is_shared=True)
+                return self._with_dim(input.expand(count, *input.shape).movedim(0, dim), leading, dim)
         return LayerInput(input, leading, dim)
+
+    def _with_dim(self, each: Tensor, leading: int, dim: int) -> LayerInput:
+        """The input of a layer, from copies of a shared one in a new dimension."""
+        if self.rule.takes_positions:
+            return LayerInput(each, leading + 1, dim, is_shared=True)
+        return LayerInput(each.flatten(0, 1), leading, dim, is_shared=True, rows=each.shape[1])
 
     def watch_params(
         self,
@@ -188,6 +196,7 @@ class CapturedLayer(RowsLayer):
         reduce: Reduce | None = None,
         copies: bool = False,
         on_shared: Callable[[], bool] | None = None,
+        beside: Iterable[Tensor] = (),
     ) -> Tensor:
         """Return the output. Its gradient and the inputs will be passed to ``contribute``, which returns contributions.
 
@@ -198,7 +207,7 @@ class CapturedLayer(RowsLayer):
         if samples is not None:
             if on_shared is None and not (copies or samples.tensor.requires_grad or samples.is_shared):
                 on_shared = partial(self.shared.note, samples, capture.forward)
-            kind = kind, samples.leading, samples.is_shared, samples.had_dim
+            kind = kind, samples.leading, samples.is_shared, samples.had_dim, samples.rows
         kind = self.name, kind
         capture.numbers[kind] += 1
         call = Call(
@@ -211,11 +220,15 @@ class CapturedLayer(RowsLayer):
             reduce=reduce,
             copies=copies,
             on_shared=on_shared,
+            beside=beside,
+            takes_positions=self.rule.takes_positions,
         )
         lasting = self.lasting(inputs) if capture.processes.sharded else inputs
         watched: Any = _Watched.apply(capture.anchor, before, [output.detach()], lasting, capture, call)
         if samples is None or not samples.is_shared:
             return watched
+        if samples.rows is not None:
+            return row_of(self, watched.unflatten(0, (-1, samples.rows)))
         each = watched.movedim(samples.dim, 0)
         return row_of(self, each.unsqueeze(samples.dim + 1) if samples.had_dim else each)
 

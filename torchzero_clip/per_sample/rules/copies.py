@@ -1,6 +1,6 @@
 """A copy of each parameter for each sample, and the rule for empty batches, in which there are no copies."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -24,20 +24,22 @@ def copy_of(
     count: int,
     on_shared: Callable[[], bool] | None = None,
     *,
+    beside: Iterable[Tensor] = (),
     ordered: bool = True,
 ) -> Tensor:
     """A view of the value of a parameter for each sample, whose gradients are the per-sample gradients.
 
-    Without ``ordered``, each view belongs to one row of the input. The proof finds the sample of the row. If all
-    samples share it, the proof calls ``on_shared``.
+    ``beside`` are the inputs of the layer. Without ``ordered``, each view belongs to one row of the input. The proof
+    finds the sample of the row. If all samples share it, the proof calls ``on_shared``.
     """
 
-    def contribute(where: Place, grad: Tensor) -> list[Dense]:
+    def contribute(where: Place | Tensor, grad: Tensor) -> list[Dense]:
         (grads,) = rows_first(where, *wide(grad))
         return [Dense(param, grads.sum(1) if grads.ndim > param.ndim + 1 else grads)]  # of rows that all share
 
     copies = value.detach().expand(count, *value.shape)
-    return layer.watch(copies, [], contribute, LayerInput(copies, 1), copies=ordered, on_shared=on_shared or _never)
+    found = LayerInput(copies, 1)
+    return layer.watch(copies, [], contribute, found, copies=ordered, on_shared=on_shared or _never, beside=beside)
 
 
 def _never() -> bool:

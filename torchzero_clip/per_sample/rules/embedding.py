@@ -18,6 +18,8 @@ from torchzero_clip.per_sample.samples.pattern import Place
 class EmbeddingRule(Rule):
     """Weight: the gradient of a sample has the rows that the sample uses, except `padding_idx`."""
 
+    takes_positions = True
+
     @override
     def refusal(self, module: nn.Module) -> str | None:
         table: Any = module
@@ -40,10 +42,8 @@ class EmbeddingRule(Rule):
             found = layer.find_samples(input, input.ndim)
         padding = module.padding_idx
 
-        def contribute(where: Place, grad: Tensor, source: Tensor) -> list[Contribution]:
-            index, grad = rows_first(where, source, grad)
-            samples = torch.arange(len(index), device=index.device).repeat_interleave(index[:1].numel())
-            return [_rows(layer, len(index), samples, index.reshape(-1), grad.reshape(-1, grad.shape[-1]), padding)]
+        def contribute(where: Place | Tensor, grad: Tensor, source: Tensor) -> list[Contribution]:
+            return [_of_rows(layer, *rows_first(where, source, grad), padding)]
 
         return layer.watch(
             F.embedding(found.tensor, module.weight.detach(), padding), [found.tensor], contribute, found
@@ -52,6 +52,8 @@ class EmbeddingRule(Rule):
 
 class EmbeddingBagRule(EmbeddingRule):
     """Weight: as in an embedding, with each row multiplied by its weight in the bag."""
+
+    takes_positions = False
 
     @override
     def refusal(self, module: nn.Module) -> str | None:
@@ -67,35 +69,66 @@ class EmbeddingBagRule(EmbeddingRule):
         offsets: Tensor | None = None,
         per_sample_weights: Tensor | None = None,
     ) -> Tensor:
+        if offsets is not None:
+            return self._run_flat(layer, input, offsets, per_sample_weights)
         module: Any = layer.module
         mode, padding = module.mode, module.padding_idx
-        samples = _bags(input, offsets, include_last=module.include_last_offset)
-        found = (
-            layer.find_samples(input, 1)
-            if offsets is None
-            else LayerInput(offsets[:-1] if module.include_last_offset else offsets, 1)
+        found = layer.find_samples(input, 1)
+        weights = per_sample_weights
+        if weights is not None and found.is_shared:
+            weights = weights.expand(len(found.tensor) // len(weights), *weights.shape).flatten(0, 1)
+        output = F.embedding_bag(
+            found.tensor, module.weight.detach(), mode=mode, per_sample_weights=weights, padding_idx=padding
         )
-        scale = torch.ones_like(samples) if padding is None else (input.reshape(-1) != padding).int()
-        if per_sample_weights is not None:
-            scale = scale * per_sample_weights.detach().reshape(-1)
 
-        def contribute(where: Place, grad: Tensor, index: Tensor, samples: Tensor, scale: Tensor) -> list[Contribution]:
+        def contribute(where: Place | Tensor, grad: Tensor, index: Tensor, scale: Tensor) -> list[Contribution]:
+            index, scale, grad = rows_first(where, index, scale.to(grad.dtype), grad)
+            if mode == "mean":
+                scale = scale / scale.sum(-1, keepdim=True).clamp(min=1)
+            return [_of_rows(layer, index, grad.unsqueeze(-2) * scale.unsqueeze(-1), padding)]
+
+        inputs = [found.tensor, _scale(found.tensor, weights, padding)]
+        return layer.watch(output, inputs, contribute, found)
+
+    def _run_flat(self, layer: CapturedLayer, input: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
+        """Run bags of several lengths, which stand one after the other in a vector. Samples cannot share them."""
+        module: Any = layer.module
+        mode, padding = module.mode, module.padding_idx
+        starts = offsets[:-1] if module.include_last_offset else offsets
+        bags = torch.bucketize(torch.arange(len(input), device=input.device), starts, right=True) - 1
+
+        def contribute(
+            where: Place | Tensor, grad: Tensor, index: Tensor, bags: Tensor, scale: Tensor
+        ) -> list[Contribution]:
             scale = scale.to(grad.dtype)
             if mode == "mean":
-                sizes = scale.new_zeros(len(grad)).index_add_(0, samples, scale)
-                scale = scale / sizes.clamp(min=1)[samples]
-            return [_rows(layer, len(grad), samples, index.reshape(-1), grad[samples] * scale[:, None], padding)]
+                sizes = scale.new_zeros(len(grad)).index_add_(0, bags, scale)
+                scale = scale / sizes.clamp(min=1)[bags]
+            return [_rows(layer, len(grad), bags, index, grad[bags] * scale[:, None], padding)]
 
         output = F.embedding_bag(
             input,
             module.weight.detach(),
             offsets,
             mode=mode,
-            per_sample_weights=per_sample_weights,
+            per_sample_weights=weights,
             include_last_offset=module.include_last_offset,
             padding_idx=padding,
         )
-        return layer.watch(output, [input, samples, scale], contribute, found)
+        inputs = [input, bags, _scale(input, weights, padding)]
+        return layer.watch(output, inputs, contribute, LayerInput(starts, 1), on_shared=lambda: False)
+
+
+def _scale(index: Tensor, weights: Tensor | None, padding: int | None) -> Tensor:
+    """By what each entry of a bag is multiplied, apart from a mean."""
+    scale = torch.ones_like(index) if padding is None else (index != padding).int()
+    return scale if weights is None else scale * weights.detach()
+
+
+def _of_rows(layer: CapturedLayer, index: Tensor, values: Tensor, padding: int | None) -> SparseRows:
+    """The contribution of rows of indices, samples first, and of the gradient at each index."""
+    samples = torch.arange(len(index), device=index.device).repeat_interleave(index[:1].numel())
+    return _rows(layer, len(index), samples, index.reshape(-1), values.reshape(-1, values.shape[-1]), padding)
 
 
 def _rows(
@@ -105,11 +138,3 @@ def _rows(
     if padding is not None:
         values = values.masked_fill((index == padding)[:, None], 0)
     return SparseRows(layer.params["weight"], count, samples, index, values)
-
-
-def _bags(input: Tensor, offsets: Tensor | None, *, include_last: bool) -> Tensor:
-    """The bag that each index belongs to."""
-    if offsets is None:
-        return torch.arange(len(input), device=input.device).repeat_interleave(input[:1].numel())
-    starts = offsets[:-1] if include_last else offsets
-    return torch.bucketize(torch.arange(len(input), device=input.device), starts, right=True) - 1

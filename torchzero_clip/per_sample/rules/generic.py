@@ -67,7 +67,7 @@ class GenericRule(Rule):
         count = _batch_size(layer, leaves, {len(x) for x in inputs.values()})
         if not count:
             return EMPTY.run(layer, *args, **kwargs)
-        copies = copies_of(layer, count, ordered=count == layer.capture.forward.batch_size)
+        copies = copies_of(layer, count, inputs.values(), ordered=count == layer.capture.forward.batch_size)
         has_samples = any(dim is not None for dim in dims)
 
         def output_dim(i: int) -> int | None:
@@ -278,9 +278,13 @@ class _Inside(Mode):
         return func(*args, **kwargs)
 
 
-def copies_of(layer: CapturedLayer, count: int, *, ordered: bool = True) -> dict[str, Tensor]:
+def copies_of(
+    layer: CapturedLayer, count: int, inputs: Iterable[Tensor] = (), *, ordered: bool = True
+) -> dict[str, Tensor]:
     """The views of each parameter of a layer, under all its names."""
-    of = {id(value): copy_of(layer, param, value, count, ordered=ordered) for param, value in layer.values}
+    of = {
+        id(value): copy_of(layer, param, value, count, beside=inputs, ordered=ordered) for param, value in layer.values
+    }
     size = count * sum(param.nbytes for param in layer.params.values())
     if size > WARN and not layer.learnt.has_warned:
         layer.learnt.has_warned = True

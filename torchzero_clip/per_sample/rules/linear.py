@@ -15,6 +15,8 @@ from torchzero_clip.per_sample.gradients.products import Products
 class LinearRule(Rule):
     """Weight: products of inputs and output gradients. Bias: the sum of output gradients over positions."""
 
+    takes_positions = True
+
     @override
     def run(
         self,

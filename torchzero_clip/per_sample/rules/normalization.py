@@ -29,6 +29,7 @@ class NormalizationRule(Rule):
         takes: Sequence[str] = ("weight", "bias"),
     ) -> None:
         self._function, self._settings, self._channels, self.takes = function, settings, channels, takes
+        self.takes_positions = not channels
         self.runs_empty = channels  # instance_norm of torch raises for them if it has a weight
 
     @override
@@ -72,8 +73,9 @@ class GroupNormRule(NormalizationRule):
         if found is None or found.is_shared:
             return super().run(layer, input)
         x, own = found.tensor, {id(value): param for param, value in layer.values}
+        on_shared = None if x.requires_grad else partial(layer.shared.note, found, layer.capture.forward)
         weight, bias = (
-            copy_of(layer, own[id(value)], value, len(x), ordered=False)
+            copy_of(layer, own[id(value)], value, len(x), on_shared, beside=[x], ordered=False)
             if id(value) in own
             else value.expand(len(x), -1)
             for value in affine

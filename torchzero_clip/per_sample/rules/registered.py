@@ -32,7 +32,7 @@ class RegisteredRule(Rule):
         others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
 
-        def contribute(place: Place, grad: Tensor, *tensors: Tensor) -> list[Contribution]:
+        def contribute(place: Place | Tensor, grad: Tensor, *tensors: Tensor) -> list[Contribution]:
             dim = layer.capture.batch_dim
             if place not in (Place(min(dim, grad.ndim - 1)), Place(0, len(grad))):
                 raise layer.unknown_rows(f"its samples are not in dimension {dim}")

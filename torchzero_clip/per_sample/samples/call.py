@@ -27,7 +27,7 @@ class LayerInput(NamedTuple):
 
     The samples are in dimension ``dim``, unless a proof finds them elsewhere. If all samples share the input,
     ``tensor`` has one copy of it per sample, and the layer returns one row. ``had_dim`` is True if the input already
-    had this dimension, of size 1.
+    had this dimension, of size 1. ``rows`` is set if each copy has so many entries of this dimension.
     """
 
     tensor: Tensor
@@ -36,6 +36,7 @@ class LayerInput(NamedTuple):
     is_shared: bool = False
     had_dim: bool = False
     is_argument: bool = False
+    rows: int | None = None
 
 
 class Call:
@@ -49,6 +50,8 @@ class Call:
         reduce: Turns the samples of rows into the samples of items.
         copies: True if the rows are copies that were made for the samples, in their order.
         on_shared: Notes that all samples share the rows, such as positions. Returns True if that is possible.
+        beside: The inputs of a layer that gets copies of its parameters.
+        takes_positions: True if ``contribute`` takes further dimensions behind that of the samples.
     """
 
     def __init__(
@@ -63,6 +66,8 @@ class Call:
         reduce: Reduce | None = None,
         copies: bool = False,
         on_shared: Callable[[], bool] | None = None,
+        beside: Iterable[Tensor] = (),
+        takes_positions: bool = False,
     ) -> None:
         self.layer, self.forward, self.kind, self._contribute = layer, forward, kind, contribute
         self.leading = 1 if input is None else input.leading
@@ -71,6 +76,9 @@ class Call:
         self.declared = input.dim if input is not None and input.is_argument else None
         """The dimension of the samples, if the input is an argument of the model."""
         self.reduce, self.copies, self.on_shared = reduce, copies, on_shared
+        self._takes_positions = takes_positions
+        self.beside = [x.grad_fn for x in beside]
+        """The functions that made the inputs, None for inputs without a graph."""
         self.each: Tensor | None = None
         """The gradient that each sample gives to rows that all of them share, samples first."""
         self.may_be_in_checkpoint = not TELLS_HOOKS and checkpoint_around() is not None
@@ -100,10 +108,12 @@ class Call:
     ) -> list[Contribution]:
         """The contributions of samples in known places."""
         if (each := self.each) is not None:
-            self.each = None
-            if self.shape[0] == 1:  # a copy of the row for each sample
-                return [*self._contribute(Place(0), each.squeeze(1), *(x.expand(count, *x.shape[1:]) for x in inputs))]
-            return [*self._contribute(Place(0), each, *(x.expand(count, *x.shape) for x in inputs))]
+            self.each, rows = None, self.shape[0]
+            tensors = [each, *(x.expand(count, *x.shape) for x in inputs)]
+            if rows > 1 and self._takes_positions:
+                return [*self._contribute(Place(0), *tensors)]
+            parts = self._contribute(Place(0), *(x.flatten(0, 1) for x in tensors))
+            return [*parts] if rows == 1 else [regrouped(part, rows, count) for part in parts]
         if self.reduce is not None:
             return [*self._contribute(where, grad, *inputs, count=count)]
         parts = self._contribute(where, grad, *inputs)

@@ -157,11 +157,13 @@ class Proof:
         may_share = may_share and backward is not None
         shared: list[Call] = []
         of_several: list[tuple[Call, Tensor]] = []
+        # all of them first, because `_is_behind` asks for those of other calls
+        earlier = {call: call.samples for call in self.traces}
+        found = {call: self._samples(call, trace) for call, trace in self.traces.items()}
         for call, trace in reversed(self.traces.items()):  # from those that others depend on
-            earlier = call.samples
-            rows, samples = self._samples(call, trace)
+            rows, samples = found[call]
             if call.each is not None or bool((samples == MIXED).any()):
-                is_shared = _is_shared(call, earlier) or self._is_behind(call, shared)
+                is_shared = _is_shared(call, earlier[call]) or self._is_behind(call, shared)
                 if is_shared and may_share:
                     shared.append(call)
                 else:
@@ -239,15 +241,18 @@ class Proof:
 
     def _is_behind(self, call: Call, shared: Sequence[Call]) -> bool:
         """True for a call whose input depends on shared rows alone, in a model that has calls of samples too."""
-        if not any(other.samples is not None and _tells(other.samples) for other in self.graph.calls):
+        if call.reduce is not None or not any(
+            other.samples is not None and _tells(other.samples) for other in self.graph.calls
+        ):
             return False
-        rest: list[Node] = [node for node in self.graph.nodes if call_of(node) is call]
+        nodes = [node for node in self.graph.nodes if call_of(node) is call]
+        rest: list[Node | None] = [*call.beside, *(following for node in nodes for following, _ in node.next_functions)]
         before: set[Node] = set()
         while rest:
-            for node, _ in rest.pop().next_functions:
-                if node is not None and node not in before and node.next_functions:
-                    before.add(node)
-                    rest += [node] if call_of(node) is None else []
+            node = rest.pop()
+            if node is not None and node not in before and node.next_functions:
+                before.add(node)
+                rest += [following for following, _ in node.next_functions] if call_of(node) is None else []
         calls = [other for node in before if (other := call_of(node)) is not None]
         return bool(calls) and all(other in shared for other in calls)
 
