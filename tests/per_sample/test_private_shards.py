@@ -4,6 +4,8 @@ The oracle is one backward for each sample in one process. The noise of all shar
 """
 
 import copy
+import gc
+import weakref
 from functools import partial
 from unittest.mock import patch
 
@@ -291,6 +293,17 @@ def only_the_count_is_stored():
     return clipper.state_dict()
 
 
+def a_deleted_clipper_leaves_nothing():
+    model = sharded(uneven())
+    hooks = len(model._forward_pre_hooks)
+    clipper = made(model)
+    clipper.backward(losses_of(model(inputs())))
+    alive = weakref.ref(clipper)
+    del clipper
+    gc.collect()
+    return alive() is None, len(model._forward_pre_hooks) - hooks
+
+
 def other_ways_to_distribute_are_refused():
     size = dist.get_world_size()
     mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("stage", "shard"))
@@ -347,6 +360,7 @@ CASES = {
     "frozen": frozen_parameters_and_buffers_may_not_change,
     "differences": differences_raise_on_all,
     "state": only_the_count_is_stored,
+    "deleted": a_deleted_clipper_leaves_nothing,
     "refused": other_ways_to_distribute_are_refused,
     "audit": canaries,
 }
@@ -465,6 +479,10 @@ def test_what_differs_between_processes_raises_on_all(results):
 @both
 def test_a_checkpoint_has_the_count_of_releases_only(results, count):
     assert results(count, "state") == [{"releases": {2.0: 6}}] * count
+
+
+def test_a_deleted_clipper_leaves_nothing_at_a_sharded_model(results):
+    assert results(2, "deleted") == [(True, 0)] * 2
 
 
 def test_other_ways_to_distribute_are_refused_by_name(results):

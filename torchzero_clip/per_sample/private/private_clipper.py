@@ -1,8 +1,10 @@
 """The Gaussian mechanism of DP-SGD: clipped sums, noise, and a divisor that does not depend on the data."""
 
 import math
+import weakref
 import zlib
 from collections.abc import Collection
+from functools import partial
 from typing import Literal, NoReturn
 
 import torch
@@ -130,7 +132,7 @@ class PrivateGradientClipper(PerSampleGradientClipper):
         # before the hook of fully_shard, which shows other parameters, and waits for the forwards of all processes
         attachment.before_forward(self._buffers.forward_began, prepend=sharded)
         if sharded:
-            attachment.before_forward(self._forward_began, prepend=True)
+            attachment.before_forward(partial(_forward_began, weakref.ref(self)), prepend=True)
         before_steps(self, PrivateGradientClipper._refuse_step)  # unbound, so that it keeps no clipper alive
 
     @property
@@ -373,7 +375,7 @@ class PrivateGradientClipper(PerSampleGradientClipper):
             )
         attachment.refresh()
 
-    def _forward_began(self, *_: object) -> None:
+    def _agree_on_forward(self) -> None:
         """Before a forward gathers shards, agree that all processes run one: otherwise some would wait forever."""
         if self._engine.enabled and not self._engine.pauses and current_graph_task_id() == -1:
             with self._start("forward"):
@@ -385,6 +387,11 @@ class PrivateGradientClipper(PerSampleGradientClipper):
         if name in self._sums:
             noise.add_(local(self._sums[name]).to(noise.device))
         return distributed_like(noise, param)
+
+
+def _forward_began(reference: "weakref.ref[PrivateGradientClipper]", *_: object) -> None:
+    if (clipper := reference()) is not None:
+        clipper._agree_on_forward()
 
 
 def _check_share(noise_multiplier: float, second: float) -> None:
