@@ -18,7 +18,7 @@ Check: TypeAlias = Callable[[str, Any], object]
 NO_SETTINGS = frozenset({"params", "param_names", "chain", "skipped_steps", "consecutive_skips", "schedule_step"})
 """Keys of param groups that are not settings."""
 
-HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
+HOW_TO_COMPUTE = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """Arguments of torch's optimizers that do not change the result of a step. The compiler adds one to param groups."""
 
 

@@ -742,3 +742,26 @@ def test_a_step_without_gradients_counts_for_nothing():
 def test_two_processes(check):
     """Under FSDP2 as in ordinary steps; plain parameters are refused."""
     ranks.run(sharded_in_backward.CHECKS[check], 2, limit=300)
+
+
+class TwoShares(ClipValue):
+    """A clip that shows a share of its own beside ``clipped``."""
+
+    pure, each_alone = False, True
+
+    def apply_tensors(self, updates, step):
+        result = super().apply_tensors(updates, step)
+        step.show_share("large", torch.tensor(1.0), 2)
+        return result
+
+
+@pytest.mark.parametrize("bucket", [None, 0])
+def test_a_share_of_an_author_leaves_that_of_clipped_elements_as_it_is(bucket):
+    params = [nn.Parameter(torch.tensor([1.0, 2.0, 3.0])) for _ in range(2)]
+    optimizer = Modular(params, TwoShares(1.0))
+    if bucket is not None:
+        step_in_backward(optimizer, bucket_bytes=bucket)
+    backward(params, [torch.tensor([0.5, 2.0, 3.0])] * 2)
+    optimizer.step()
+    metrics = {name: value.item() for name, value in optimizer.metrics().items()}
+    assert metrics == {"two_shares/clipped": pytest.approx(2 / 3), "two_shares/large": 0.5}

@@ -48,6 +48,25 @@ def test_overrides_keep_names_and_reach_later_groups():
     assert [g["betas"] for g in optimizer.param_groups] == [(0.9, 0.999), (0.5, 0.5)] * 2
 
 
+@pytest.mark.parametrize(
+    "form", [list, tuple, iter, lambda params: params[0]], ids=["list", "tuple", "iterator", "one"]
+)
+def test_parameters_that_the_optimizer_has_are_refused_with_the_way_to_unfreeze(form):
+    model = nn.Linear(2, 2)
+    optimizer = Modular(model.parameters(), ClipNorm(1))
+    with pytest.raises(ValueError, match="To unfreeze a parameter, set its requires_grad"):
+        optimizer.add_param_group({"params": form([*model.parameters()])})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_optimizers_of_one_chain_share_no_tensor_of_an_override():
+    params, limit = parameters(), torch.tensor(0.5)
+    clip = ClipNorm(1.0).set_param_groups([{"params": params[:2], "max_norm": limit}])
+    first, second = Modular(params, clip), Modular(params, clip)
+    first.param_groups[0]["max_norm"].fill_(9.0)
+    assert (second.param_groups[0]["max_norm"], limit) == (0.5, 0.5)
+
+
 def test_empty_groups_stay_where_they_are():
     weight = nn.Parameter(torch.zeros(1))
     clip = ClipNorm(1.0).set_param_groups([{"params": weight, "max_norm": 0.1}])

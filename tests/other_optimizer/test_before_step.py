@@ -1113,6 +1113,18 @@ def test_a_wrapper_of_a_trainer_without_an_optimizer_is_none():
         before_step(placeholder, ClipNorm(1))
 
 
+@pytest.mark.parametrize("module", ["accelerate.optimizer", "lightning.fabric.wrappers", "lightning_fabric.wrappers"])
+def test_the_optimizer_in_a_wrapper_of_a_trainer_is_followed(module):
+    param = one()
+    optimizer = torch.optim.SGD([param], 1.0)
+    wrapper = type("Wrapper", (torch.optim.Optimizer,), {"__module__": module, "__init__": lambda self: None})()
+    wrapper.optimizer = optimizer
+    before_step(wrapper, ClipNorm(1, dim="global"))
+    before, param.grad = param.detach().clone(), torch.full_like(param, 3.0)
+    optimizer.step()
+    torch.testing.assert_close(before - param, torch.ones_like(param) / param.numel() ** 0.5)
+
+
 def test_a_limit_that_reads_parameters_is_that_of_a_chain():
     """Parameters require a gradient, also in steps that are planned."""
 

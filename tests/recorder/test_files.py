@@ -94,6 +94,8 @@ def test_what_is_read_is_what_was_written(path):
         record.worst(step=5)
     with pytest.raises(ValueError, match="scope must be 'joint'"):
         record.suggest_max_norm(scope="parameter")
+    with pytest.raises(ValueError, match="scope must be one of 'joint', 'parameter'"):
+        record.suggest_max_norm(scope="layer")
 
 
 def test_a_resumed_run_replaces_what_came_after_its_checkpoint(path):

@@ -2,14 +2,12 @@
 
 import functools
 import inspect
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import chain
 
 import torch
 from torch.optim import Optimizer
 
-from torchzero_clip.checks import HOW
+from torchzero_clip.checks import HOW_TO_COMPUTE
 from torchzero_clip.core.kinds import FinalRule, UpdateRule
 from torchzero_clip.core.nodes import Nodes
 from torchzero_clip.core.transform import Transform, as_text
@@ -34,10 +32,11 @@ def why_refused(group: Mapping[str, object], nodes: Nodes, shown: Iterable[str] 
     cannot if they have an effect, because the steps would ignore them.
     """
     stored = set(nodes.storage_keys.values())
-    read = {*stored, *shown, *HOW, "params", "param_names", "name"}
+    read = {*stored, *shown, *HOW_TO_COMPUTE, "params", "param_names", "name"}
     # as_lr lets schedulers store "max_norm:initial_lr"
     unread = {key: value for key, value in group.items() if key.partition(":")[0] not in read}
     torchs, unknown = torchs_arguments(group) if unread else set[str](), list[str]()
+    ours = set[str]().union(*_signatures(_derived(Transform))) if unread else set[str]()  # of the classes that exist
     for key, value in unread.items():
         inner = [f"{node.path}/{key}" for node in nodes if f"{node.path}/{key}" in stored]
         owners = [node.transform for node in nodes if _structural(node.transform, key)]
@@ -50,7 +49,7 @@ def why_refused(group: Mapping[str, object], nodes: Nodes, shown: Iterable[str] 
             )
         if key == "decoupled_weight_decay":
             is_lost = bool(group.get("weight_decay")) and _decays_elsewhere(bool(value), nodes)
-        elif key in torchs or any(key in arguments for arguments in _signatures(_derived(Transform))):
+        elif key in torchs or key in ours:
             is_lost = has_effect(value)
         else:
             # keys of other packages may resemble ours, so more likeness is needed than in errors
@@ -73,8 +72,8 @@ def torchs_arguments(group: Iterable[str]) -> set[str]:
     # a key of only one optimizer counts if this optimizer has made the group: "rho" may be Adadelta's or SAM's
     makers = [arguments for arguments in signatures if arguments <= keys]
     largest = [arguments for arguments in makers if all(other <= arguments for other in makers)]
-    counts = Counter(chain.from_iterable([*signatures, *largest]))
-    return {key for key in keys if counts[key] > 1}
+    common = {key for key in keys if sum(key in arguments for arguments in signatures) > 1}
+    return common.union(*largest)
 
 
 def keys_of_rules(group: Mapping[str, object], nodes: Nodes) -> dict[str, str]:

@@ -4,7 +4,7 @@ from collections.abc import Container, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TypeVar
 
-from torchzero_clip.checks import HOW, NO_SETTINGS
+from torchzero_clip.checks import HOW_TO_COMPUTE, NO_SETTINGS
 from torchzero_clip.compat import cpu_by_default
 from torchzero_clip.core.kinds import FinalRule, Gate, Scaling, UpdateRule
 from torchzero_clip.core.scope import NamedParam, Scope
@@ -45,7 +45,7 @@ class Node:
             raise KeyError(f"a param group has no {error}: add groups by add_param_group, which fills it in") from None
         if self.stored is None:
             return settings
-        others = group.keys() - self.stored - NO_SETTINGS - HOW
+        others = group.keys() - self.stored - NO_SETTINGS - HOW_TO_COMPUTE
         return {key: group[key] for key in others if "/" not in key and ":" not in key} | settings
 
     def state(self, values: State) -> State:

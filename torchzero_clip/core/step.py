@@ -104,7 +104,9 @@ class Step:
         self.stored.add(key, number)
 
     def show_share(self, name: str, changed: Tensor, count: int) -> None:
-        """Set a metric to ``changed / count``. For an `Elementwise` it is the share on all processes together.
+        """Set a metric to ``changed / count``.
+
+        With several processes, the metric "clipped" of an `Elementwise` is the share on all of them together.
 
         Args:
             name: The name of the metric.

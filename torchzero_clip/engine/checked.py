@@ -221,7 +221,10 @@ def versions(values: Iterable[object]) -> list[int | None]:
 def _watched(
     node: Node, step: Step, read: Mapping[str, Sequence[Tensor]], written: Sequence[Tensor] = ()
 ) -> Callable[[], None]:
-    """Note what a transform may not change. Return a function that raises if it was changed."""
+    """Note what a transform may not change. Return a function that raises if it was changed.
+
+    Until then, a pure transform cannot read ``step.grads``.
+    """
     transform = node.transform
     may_write = set(map(id, written))  # before another optimizer, updates may be the gradients themselves
     grads = [grad for grad in step.grads if id(grad) not in may_write]
@@ -234,8 +237,8 @@ def _watched(
 
     def check() -> None:
         step.grads = all_grads
-        for what, before in then.items():
-            if versions(watched[what]) != before:
+        for what, earlier in then.items():
+            if versions(watched[what]) != earlier:
                 raise RuntimeError(
                     f"{transform!r} wrote to {what}, which it may only read: compute new tensors, as in update * 2 "
                     "instead of update.mul_(2)"
@@ -278,7 +281,7 @@ def _check_own_memory(node: Node, step: Step, tensors: Sequence[Tensor]) -> None
     if isinstance(tensors[0], FakeTensor):
         return
     numbers = [value for value in _stored(step) if type(value) is Tensor and value.numel()]
-    # not by storages, of which the elements of a vector of numbers have one each
+    # by addresses: numbers that are elements of one vector share its storage
     if not {number.data_ptr() for number in numbers}.isdisjoint(tensor.data_ptr() for tensor in tensors):
         raise RuntimeError(
             f"{node.transform!r} returned or showed a view of its state, and its class says pure = True: return "

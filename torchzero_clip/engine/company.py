@@ -87,7 +87,8 @@ class Company(ABC):
 
     def store(self, node: Node, step: Step, chain_state: State) -> None:
         """Collect the numbers of an elementwise transform, and decide which state of the whole chain is stored."""
-        for changed, count in step.shares.values():
+        if (share := step.shares.get("clipped")) is not None:  # the metric of an `Elementwise`
+            changed, count = share
             self.numbers[node.path] = torch.stack([widened(changed), widened(torch.full_like(changed, count))])
         if self.absence is not None:
             self.absence.undo_if_nobody_acts(node, step, chain_state)

@@ -125,7 +125,7 @@ class StepPolicy:
 
     def _judge(self, walk: Walk) -> _Verdict | None:
         """Measure the gradients, ask the gates, and read all answers at once. None if no process has a gradient."""
-        norms = walk.gradient_norms.measure(jointly=self._judges_all)
+        norms = walk.gradient_norms.measure(jointly=self._judges_all)  # `_joint_norms` uses them too
         group, device = _group_of(walk)
         if any(gate.needs_loss for gate in self._gates.values()):
             walk.loss.join(device or norms.device, walk.table.all_params(), group)
@@ -157,6 +157,7 @@ class StepPolicy:
         if walk is not None:
             gates = self._asked(walk, everywhere=False)
             asked = [(node, gradient_norms.joint_of(rows, total), _step_of_gate(walk, node)) for node, rows in gates]
+        # only if a gate is not asked, because a tensor of ones takes a launch
         passed = dict.fromkeys(self.names, torch.ones_like(finite)) if len(asked) < len(self._gates) else {}
         passed |= {node.path: refuses(node, norm, step).logical_not() for node, norm, step in asked}
         if self.nonfinite == "skip":

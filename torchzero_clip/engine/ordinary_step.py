@@ -22,7 +22,7 @@ from torchzero_clip.engine.walk import RefusedByDevice, Walk
 from torchzero_clip.functional.ways import may_look
 from torchzero_clip.types import Metrics, State, StateByParam
 
-LACKS = (
+MISSING_OPERATION = (
     "If the device lacks this operation, let the CPU carry it out (PYTORCH_ENABLE_MPS_FALLBACK=1 for a GPU of Apple), "
     "or try fast=False, which takes other operations"
 )
@@ -128,11 +128,11 @@ class OrdinaryStep(AnyStep):
             return False
         except BaseException as error:
             if isinstance(error, NotImplementedError):
-                error.add_note(LACKS)
+                error.add_note(MISSING_OPERATION)
             walk.refused_by.append("error")
             walk.executor.abandon()
             raise
-        finally:
+        finally:  # also after an error, because transforms before it have changed their state already
             self.states.update({param: state for param, state in table.new_states.items() if state})
         # Also entries without a key: while optimizer.state is empty, or lacks a parameter,
         # torch.distributed.checkpoint takes a step on zero gradients in a training that it saves, or raises when it

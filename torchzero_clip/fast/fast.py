@@ -19,7 +19,7 @@ from torchzero_clip.core.states import States
 from torchzero_clip.core.step import Step
 from torchzero_clip.engine.executor import Executor, Measurer, Multiply, WalkLike
 from torchzero_clip.engine.updates import Updates
-from torchzero_clip.fast.kernels import Delivered, Ended, run_kernel
+from torchzero_clip.fast.kernels import EndedByDelivery, EndedByKernel, run_kernel
 from torchzero_clip.fast.ops import Average, Op, Pointwise, Queues, Scale, Shift
 from torchzero_clip.fast.pieces import run_pieces
 from torchzero_clip.fast.trial import try_out
@@ -97,7 +97,7 @@ class Fast(Averaging, Executor):
             self._scratch = workspace.scratch.knowing(columns["grads"], self._layout)
         self._queues = Queues()
         self._last_read: list[Tensor] = []  # the list that `read` has returned last, which `scratch_for` recognizes
-        self.ended: Ended | Delivered | None = None
+        self.ended: EndedByKernel | EndedByDelivery | None = None
         """How the step ended, if a kernel has taken it for all parameters, or all updates were delivered; else None."""
 
     @property
@@ -176,7 +176,7 @@ class Fast(Averaging, Executor):
         # other tensors, which a transform has returned, have to be written into the gradients
         alone = queue.ops[0] if queue is not None and len(queue.ops) == 1 and self.updates.untouched else None
         if self._layout is not None and columns is not None and len(rows) == len(columns["params"]):
-            self.ended = Delivered(self._layout, columns, multiply)
+            self.ended = EndedByDelivery(self._layout, columns, multiply)
             if queue is not None and isinstance(alone, Scale) and alone.is_one_number and alone.fits_kernels:
                 self._queues.remove(queue)
                 if not alone.does_nothing:
@@ -287,7 +287,7 @@ class Fast(Averaging, Executor):
             undecided = walk.undecided
             if kernel is not None:
                 if self._layout is not None and self._columns is not None and len(rows) == len(self._columns["params"]):
-                    self.ended = Ended(node, list(rest), fused, kernel, self._layout, self._columns)
+                    self.ended = EndedByKernel(node, list(rest), fused, kernel, self._layout, self._columns)
                 kernel = kernel if undecided is None else undecided.refusable(kernel)
             each = self._by_tensor(fused, rows, step) if kernel is None else None
             if kernel is None and each is None:

@@ -19,7 +19,7 @@ LONG = 65536
 """Longer tensors are passed to a kernel one by one, with their factors; shorter ones are multiplied together before."""
 
 
-class Ended(NamedTuple):
+class EndedByKernel(NamedTuple):
     """The end of a step in which a kernel did the work of a rule and of the rest of the chain, for all parameters."""
 
     node: Node  # the rule
@@ -30,11 +30,11 @@ class Ended(NamedTuple):
     columns: dict[str, list[Tensor]]  # parameters, gradients and state by key
 
 
-class Delivered(NamedTuple):
+class EndedByDelivery(NamedTuple):
     """The end of a step in which the updates of all parameters were written into their gradients."""
 
     layout: StepLayout
-    columns: dict[str, list[Tensor]]  # as in `Ended`
+    columns: dict[str, list[Tensor]]  # as in `EndedByKernel`
     multiply: Multiply
 
 

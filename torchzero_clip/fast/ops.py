@@ -98,7 +98,7 @@ class Pointwise:
     def begin(self, scratch: Scratch) -> None:
         """Find out which parameters take part. Called before `elements`."""
         self.scratch = scratch
-        flags = [flag for flag in self.flags[:2] if flag is not None]
+        flags = [flag for flag in (self.flags.usable, self.flags.started) if flag is not None]
         if flags and flags[0].is_cpu:
             self.unmasked = torch.stack(flags).all(0).tolist()
         else:
@@ -106,7 +106,7 @@ class Pointwise:
 
     def elements(self) -> Elements:
         """The elements of tensors that are known to take part."""
-        # without statistics the step does not ask whether gradients are finite
+        # ``follows_finite`` holds if gradients were judged: for statistics, or where there is no state to protect
         is_judged = self.transform.keeps_statistics or not self.transform.keys
         return Elements(finite=self.follows_finite and is_judged, scratch=self.scratch)
 

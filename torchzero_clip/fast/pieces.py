@@ -60,7 +60,7 @@ class _Before(NamedTuple):
 
     factors: Tensor | None
     inverses: Tensor | None
-    """Numbers that divide parts of long tensors, and all tensors if there is one factor; None to multiply."""
+    """1 / factors, for parts of long tensors, and for all tensors if there is one factor; None to multiply."""
     means: Tensor | None
 
     @classmethod
@@ -115,7 +115,8 @@ def run_pieces(
         source = _read(piece, old_updates, before)
         for stage in stages:
             old = list(islice(states, len(stage.state)))
-            _run(stage, piece, source, old, list(islice(states, len(_new_columns(stage)))) or old)
+            new = list(islice(states, len(_new_columns(stage))))
+            _run(stage, piece, source, old, new or old)
             source = piece.flat
         if piece.rounded is not None:
             foreach.copy_plain_([piece.rounded[0]], [piece.flat])
@@ -233,7 +234,7 @@ def _spread(vectors: Sequence[Tensor], piece: _Piece, memory: Sequence[tuple[Ten
 
 
 def _of_elements(vector: Tensor, piece: _Piece) -> Tensor:
-    """The number of each element or row, from a vector with one for each parameter; 0-d if all are the same."""
+    """The number of each element or block, from a vector with one for each parameter; 0-d if all are the same."""
     if foreach.is_one_number(vector):
         return vector.select(0, 0)
     numbers = vector.narrow(0, piece.rows[0], len(piece.rows))

@@ -1,4 +1,4 @@
-"""A plan repeats a step of at most one scaling and its end: a rule, whose kernel does the rest, or a delivery.
+"""A plan repeats a step: at most one scaling, then a rule whose kernel does the rest, or a write into ``.grad``.
 
 In a small model, an ordinary step spends more time on deciding what to do than on doing it. After steps that looked the
 same, the next ones follow a plan while everything that decides the course of a step stays the same. Otherwise the
@@ -26,7 +26,7 @@ from torchzero_clip.core.transform import is_pure
 from torchzero_clip.engine.ordinary_step import StepOptions
 from torchzero_clip.engine.walk import Walk
 from torchzero_clip.fast.compared import SameSettings, SameTensors
-from torchzero_clip.fast.kernels import Delivered, Ended
+from torchzero_clip.fast.kernels import EndedByDelivery, EndedByKernel
 from torchzero_clip.fast.repeated import ByDelivery, ByRule, Course, RepeatedScaling, without_gates
 
 
@@ -39,20 +39,20 @@ class Plan(NamedTuple):
     settings: SameSettings
 
     @classmethod
-    def of(cls, walk: Walk, ended: Ended | Delivered, options: StepOptions) -> "Plan | None":
+    def of(cls, walk: Walk, ended: EndedByKernel | EndedByDelivery, options: StepOptions) -> "Plan | None":
         """A plan of a step; None if it cannot be repeated."""
-        table, acts = walk.table, without_gates(walk.nodes)
-        first = [node for node in acts[:1] if isinstance(node.transform, Scaling)]
-        last = [ended.node, *ended.rest] if isinstance(ended, Ended) else []
+        table, acting = walk.table, without_gates(walk.nodes)
+        first = [node for node in acting[:1] if isinstance(node.transform, Scaling)]
+        last = [ended.node, *ended.rest] if isinstance(ended, EndedByKernel) else []
         # state that is new enters the optimizer after the step, so the next one gathers other tensors
         is_alone = options.parts is None and options.process_group is None
-        if not is_alone or not acts or acts != [*first, *last] or table.new_states:
+        if not is_alone or not acting or acting != [*first, *last] or table.new_states:
             return None
         if any(node.transform.scope.limited or node.transform.target != "update" for node in walk.nodes):
             return None
         if not all(is_pure(node.transform) for node in last):
             return None
-        ending = ByRule(ended, table.group_of) if isinstance(ended, Ended) else ByDelivery(ended)
+        ending = ByRule(ended, table.group_of) if isinstance(ended, EndedByKernel) else ByDelivery(ended)
         tensors = SameTensors.of(table, ended.columns, ended.layout, ending.counters)
         if tensors is None:
             return None
@@ -61,7 +61,15 @@ class Plan(NamedTuple):
         is_usual = not options.maximize and first_param.dtype == torch.float32 and all(map(Tensor.numel, table.params))
         may_read = is_usual and first_param.is_cpu
         scaling = RepeatedScaling(first[0], table.group_of, may_read=may_read) if first else None
-        readers = [part for part in (scaling, ending) if isinstance(part, RepeatedScaling | ByRule)]
-        nodes, norm_needs, end = walk.nodes, walk.gradient_norms.norm_needs, walk.end
-        course = Course(nodes, norm_needs, end, ended.layout, table.group_of, options, scaling, ending)
-        return cls(options, course, tensors, SameSettings(walk, readers))
+        with_settings = [part for part in (scaling, ending) if isinstance(part, RepeatedScaling | ByRule)]
+        course = Course(
+            nodes=walk.nodes,
+            norm_needs=walk.gradient_norms.norm_needs,
+            end=walk.end,
+            layout=ended.layout,
+            group_of=table.group_of,
+            options=options,
+            scaling=scaling,
+            ending=ending,
+        )
+        return cls(options, course, tensors, SameSettings(walk, with_settings))

@@ -26,7 +26,7 @@ from torchzero_clip.engine.table import Table
 from torchzero_clip.engine.updates import Updates
 from torchzero_clip.engine.walk import Walk, may_change_state, settings_of
 from torchzero_clip.fast.fast import NO_KERNEL, Averaging, Fast
-from torchzero_clip.fast.kernels import Delivered, Ended, run_kernel
+from torchzero_clip.fast.kernels import EndedByDelivery, EndedByKernel, run_kernel
 from torchzero_clip.fast.ops import Scale
 from torchzero_clip.fast.pieces import run_pieces
 from torchzero_clip.fast.vectors import VectorStates
@@ -289,7 +289,7 @@ class RepeatedScaling:
 class ByRule:
     """A step ends by the kernel of a rule."""
 
-    def __init__(self, ended: Ended, group_of: list[int]) -> None:
+    def __init__(self, ended: EndedByKernel, group_of: list[int]) -> None:
         self._rule, self._kernel, self._rest, self._group_of = ended.node, ended.kernel, ended.rest, group_of
         self.paths = {node.path for node in (ended.node, *ended.rest)}
         self.counters = [f"{self._rule.path}/{key}" for key in ended.fused.counters]
@@ -341,7 +341,7 @@ class ByDelivery:
     counters: Sequence[str] = ()
     takes_found_inf = True  # if the optimizer does, which `Deliver` asks
 
-    def __init__(self, ended: Delivered) -> None:
+    def __init__(self, ended: EndedByDelivery) -> None:
         self._multiply = ended.multiply
 
     def applies(self, waiting: Scale) -> bool:

@@ -59,7 +59,7 @@ def _number(number: float, like: Tensor) -> Tensor:
 
 
 def _made(make: Callable[[], Tensor], *key: object) -> Tensor:
-    with torch.inference_mode(False):
+    with torch.inference_mode(False):  # a tensor of inference could not take part in training later
         made = make()
     if not (made.is_cuda and is_capturing()):  # a captured graph fills it only when it is replayed
         _CONSTANTS[key] = made

@@ -6,7 +6,7 @@ from torch import Tensor, optim
 from torch.optim import Optimizer
 
 from torchzero_clip.checkpoints.identity import IDENTITY
-from torchzero_clip.checks import HOW, as_builtin
+from torchzero_clip.checks import HOW_TO_COMPUTE, as_builtin
 from torchzero_clip.core.chain_state import COUNTERS
 from torchzero_clip.core.group_keys import BEFORE_STEP, torchs_arguments
 from torchzero_clip.core.learning_rate import LR
@@ -49,8 +49,8 @@ def settings_from(old: Group, optimizer: Modular, name: str, params: Sequence[Na
     transform = optimizer.transforms[name]
     template = _template(transform)
     usual = template.param_groups[0].keys()
-    lacks = usual - old.keys() - HOW - {"maximize", "decoupled_weight_decay"}  # versions differ in these
-    has = torchs_arguments(old) - usual - HOW - {"maximize"}
+    lacks = usual - old.keys() - HOW_TO_COMPUTE - {"maximize", "decoupled_weight_decay"}  # versions differ in these
+    has = torchs_arguments(old) - usual - HOW_TO_COMPUTE - {"maximize"}
     if lacks or has:
         differ = [f"{verb} {', '.join(sorted(keys))}" for verb, keys in (("lacks", lacks), ("has", has)) if keys]
         raise ValueError(
@@ -90,7 +90,7 @@ def _check_same(key: str, theirs: object, optimizer: Modular, transform: Transfo
     usual = _template(transform).param_groups[0]
     if key == "maximize":
         ours, owner = optimizer.runner.maximize, "Modular"
-    elif key in HOW or key in ("params", "lr", "weight_decay") or key not in usual:
+    elif key in HOW_TO_COMPUTE or key in ("params", "lr", "weight_decay") or key not in usual:
         return
     elif isinstance(transform, Wrap):
         ours, owner = usual[key], repr(transform)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
 
-from torchzero_clip.checks import HOW, as_builtin
+from torchzero_clip.checks import HOW_TO_COMPUTE, as_builtin
 from torchzero_clip.core.chain import Chain, Transforms, as_written, flatten, rebuilt
 from torchzero_clip.core.group_keys import HINTS, has_effect, torchs_arguments
 from torchzero_clip.core.learning_rate import rates_of, with_learning_rate
@@ -124,7 +124,7 @@ def _constructor(base: Any, transforms: tuple[Transform, ...], options: Mapping[
     def __init__(self: Any, params: Any, lr: Any = None, **settings: Any) -> None:  # noqa: N807
         # frameworks may pass arguments that change no result
         others = torchs_arguments(settings) - accepted
-        ignored = {key for key in others if key in HOW or not has_effect(settings[key])}
+        ignored = {key for key in others if key in HOW_TO_COMPUTE or not has_effect(settings[key])}
         settings = {key: value for key, value in settings.items() if key not in ignored}
         if unknown := [key for key in settings if key not in stored]:
             raise TypeError(f"no transform has a setting {unknown[0]!r}{_way_out(unknown[0], base, transforms, nodes)}")

@@ -14,7 +14,7 @@ from torchzero_clip.core.learning_rate import rates_of
 from torchzero_clip.core.nodes import Node, Nodes
 from torchzero_clip.core.schedules import Schedules
 from torchzero_clip.core.scope import NamedParam
-from torchzero_clip.types import Group
+from torchzero_clip.types import Group, Setting
 
 
 def as_groups(params: ParamsT | nn.Module, *, may_be_empty: bool) -> Any:
@@ -27,7 +27,9 @@ def as_groups(params: ParamsT | nn.Module, *, may_be_empty: bool) -> Any:
                 "optimizer got an empty parameter list: a generator gives its parameters only once. Pass "
                 "list(model.parameters()), or the model itself"
             )
-    return list(listed) or [{"params": []}] if may_be_empty and not isinstance(listed, Tensor) else listed
+    if not may_be_empty or isinstance(listed, Tensor):
+        return listed
+    return list(listed) or [{"params": []}]
 
 
 def accepted(
@@ -43,8 +45,8 @@ def accepted(
     others = groups if is_complete else []  # while an optimizer is made, torch compares its groups
     kept = {key: value for key, value in group.items() if key != BEFORE_STEP and key not in ignored}
     named = _with_names_of_module(kept, others, module)
-    _check_new(named, others)
     added = _normalized(named, nodes)
+    _check_new(added, others)
     _let_names_decide(groups, added)
     return added
 
@@ -108,10 +110,10 @@ def _with_names_of_module(group: Group, others: Sequence[Group], module: nn.Modu
 
 def _check_new(group: Mapping[str, object], others: Sequence[Group]) -> None:
     """Raise if a parameter of an added group is in another group."""
-    listed: Any = group.get("params")
-    params = [item[1] if isinstance(item, tuple) else item for item in listed] if isinstance(listed, list) else []
+    params: Any = group.get("params")
+    params = [] if isinstance(params, set | None) else params  # for which torch has an error
     held = {id(param) for other in others for param in other["params"]}
-    if count := sum(id(param) in held for param in params):
+    if count := sum(id(item[1] if isinstance(item, tuple) else item) in held for item in params):
         raise ValueError(
             f"{count} of the added parameters appear in more than one parameter group, because the optimizer has them "
             "already. To unfreeze a parameter, set its requires_grad: it takes part as soon as it has a gradient"
@@ -140,11 +142,15 @@ def split(group: Group, nodes: Nodes) -> Iterator[Group]:
         replaced = {key: value for i in chosen for key, value in overrides[i][1].items()}
         if rate is not None:
             lr = rates[rate][1]
-            replaced["lr"] = lr.clone() if isinstance(lr, Tensor) else 1.0 if lr is None else lr
+            replaced["lr"] = 1.0 if lr is None else lr  # of rules without one, as `with_learning_rate` does
         if "name" in settings and part > 1:
             replaced["name"] = f"{settings['name']} ({part})"
-        of_part = {k: v.clone() if part > 1 and isinstance(v, Tensor) else v for k, v in settings.items()}
-        yield {"params": items, **of_part, **replaced}
+        yield {"params": items, **(settings if part == 1 else copied(settings)), **copied(replaced)}
+
+
+def copied(settings: Setting) -> Group:
+    """Settings with copies of tensors, so that a scheduler that fills one changes no other group or optimizer."""
+    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in settings.items()}
 
 
 def check_disjoint(groups: Sequence[Group]) -> None:

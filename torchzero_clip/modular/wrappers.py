@@ -17,9 +17,12 @@ def unwrap(optimizer: object) -> Any:
     return innermost
 
 
+_TRAINERS = "accelerate", "lightning", "lightning_fabric", "pytorch_lightning"
+
+
 def without_wrappers(optimizer: object) -> Any:
     """The optimizer in wrappers of Accelerate and Lightning. Other wrappers may change gradients or count steps."""
-    while type(optimizer).__module__.partition(".")[0] in ("accelerate", "lightning", "pytorch_lightning"):
+    while type(optimizer).__module__.partition(".")[0] in _TRAINERS:
         if (inner := getattr(optimizer, "optimizer", None)) is None:
             break
         optimizer = inner

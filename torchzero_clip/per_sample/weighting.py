@@ -130,8 +130,8 @@ def _gathered(engine: Engine, losses: Tensor, backward: Callable[[], None]) -> d
     if losses.requires_grad:
         backward()
     gathered = engine.gathered(len(losses))
-    has_samples = len(losses) or engine.processes.group is None
-    if has_samples and gathered.keys().isdisjoint(map(id, params.values())):
+    must_reach = len(losses) or engine.processes.group is None  # another process may have all samples
+    if must_reach and gathered.keys().isdisjoint(map(id, params.values())):
         raise RuntimeError(
             "no gradient reached the module: the losses do not depend on it, or nothing in it trains"
             if losses.requires_grad
@@ -140,16 +140,16 @@ def _gathered(engine: Engine, losses: Tensor, backward: Callable[[], None]) -> d
     return gathered
 
 
-def _factors(norm_clipper: NormClipper, answer: object, count: int, norms: Tensor) -> list[Tensor]:
+def _checked_factors(norm_clipper: NormClipper, answer: object, count: int, norms: Tensor) -> list[Tensor]:
     """Check the answer of a norm clipper, and return one tensor for each parameter tensor."""
     who = f"{type(norm_clipper).__name__}.calc_clipping_factors"
-    way_out = f"factors for {count} parameter tensors, or itertools.repeat(factors) for the same in all"
+    expected = f"factors for {count} parameter tensors, or itertools.repeat(factors) for the same in all"
     if isinstance(answer, Tensor) or not isinstance(answer, Iterable):
-        raise TypeError(f"{who} must return {way_out}; got {type(answer).__name__}")
+        raise TypeError(f"{who} must return {expected}; got {type(answer).__name__}")
     factors = [value for value, _ in zip(answer, range(count), strict=False)]  # iterators may have no end
     given = len(answer) if isinstance(answer, Sized) else len(factors)
     if given != count:
-        raise ValueError(f"{who} must return {way_out}; got {given}")
+        raise ValueError(f"{who} must return {expected}; got {given}")
     for value in factors:
         if not isinstance(value, Tensor) or value.shape != norms.shape:
             found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
@@ -209,14 +209,13 @@ def weighed(
         )
     per_layer = norm_clipper.is_per_layer
     answer = norm_clipper.calc_clipping_factors(list(param_norms.values()) if per_layer else [norms])
-    factors = _factors(norm_clipper, answer, len(of_params), norms)
+    factors = _checked_factors(norm_clipper, answer, len(of_params), norms)
     one_for_all = len({*map(id, factors)}) < 2  # as `repeat` gives: weights are made once
     distinct = factors[:1] if one_for_all else factors
     if some_bad:
         distinct = [value.masked_fill(bad, 0) for value in distinct]
-    # one for all is shown once for each layer
-    shown = distinct * (len(of_params) // len(distinct)) if per_layer else distinct
-    result = ClippingResult(norms, shown if per_layer or not one_for_all else shown[0], bad, param_norms)
+    of_each = distinct * len(of_params) if one_for_all else distinct
+    result = ClippingResult(norms, of_each if per_layer or not one_for_all else distinct[0], bad, param_norms)
     parts = [
         (name, gathered.pop(id(param))[0], 0 if one_for_all else i)
         for i, (name, param) in enumerate(params.items())

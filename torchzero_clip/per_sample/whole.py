@@ -47,9 +47,9 @@ def chosen_whole(model: nn.Module, given: Any) -> dict[str, str]:
     for name, module in model.named_modules():
         if (reason := _listed(module, _AROUND)) and (outer := _around(model, name)):
             found[outer[0][0]] = reason
-    for name, reason in found.items():
-        around = any(_inside(other, [name]) for other in chosen)
-        if not around and not _inside(name, chosen):
+    by_user = [*chosen]
+    for name, reason in sorted(found.items()):  # the outer ones first, whose names are the beginning of the others
+        if not any(_inside(other, [name]) for other in by_user) and not _inside(name, chosen):
             chosen[name] = reason
     return chosen
 

@@ -27,17 +27,19 @@ def precision_of(grads: Sequence[Tensor]) -> Tensor:
     """
     values = [torch.view_as_real(g) if g.is_complex() else g for g in map(_dense, grads)]
     samples = [_sample(g, max(SAMPLE // len(values), 1)) for g in values[:SAMPLE]]
-    sampled = pack([samples[0].new_zeros(1), *samples]).abs()
+    sampled = pack([samples[0].new_zeros(1), *samples]).abs()  # not empty, also if all gradients are
     ordered = torch.where(sampled.isfinite(), sampled, 0.0).sort().values
     # equal gradients have equal digits, and gradients that are rounding only have few digits
     sizes = ordered.narrow(0, 1, len(ordered) - 1)
     is_counted = (ordered.diff() > 0) & (sizes > TAIL * ordered.select(0, -1))
+    # what is not counted gets digits of its own, from 2 on, because mantissas are below 1
     unequal = torch.arange(2, len(ordered) + 1, dtype=sizes.dtype, device=sizes.device)
     digits = torch.where(is_counted, torch.frexp(sizes).mantissa, unequal).sort().values
     pairs, count = (digits.diff() == 0).sum(), is_counted.sum().to(sizes.dtype)
     least = max(DTYPES.get(g.dtype, LOW) for g in values)
     if least == FLOAT32_ROUNDING:
         least = max(least, PRODUCTS[torch.get_float32_matmul_precision()])
+    # by chance, float32 has about count² / 2²⁴ pairs, and bfloat16 has 2¹⁶ times as many
     return torch.where(pairs > 4 + count.square() / 2**20, max(LOW, least), least).to(sizes.dtype)
 
 

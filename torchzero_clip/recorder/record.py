@@ -4,18 +4,19 @@ import importlib
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
+from torchzero_clip.checks import one_of
 from torchzero_clip.recorder.data import Data, Layers, Ratios, at_places, places_of
 from torchzero_clip.recorder.figures import draw_record
 from torchzero_clip.recorder.files import FilePath
 from torchzero_clip.recorder.series import EarlySign
 from torchzero_clip.recorder.suggestion import LimitScope, Suggestion, suggested
-from torchzero_clip.recorder.two_runs import Comparison, compared, reported_otherwise
+from torchzero_clip.recorder.two_runs import Comparison, compared, how_reports_differ
 from torchzero_clip.recorder.words import counted
 
 if TYPE_CHECKING:
@@ -163,6 +164,7 @@ class Readable(ABC):
             ValueError: If there are fewer than 20 norms, ``scope`` is unknown, or ``share_clipped`` is out of range.
             TypeError: If ``share_clipped`` is not a number.
         """
+        one_of("scope", scope, get_args(LimitScope))
         if scope != "joint":
             advice = f"call recorder.suggest_max_norm(scope={scope!r}) in the process that trains"
             raise ValueError(f"scope must be 'joint' for a Record, which may lack norms of parameters: {advice}")
@@ -172,7 +174,7 @@ class Readable(ABC):
         )
 
 
-class Record(Data, Readable):
+class Record(Data, Readable):  # in this order, because methods of `Data` compute what those of `Readable` ask for
     """What was recorded of a run. `Recorder.record` returns one, and `read_record` reads one from a file.
 
     Vectors and matrices are float64, with one row for each step.
@@ -214,7 +216,7 @@ class Record(Data, Readable):
     @override
     def worst(self, step: int | None = None, top: int = 5) -> Layers:
         layers = super().worst(step, top)
-        if (text := reported_otherwise(self)) is not None:
+        if (text := how_reports_differ(self)) is not None:
             layers.note = f"The norm that was reported {text}"
         return layers
 

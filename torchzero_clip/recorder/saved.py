@@ -38,8 +38,8 @@ class SavedTape(TypedDict):
     norms: Tensor
     numbers: Tensor
     ratios: list[tuple[int, Tensor]]
-    used: Tensor
-    keep: int
+    used: Tensor  # which parameters ever had a gradient other than 0
+    keep: int  # how many steps the tape holds
 
 
 class SavedRecorder(TypedDict):
@@ -109,7 +109,8 @@ def _check(place: str, value: Any, kind: Any) -> None:
 def _check_tensor(place: str, value: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> None:
     if tuple(value.shape) != shape:
         _raise(f"{place} must have shape {shape}, got {tuple(value.shape)}")
-    if not value.is_floating_point() if dtype is None else value.dtype != dtype:
+    is_right = value.is_floating_point() if dtype is None else value.dtype == dtype
+    if not is_right:
         _raise(f"{place} must be of {dtype or 'a floating point dtype'}, got {value.dtype}")
 
 

@@ -128,7 +128,7 @@ def compared(first: Data, second: Data) -> Comparison:
         drift = max(drift, float(apart.max()) if len(apart) else 0.0)
     if result.step is None:
         result.findings = pair.dead()
-    texts = {"first": reported_otherwise(first), "second": reported_otherwise(second)}
+    texts = {"first": how_reports_differ(first), "second": how_reports_differ(second)}
     result.findings[:0] = [f"The norm that the {which} run reports {text}" for which, text in texts.items() if text]
     return result
 
@@ -331,7 +331,7 @@ def _distinct(sets: Mapping[str, set[int]]) -> dict[str, frozenset[int]]:
     return {f"`{text}`": members for members, text in reversed(names.items())}
 
 
-def reported_otherwise(record: Data) -> str | None:
+def how_reports_differ(record: Data) -> str | None:
     """Says how the norms that the trainer reported differ from the joint ones; None if they do not."""
     reported = record.metrics.get(REPORTED, torch.full_like(record.norm, torch.nan))
     usable = (reported.isfinite() & (reported >= 0) & record.norm.isfinite() & (record.norm > 0)).nonzero().flatten()

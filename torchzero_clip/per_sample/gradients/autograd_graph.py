@@ -10,14 +10,15 @@ def leaves_of(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
     """The leaves to which a backward of some tensors would pass gradients."""
     for node in nodes_of(tensors):
         leaf = getattr(node, "variable", None)
-        if leaf is not None:
+        # functions of users may have an attribute of that name
+        if isinstance(leaf, Tensor) and not node.next_functions:
             yield leaf
 
 
 def nodes_of(tensors: Iterable[Tensor]) -> Iterator[Node]:
     """The nodes through which a backward of some tensors would go."""
-    nodes: list[Node] = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
-    seen = set(nodes)
+    seen: set[Node] = {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}
+    nodes = [*seen]
     while nodes:
         node = nodes.pop()
         yield node

@@ -67,7 +67,10 @@ class Processes:
     def collected(
         self, sums: Iterable[tuple[str, Tensor]], params: Mapping[str, nn.Parameter], used: Collection[str]
     ) -> dict[str, Tensor]:
-        """Collect the sums of this process by the names of parameters; those of shards are added up over all."""
+        """Collect the sums of this process by the names of parameters; those of shards are added up over all.
+
+        The sums have to come in the order of ``params``.
+        """
         if not self.sharded:
             return dict(sums)
         # each is added up over the processes as soon as it is made, so that only one is in memory in full
@@ -87,6 +90,8 @@ class Processes:
                 continue
             whole = dtensors().DTensor.from_local(own.contiguous(), param.device_mesh, partial, run_check=False)
             found[key] = whole.redistribute(param.device_mesh, param.placements)
+        if name is not None:
+            raise ValueError(f"the sum of {name!r} is not in the order of the parameters, or nobody uses it")
         return found
 
     def added_up(
@@ -101,9 +106,8 @@ class Processes:
         shards = {name: value for name, value in sums.items() if is_distributed(params[name])}
         found: dict[str, Tensor] = {}
         for name in (name for name in params if name in used and not is_distributed(params[name])):
-            value, dtype = sums.get(name), wide_dtype(params[name].dtype)
-            empty = value is None
-            found[name] = torch.zeros_like(params[name], dtype=dtype) if empty else value.to(params[name].device, dtype)
+            param, value, dtype = params[name], sums.get(name), wide_dtype(params[name].dtype)
+            found[name] = torch.zeros_like(param, dtype=dtype) if value is None else value.to(param.device, dtype)
         for bucket in _buckets(found.values()):
             flat = flatten_dense(bucket)
             dist.all_reduce(flat, group=self.group)
@@ -150,7 +154,7 @@ class Agreement:
         rows: list[list[float]] = gathered(row.view(torch.uint8).to(device), group).cpu().view(torch.float64).tolist()
         after = 1 + len(self._head)
         if self._head:
-            self._compare([row[1:after] for row in rows], error)
+            self._compare([row[1:after] for row in rows], group, error)
         if any(row[0] for row in rows):
             texts = gathered_texts("" if error is None else f"{type(error).__name__}: {error}", group, device)
             if error is None:
@@ -175,11 +179,12 @@ class Agreement:
         """The largest of one number."""
         return max(self.of_all(name))
 
-    def _compare(self, heads: Sequence[Sequence[float]], error: BaseException | None) -> None:
+    def _compare(self, heads: Sequence[Sequence[float]], group: ProcessGroup, error: BaseException | None) -> None:
         """Raise if a process has called something else, or has other parameters."""
         calls = [CALLS[int(call)] for call, _ in heads]
         if len({*calls}) > 1:
-            said = ", ".join(f"process {i} called {call}()" for i, call in enumerate(calls))
+            ranks = dist.get_process_group_ranks(group)
+            said = ", ".join(f"process {rank} called {call}()" for rank, call in zip(ranks, calls, strict=True))
             raise RuntimeError(
                 f"all processes have to call the same methods of the clipper in the same order: {said}. A process "
                 "without samples calls backward(torch.zeros(0)) or clip_and_accumulate(batch_size=0)"

@@ -129,9 +129,9 @@ class NodeKind:
 
 
 NODE_KINDS: dict[type[Node], NodeKind] = {}
-"""The kinds that were seen. Those of classes that a function has made, such as compiled ones, are in `_local_kinds`,
-which does not keep the classes alive."""
-_local_kinds: WeakKeyDictionary[type, NodeKind] = WeakKeyDictionary()
+"""The kinds that were seen. Those of classes that users or the compiler make are in `_python_kinds`, which is slower
+and does not keep the classes alive."""
+_python_kinds: WeakKeyDictionary[type, NodeKind] = WeakKeyDictionary()
 _compiled = itertools.count()  # all compiled functions have one name
 
 
@@ -139,11 +139,11 @@ def kind_of(node: Node) -> NodeKind:
     """The kind of a node that is not in `NODE_KINDS` yet."""
     if isinstance(node, BackwardCFunction):
         made_by: Any = node._forward_cls  # pyright: ignore  # the `torch.autograd.Function`; torch has no public name
-        found = _local_kinds.get(type(node))
+        found = _python_kinds.get(type(node))
         if found is None:
             found = _of_python(node, made_by)
-            is_local = "<locals>" in made_by.__qualname__
-            (_local_kinds if is_local else NODE_KINDS)[type(node)] = found
+            lives_on = made_by in _IDENTITIES or made_by.__module__.startswith("torchzero_clip.")
+            (NODE_KINDS if lives_on else _python_kinds)[type(node)] = found
         return found
     found = NODE_KINDS[type(node)] = _of_torch(node)
     return found
