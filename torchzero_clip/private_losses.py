@@ -1,12 +1,10 @@
 """Which parameters are trained privately. Their loss is private too, so reporting it raises an error."""
 
 import weakref
-from collections.abc import Collection, Iterable
-from typing import Protocol
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, Protocol
 
 from torch import Tensor
-
-from torchzero_clip.types import Group
 
 
 class TrainsPrivately(Protocol):
@@ -20,7 +18,7 @@ class TrainsPrivately(Protocol):
 _OWNERS: "weakref.WeakSet[TrainsPrivately]" = weakref.WeakSet()
 
 
-def declare(owner: TrainsPrivately) -> None:
+def refuse_losses_of(owner: TrainsPrivately) -> None:
     """Refuse losses of the parameters of this object until it is deleted."""
     _OWNERS.add(owner)
 
@@ -30,7 +28,7 @@ def private_ids() -> set[int]:
     return {id(param) for owner in _OWNERS for param in owner.released_params()}
 
 
-def refuse_loss(groups: Iterable[Group], what: str) -> None:
+def refuse_loss(groups: Iterable[Mapping[str, Any]], what: str) -> None:
     """Raise a RuntimeError if a parameter of these param groups is trained privately.
 
     ``what`` is the subject of the error: who reports the loss.

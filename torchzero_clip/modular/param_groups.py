@@ -145,10 +145,10 @@ def split(group: Group, nodes: Nodes) -> Iterator[Group]:
             replaced["lr"] = 1.0 if lr is None else lr  # of rules without one, as `with_learning_rate` does
         if "name" in settings and part > 1:
             replaced["name"] = f"{settings['name']} ({part})"
-        yield {"params": items, **(settings if part == 1 else copied(settings)), **copied(replaced)}
+        yield {"params": items, **(settings if part == 1 else with_own_tensors(settings)), **with_own_tensors(replaced)}
 
 
-def copied(settings: Setting) -> Group:
+def with_own_tensors(settings: Setting) -> Group:
     """Settings with copies of tensors, so that a scheduler that fills one changes no other group or optimizer."""
     return {key: value.clone() if isinstance(value, Tensor) else value for key, value in settings.items()}
 

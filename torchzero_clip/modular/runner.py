@@ -37,7 +37,7 @@ from torchzero_clip.functional.processes import SharedGroup, check_group, device
 from torchzero_clip.hints import Named
 from torchzero_clip.modular import validation
 from torchzero_clip.modular.missing import Missing
-from torchzero_clip.modular.param_groups import accepted, all_or_none, check_disjoint, copied, split
+from torchzero_clip.modular.param_groups import accepted, all_or_none, check_disjoint, split, with_own_tensors
 from torchzero_clip.modular.step_metrics import StepMetrics
 from torchzero_clip.types import Closure, Group, Setting, StateByParam
 
@@ -144,7 +144,7 @@ class Runner:
         with all_or_none(groups, self.schedules):
             for part in split(added, self.nodes):
                 valued, functions = self.schedules.split(part, was_at)
-                append({**copied(self.nodes.defaults()), **valued})
+                append({**with_own_tensors(self.nodes.defaults()), **valued})
                 self.schedules.add(groups[-1], functions)
                 self.check_added(all_named_params(groups[before:]))
             if self.is_complete:

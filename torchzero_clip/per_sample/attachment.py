@@ -43,18 +43,18 @@ class Attachment:
         # each with its module, because in a copy of the module its forward is an ordinary function
         self._captured: list[tuple[nn.Module, CapturedLayer]] = []
         self._unhooked: list[tuple[str, dict[str, Any], str]] = []  # parameters that are not shown in full, as `slots`
-        self._of_model: list[RemovableHandle] = []
+        self._model_handles: list[RemovableHandle] = []
         self._attach()
         if capture.processes.sharded:  # before the hook of fully_shard
-            self.before_forward(self._shards_change, prepend=True)
+            self.before_forward(self._follow_shards, prepend=True)
 
     def before_forward(self, function: Callable[..., None], **options: bool) -> None:
         """Call a function before each forward of the model, until it is restored."""
-        self._of_model.append(self._capture.model.register_forward_pre_hook(Hook(function), **options))
+        self._model_handles.append(self._capture.model.register_forward_pre_hook(Hook(function), **options))
 
     def after_forward(self, function: Callable[..., None]) -> None:
         """Call a function after each forward of the model, also if it raises, until it is restored."""
-        self._of_model.append(self._capture.model.register_forward_hook(Hook(function), always_call=True))
+        self._model_handles.append(self._capture.model.register_forward_hook(Hook(function), always_call=True))
 
     def refresh(self) -> None:
         """Capture the model again if it has changed since, and refuse a BatchNorm in training mode."""
@@ -84,7 +84,7 @@ class Attachment:
     def detach(self) -> None:
         """Restore the model."""
         self._remove()
-        for handle in self._of_model:
+        for handle in self._model_handles:
             handle.remove()
 
     def _attach(self) -> None:
@@ -110,13 +110,13 @@ class Attachment:
         # what `fully_shard` shows in place of the parameters exists from the first forward on
         self._unhooked = list(slots(model, capture.params))
         for module in fully_sharded(model):
-            capture.handles.append(module.register_forward_pre_hook(Hook(self._hook_shown)))
+            capture.handles.append(module.register_forward_pre_hook(Hook(self._hook_unsharded)))
 
-    def _shards_change(self, *args: object) -> None:
+    def _follow_shards(self, *args: object) -> None:
         if current_graph_task_id() == -1 and self.is_outdated():
             self._attach()
 
-    def _hook_shown(self, *args: object) -> None:
+    def _hook_unsharded(self, *args: object) -> None:
         """Hook the parameters that are shown in full now."""
         for name, params, key in self._unhooked:
             value = params.get(key)

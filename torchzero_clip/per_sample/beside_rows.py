@@ -34,7 +34,7 @@ def tokens_among(tensors: Iterable[Tensor], layer: RowsLayer, count: int) -> lis
     data = [x for x in found if x.is_floating_point() and x.ndim > 1 and len(x) > 1 and not storages_of((x,)) & own]
     # no diagonal matrices, such as the identity from which a product of reflections starts
     data = [x for x in data if not _is_diagonal(x)]
-    # if proofs cannot find shared rows, only data in modules without submodules, such as PReLU, counts as tokens
+    # if proofs cannot find shared rows, data counts as tokens only in a module without submodules, such as PReLU
     may_be = capture.may_find_shared or not [*layer.module.children()]
     return data if may_be and not any(layer.shared.is_table(x) for x in data) else []
 
@@ -57,9 +57,10 @@ def places_in(
         is_shared = not x.requires_grad and storages_of((x,)) & own  # copies of a parameter lie in its memory too
         is_shared = is_shared or (not x.requires_grad and layer.shared.is_table(x))
         is_shared = is_shared or (counts_up(x) and not forward.holds(x))  # positions
+        # outside of the model, only the size could tell, and a batch of one sample has that of many dimensions
         if not x.ndim or is_shared or (forward.outside_model and count == 1):
             continue
-        sizes = [d for d, size in enumerate(x.shape) if size == count]
+        fitting = [d for d, size in enumerate(x.shape) if size == count]
         square = x.ndim == 2 and x.shape[0] == x.shape[1] and not x.requires_grad and not squares
         if x.ndim <= dim or x.shape[dim] == 1 or square:
             continue  # such as a table of pairs of positions
@@ -68,8 +69,8 @@ def places_in(
             places[i] = Place(dim)
         elif x.shape[0] and x.shape[0] % count == 0 and (of_rows or x.requires_grad or forward.holds(x)):
             places[i] = Place(0, len(x) // count)
-        elif sizes:
-            places[i] = Place(sizes[0])
+        elif fitting:
+            places[i] = Place(fitting[0])
     return places
 
 

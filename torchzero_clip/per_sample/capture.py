@@ -25,7 +25,7 @@ from torchzero_clip.per_sample.processes.sharding import shown_as_before, slots,
 from torchzero_clip.per_sample.samples.call import Call
 from torchzero_clip.per_sample.samples.prover import Prover
 
-_ALL = 'run the model sample by sample: whole=("",)'
+_WHOLE_MODEL = 'run the model sample by sample: whole=("",)'
 
 
 class Phase(Enum):
@@ -99,7 +99,7 @@ class Capture(ABC):
         self._is_of_sum = False  # the last gradients came from another clipper's `backward`, which adds up its losses
         self._memory: Memory = memory
         self._keep_grad_samples = keep_grad_samples
-        self._shown: list[tuple[Tensor, str]] = []
+        self._attributes: list[tuple[Tensor, str]] = []
         self.clear()
 
     @abstractmethod
@@ -139,8 +139,8 @@ class Capture(ABC):
     def params_of(self, module: nn.Module) -> dict[str, nn.Parameter]:
         """The trainable parameters of a module in the model, by their names in the module."""
         # `fully_shard` shows other tensors in their place during a forward, and the optimizer has `self.params`
-        shown = {id(params[key]): self.params[name] for name, params, key in slots(self.model, self.params)}
-        return {name: shown.get(id(param), param) for name, param in trainable(module).items()}
+        unsharded = {id(params[key]): self.params[name] for name, params, key in slots(self.model, self.params)}
+        return {name: unsharded.get(id(param), param) for name, param in trainable(module).items()}
 
     @contextmanager
     def paused(self) -> Generator[None]:
@@ -166,15 +166,15 @@ class Capture(ABC):
     def discard(self) -> None:
         """Drop all gradients that have arrived, and what parameters show of them."""
         self.clear()
-        self.hide()
+        self.remove_attributes()
 
     def clear(self) -> None:
         """Drop all gradients that have arrived."""
         self.phase = Phase.IDLE
         self.captured = CapturedGradients(self._memory)
-        self.numbers: Counter[Hashable] = Counter()
+        self.calls_by_kind: Counter[Hashable] = Counter()
         """How many calls of each kind this forward has made."""
-        self.call_counts: Counter[int] = Counter()
+        self.calls_by_layer: Counter[int] = Counter()
         """How often each layer was called, by its id."""
         self.tasks: set[int] = set()
         """The backwards that run: several, if a reentrant checkpoint runs one in another."""
@@ -192,7 +192,7 @@ class Capture(ABC):
             self.clear()
             raise RuntimeError(
                 f"{layer} is in a backward with create_graph=True, such as that of a gradient penalty: "
-                f"{layer.line or _ALL}"
+                f"{layer.whole_hint or _WHOLE_MODEL}"
             )
         return of_all
 
@@ -230,9 +230,9 @@ class Capture(ABC):
             earlier = getattr(part.param, "grad_sample", None)
             if earlier is not None and len(earlier) == len(grads):  # different numbers of samples raise at the end
                 grads = earlier + grads
-            self.show(part.param, grad_sample=grads)
+            self.set_attributes(part.param, grad_sample=grads)
         # a contribution is alone if no other one to its parameter is expected
-        alone = self.call_counts[id(layer)] < 2 and self.owners[id(part.param)] < 2
+        alone = self.calls_by_layer[id(layer)] < 2 and self.owners[id(part.param)] < 2
         self.captured.add(layer, part, alone=alone)
 
     def backward_began(self) -> None:
@@ -250,7 +250,7 @@ class Capture(ABC):
             self.phase = Phase.IDLE
 
     def agreed(self, *numbers: int) -> list[int]:
-        """The largest of each number over the processes if all run equally many backwards; else the numbers."""
+        """With shards, the largest of each number over the processes; otherwise the numbers as they are."""
         if not self.processes.sharded:
             return [*numbers]
         with self.processes.agreement(self.params, len(numbers)) as agreement:
@@ -280,14 +280,14 @@ class Capture(ABC):
         found = {id(x): x for x in [*outputs, *stored] if x is not None and x.retains_grad}
         return [*found.values()]
 
-    def show(self, param: Tensor, **values: Tensor) -> None:
+    def set_attributes(self, param: Tensor, **values: Tensor) -> None:
         """Set attributes of a parameter, until the next forward."""
         for name, value in values.items():
             setattr(param, name, value)
-            self._shown.append((param, name))
+            self._attributes.append((param, name))
 
-    def hide(self) -> None:
+    def remove_attributes(self) -> None:
         """Remove the attributes that parameters show."""
-        for param, name in self._shown:
+        for param, name in self._attributes:
             vars(param).pop(name, None)
-        self._shown.clear()
+        self._attributes.clear()

@@ -209,13 +209,13 @@ class CapturedLayer(RowsLayer):
                 on_shared = partial(self.shared.note, samples, capture.forward)
             kind = kind, samples.leading, samples.is_shared, samples.had_dim, samples.rows
         kind = self.name, kind
-        capture.numbers[kind] += 1
+        capture.calls_by_kind[kind] += 1
         call = Call(
             self,
             capture.forward,
             contribute,
             samples,
-            kind=(capture.numbers[kind], kind),
+            kind=(capture.calls_by_kind[kind], kind),
             shape=shape,
             reduce=reduce,
             copies=copies,

@@ -166,7 +166,7 @@ class Engine(Capture):
             self.begin_forward(self.forward if goes_on else Forward(declared_rows=self.declared_rows))
         if in_backward and not is_restored_by_checkpoint():
             self.reruns.add(layer.name)
-        self.call_counts[id(layer)] += 1
+        self.calls_by_layer[id(layer)] += 1
         return True
 
     def begin_forward(self, forward: Forward) -> None:
@@ -175,15 +175,15 @@ class Engine(Capture):
             self.clear()
         if self.captured.by_param:
             self.refuse_forward()
-        if self._shown:
-            self.hide()
+        if self._attributes:
+            self.remove_attributes()
         self.forward = forward
         self.forwards += 1
         self.outputs.clear()
         self.attachment.refresh()
         self.prover.modes = tuple([module.training for module in self.modules])
         if not forward.outside_model:
-            self.numbers.clear()
+            self.calls_by_kind.clear()
 
     def refuse_forward(self) -> None:
         """Raise because a forward starts while gradients wait to be clipped."""
@@ -325,7 +325,7 @@ class Engine(Capture):
     def _refuse_outside(self, name: str, grad: Tensor) -> None:
         """The hook of a parameter, which gets a gradient only from outside of the captured layers."""
         if self.enabled and self.is_active:
-            ran = bool(self.call_counts)
+            ran = bool(self.calls_by_layer)
             # a backward in a backward
             reruns = bool(self.tasks - {current_graph_task_id()})
             self.clear()

@@ -23,14 +23,14 @@ class Layer:
         return layer_text(self.name, self.module)
 
     @property
-    def line(self) -> str:
+    def whole_hint(self) -> str:
         """A way out of an error: the argument that runs a module around the layer whole. Empty if there is none."""
         return whole_line(self._model, self.name, self._reruns)
 
     @property
     def way_out(self) -> str:
         """The end of an error after another way out."""
-        return f". Or {line}" if (line := self.line) else ""
+        return f". Or {line}" if (line := self.whole_hint) else ""
 
     def unknown_rows(self, why: str, *, how: str = "") -> ValueError:
         """The error for rows whose samples are not known."""

@@ -81,7 +81,7 @@ class TwoPassEngine(Engine):
         for part, norms in self.gathered(None).values() if self.captured.by_param else ():
             norms = (norms * self.loss_scale(len(norms))).to(wide_dtype(part.param.dtype))
             # Opacus has the second name
-            self.show(part.param, norm_sample=norms, _norm_sample=norms)
+            self.set_attributes(part.param, norm_sample=norms, _norm_sample=norms)
 
     def read_norms(self) -> Tensor | None:
         """The norms of the last backward, (B,); None after a forward. Reading drops the gradients of this backward."""

@@ -35,7 +35,7 @@ from torchzero_clip.per_sample.processes.sharding import group_of_shards, reshar
 from torchzero_clip.per_sample.samples.prover import Verify
 from torchzero_clip.per_sample.weighting import ClippingResult, clipped_sums, weighed
 from torchzero_clip.per_sample.whole import Whole
-from torchzero_clip.private_losses import declare, private_ids, refuse_loss
+from torchzero_clip.private_losses import private_ids, refuse_loss, refuse_losses_of
 
 
 class PrivateGradientClipper(PerSampleGradientClipper):
@@ -128,7 +128,7 @@ class PrivateGradientClipper(PerSampleGradientClipper):
         self._sensitivity: float | None = None  # of the sums that wait
         attachment, sharded = self._engine.attachment, self._engine.processes.sharded
         self._buffers = Buffers(self._engine.model)
-        declare(self)
+        refuse_losses_of(self)
         # before the hook of fully_shard, which shows other parameters, and waits for the forwards of all processes
         attachment.before_forward(self._buffers.forward_began, prepend=sharded)
         if sharded:
@@ -148,7 +148,7 @@ class PrivateGradientClipper(PerSampleGradientClipper):
 
     @property
     def second_noise_multiplier(self) -> float:
-        """That of another release in each step, such as a noisy count of its samples; inf without one.
+        """The noise multiplier of another release in each step, such as a noisy count of samples; inf without one.
 
         It is the standard deviation of the noise of that release, over the most by which one sample changes it, and
         above `noise_multiplier`. The gradients get more noise, so that both together have `noise_multiplier`, under
@@ -204,9 +204,9 @@ class PrivateGradientClipper(PerSampleGradientClipper):
         engine, params = self._engine, self._engine.params
         with self._start("backward") as start:
             instance("losses", losses, Tensor)
-            sensitivity = self._checked_step()
+            sensitivity = self._checked_sensitivity()
             refuse_other_leaves(losses, {id(engine.anchor), *map(id, params.values())})
-            # a wrong shape raises later, also one without losses, for which all processes have to go on
+            # a wrong shape counts as one sample, so that all processes go on to `clipped_sums`, which raises
             count = losses.numel() if losses.ndim == 1 else 1
             start.numbers = {"samples": count, "limit": sensitivity, "clipper": _digest(self.norm_clipper)}
         _check_same_clipper(start)
@@ -253,7 +253,7 @@ class PrivateGradientClipper(PerSampleGradientClipper):
         """
         with self._start("pre_step") as start:
             self._refresh()
-            sensitivity = self._checked_step()
+            sensitivity = self._checked_sensitivity()
             start.numbers = {"samples": self._count, "limit": sensitivity, "clipper": _digest(self.norm_clipper)}
         _check_same_clipper(start)
         params, processes = self._engine.params, self._engine.processes
@@ -342,8 +342,8 @@ class PrivateGradientClipper(PerSampleGradientClipper):
         self._sums, self._count, self._sensitivity = {}, 0, None
         self._buffers.note()
 
-    def _checked_step(self) -> float:
-        """The joint limit of this step, which is the same in all of its calls."""
+    def _checked_sensitivity(self) -> float:
+        """The most by which a sample changes the sum: the joint limit, the same in all calls of a step."""
         sensitivity = joint_limit(self.norm_clipper, len(self._engine.params))
         if self._sensitivity not in (None, sensitivity):
             raise RuntimeError(
@@ -359,12 +359,12 @@ class PrivateGradientClipper(PerSampleGradientClipper):
         return sensitivity
 
     def _start(self, call: str) -> Agreement:
-        """What the processes must agree on, which an agreement checks: what they call, and the mechanism."""
+        """Begin the agreement of a call, which also compares the mechanism."""
         mechanism = self._noise_multiplier, self._second_noise_multiplier, self._expected_batch_size, self.waits
         return self._engine.processes.start(call, self._engine.params, mechanism, sorted(self._releases.items()))
 
     def _refresh(self) -> None:
-        """Follow changes of the model between steps, which no forward has seen if there were no samples."""
+        """Capture the model again if it has changed and no forward has noticed, as without samples."""
         attachment = self._engine.attachment
         if not attachment.is_outdated():
             return

@@ -22,8 +22,8 @@ BUCKET = 25 << 20  # bytes of sums that one all-reduce carries, as in Distribute
 class Processes:
     """The processes of a group, each with a copy or a shard of the model. Without a group, there is only this process.
 
-    If parameters are ``sharded`` over the group, backwards communicate, so all processes must run equally many. Then
-    others may be plain: each process has a copy of these.
+    If parameters are ``sharded`` over the group, backwards communicate, so all processes must run equally many. Others
+    may then be unsharded, with a copy on each process.
     """
 
     def __init__(self, group: ProcessGroup | None = None, *, sharded: bool = False) -> None:

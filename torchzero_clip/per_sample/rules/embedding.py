@@ -43,7 +43,8 @@ class EmbeddingRule(Rule):
         padding = module.padding_idx
 
         def contribute(where: Place | Tensor, grad: Tensor, source: Tensor) -> list[Contribution]:
-            return [_of_rows(layer, *rows_first(where, source, grad), padding)]
+            index, grad = rows_first(where, source, grad)
+            return [_of_rows(layer, index, grad, padding)]
 
         return layer.watch(
             F.embedding(found.tensor, module.weight.detach(), padding), [found.tensor], contribute, found

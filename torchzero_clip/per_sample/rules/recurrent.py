@@ -19,7 +19,7 @@ from torchzero_clip.per_sample.each_sample import own_entries
 from torchzero_clip.per_sample.gradients.contributions import Contribution, Dense
 from torchzero_clip.per_sample.gradients.products import Products
 from torchzero_clip.per_sample.gradients.row_norms import wide
-from torchzero_clip.per_sample.gradients.rows import regrouped
+from torchzero_clip.per_sample.samples.call import of_samples
 from torchzero_clip.per_sample.samples.graph import shorten
 from torchzero_clip.per_sample.samples.pattern import Place, samples_of_items
 
@@ -27,7 +27,7 @@ NAMES = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")
 
 
 class RecurrentRule(Rule):
-    """Runs each layer and direction on rows, which a packed sequence has already."""
+    """Runs each layer and direction on rows: all samples at one time, then at the next. A packed sequence is rows."""
 
     covers_submodules = True  # so that `rule_for` asks for no names of parameters, such as weight_ih_l0_reverse
     runs_empty = True
@@ -56,9 +56,9 @@ class RecurrentRule(Rule):
             outputs: list[Tensor] = []
             for suffix in ("", "_reverse") if module.bidirectional else ("",):
                 direction = _Direction(layer, sequences, f"_l{depth}{suffix}")
-                output, last = direction.run(rows, [state[len(ends)] for state in states], reverse=bool(suffix))
+                output, end = direction.run(rows, [state[len(ends)] for state in states], reverse=bool(suffix))
                 outputs.append(output)
-                ends.append(last)
+                ends.append(end)
             rows = torch.cat(outputs, 1) if len(outputs) > 1 else outputs[0]
         last = tuple(sequences.restored(torch.stack(column)) for column in zip(*ends, strict=True))
         output = sequences.output(rows)
@@ -83,8 +83,8 @@ class _Direction:
         of_input, of_state, bias, state_bias, projection = self._values
         weights = [x for x in self._values if x is not None]
         uses: dict[str, list[Tensor]] = {"hh": [], "hr": []}  # what the weights multiply: `step` fills the lists
-        if isinstance(module, nn.GRU):  # a gate multiplies what the state adds
-            # `step` adds products with the states to `added`, whose gradient is then that of all of them
+        if isinstance(module, nn.GRU):
+            # a gate multiplies the part of the state, so it is kept in a tensor of its own, with its own gradient
             none = of_state.new_zeros(()) if state_bias is None else state_bias
             added = self._watched(none.expand(len(rows), len(of_state)), {"hh": uses["hh"]})
             sums = self._watched(F.linear(rows, of_input, bias), {}, rows)
@@ -114,11 +114,12 @@ class _Direction:
         result = torch.cat(outputs)
         if not self._sequences.is_packed:  # in a packed sequence, each has a length of its own
             split_from = [sums, added, *([] if projected is None else [projected])]
+            # one graph for all lengths: a walk along it skips the times
             shorten([result, *last], [*split_from, *initial, *weights], (module.mode, reverse))
         return result, last
 
     def _watched(self, sums: Tensor, uses: dict[str, list[Tensor]], *inputs: Tensor) -> Tensor:
-        """Sums of biases and of products with weights, which get their gradients from that of the sums."""
+        """Watch sums of biases and products. Their gradient gives those of weights: ``uses`` has what they multiply."""
         own, sequences = self._own, self._sequences
 
         def contribute(where: Place | Tensor, grad: Tensor, *inputs: Tensor, count: int) -> Iterator[Contribution]:
@@ -126,9 +127,9 @@ class _Direction:
             for kind, factors in (uses | {"ih": inputs} if inputs else uses).items():
                 if (param := own[f"weight_{kind}"]) is not None:
                     part = Products(param, *wide(sequences.by_sample(factors[0]), outputs))
-                    yield sequences.regrouped(part, where, count)
+                    yield of_samples(part, where, count)
                 if (param := own.get(f"bias_{kind}")) is not None:
-                    yield sequences.regrouped(Dense(param, wide(outputs)[0].sum(1)), where, count)
+                    yield of_samples(Dense(param, wide(outputs)[0].sum(1)), where, count)
 
         reduce = sequences.samples_of_sequences
         kind = *uses, len(inputs)
@@ -205,14 +206,6 @@ class _Sequences:
     def rows(self, tensor: Tensor) -> Tensor:
         """The rows of an input, or those of a packed sequence."""
         return tensor if self._batch_sizes is not None else tensor.movedim(self._dim, 1).flatten(0, 1)
-
-    def regrouped(self, part: Contribution, where: Place | Tensor, count: int) -> Contribution:
-        """A contribution of sequences as one of samples."""
-        if isinstance(where, Tensor):
-            return regrouped(part, where, count)
-        if where.in_turn:
-            return regrouped(part, torch.arange(self.count, device=part.param.device) % count, count)
-        return part if where.run == 1 else regrouped(part, where.run, count)
 
     def ordered(self, states: Tensor) -> Tensor:
         """States in the order of the rows. Those that all samples share have a copy for each."""

@@ -13,6 +13,15 @@ To read it, in this order:
 4. `proof` runs the further backwards for one graph, and finds where the samples of each call are.
 5. `prover` decides which backwards are proved. `errors` has the errors.
 
+These places decide whose a row is:
+
+* a guess of the forward: `CapturedLayer.find_samples` for the input of a layer, `beside_rows` beside a bare parameter,
+  `GenericRule.dims` for a module that runs whole. A proof refuses a wrong guess
+* a proof: `Powers.samples` reads the sample of each row, and `Proof._learn` stores the place of all of them
+* an earlier proof: `Prover.planned`, in steps without one
+* inputs that all samples share: `SharedInputs` recognizes those that a proof has found, in later forwards
+* the classic form: `Classic.contributions`, by the same proofs
+
 Above this folder, `classic` proves from the outputs of the model, where the losses are not known. Values that all
 samples share, such as a bare parameter, are copied for each sample: see `broadcast_row`.
 """

@@ -117,11 +117,9 @@ class Call:
         if self.reduce is not None:
             return [*self._contribute(where, grad, *inputs, count=count)]
         parts = self._contribute(where, grad, *inputs)
-        if isinstance(where, Place) and not where.in_turn:
-            return [*parts] if where.run == 1 else [regrouped(part, where.run, count) for part in parts]
-        if isinstance(where, Place):
-            where = torch.arange(self.shape[where.dim], device=grad.device) % count
-        return [regrouped(part, where, count) for part in parts]
+        if isinstance(where, Place) and where.run == 1 and not where.in_turn:  # the usual case, without a call for each
+            return [*parts]
+        return [of_samples(part, where, count) for part in parts]
 
 
 def call_of(node: object) -> Call | None:
@@ -129,6 +127,15 @@ def call_of(node: object) -> Call | None:
     # a node of the graph is the ``ctx`` of its `torch.autograd.Function`, so it has what the forward has set there
     call = getattr(node, "call", None)
     return call if isinstance(call, Call) else None  # functions of users may have an attribute of that name
+
+
+def of_samples(part: Contribution, where: Place | Tensor, count: int) -> Contribution:
+    """The contribution of samples, from one in which each row was taken for a sample."""
+    if isinstance(where, Place):
+        if not where.in_turn:
+            return part if where.run == 1 else regrouped(part, where.run, count)
+        where = torch.arange(part.batch_size, device=part.param.device) % count
+    return regrouped(part, where, count)
 
 
 def rows_first(where: Place | Tensor, *tensors: Tensor) -> list[Tensor]:

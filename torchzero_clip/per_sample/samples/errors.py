@@ -18,7 +18,7 @@ def mixed(layer: Layer, givers: Sequence[int]) -> RuntimeError:
             "mixes samples, or a function or hook has a backward that is not linear: the gradient of sample "
             f"{shown} is not proportional to its loss at {layer},"
         )
-    way_out = layer.line and f". If a module around it mixes no samples, {layer.line}"
+    way_out = layer.whole_hint and f". If a module around it mixes no samples, {layer.whole_hint}"
     return RuntimeError(
         f"the model or the loss {what} in this layer or later. A loss over all tokens, such as that of a router of "
         "experts, has to be computed for each sample. If all samples share the rows, such as positions, give them a "
