@@ -17,7 +17,7 @@ from torchzero_clip.types import State
 class States(Sequence[State]):
     """The state of one transform: a plain dict for each parameter, made when it is first read."""
 
-    touched: list[State] | None = None  # the dicts, once they were read
+    dicts_read: list[State] | None = None  # the dicts, once they were read
     undo: Undo | None = None  # notes state before it changes, if another optimizer takes the step
     _has_begun = False
 
@@ -28,14 +28,14 @@ class States(Sequence[State]):
         self._path = path  # the prefix of the keys of this transform
         self._entries_of = entries_of  # picks the entries of this transform from such a state, without the prefix
         self._begin = begin  # makes the state of a parameter that has none, from its index
-        self.begun: dict[int, State] = {}
+        self.first_states: dict[int, State] = {}
         """The state of parameters that had none, as it was before the transform changed it."""
 
     @classmethod
     def of(cls, dicts: Sequence[State]) -> "States":
         """The states in dicts that the optimizer does not store, for a `Step` that was made by hand."""
         states = cls(dicts, "", dict, lambda i: {})
-        states.touched, states._has_begun = list(dicts), True
+        states.dicts_read, states._has_begun = list(dicts), True
         return states
 
     def __len__(self) -> int:
@@ -52,7 +52,7 @@ class States(Sequence[State]):
     @property
     def dicts(self) -> list[State]:
         """One dict for each parameter, with keys as the transform knows them."""
-        if self.touched is None:
+        if self.dicts_read is None:
             self.begin()
             if self.undo is not None:
                 for stored in self._stored:
@@ -61,8 +61,8 @@ class States(Sequence[State]):
             for stored in self._stored:
                 if id(stored) not in made:
                     made[id(stored)] = self._entries_of(stored)
-            self.touched = [made[id(stored)] for stored in self._stored]
-        return self.touched
+            self.dicts_read = [made[id(stored)] for stored in self._stored]
+        return self.dicts_read
 
     def begin(self) -> None:
         """Make the state of parameters that have none."""
@@ -70,15 +70,15 @@ class States(Sequence[State]):
             self._has_begun = True
             for i, stored in enumerate(self._stored):
                 if not self._entries_of(stored):
-                    self.begun[i] = self._begin(i)
+                    self.first_states[i] = self._begin(i)
                     if self.undo is not None:
                         self.undo.prefixed(stored, f"{self._path}/")
-                    self._store(stored, self.begun[i])
+                    self._store(stored, self.first_states[i])
 
     def write(self) -> None:
         """Store what was changed in the dicts, and the state of parameters that had none."""
         self.begin()
-        for stored, entries in zip(self._stored, self.touched or [], strict=False):
+        for stored, entries in zip(self._stored, self.dicts_read or [], strict=False):
             self._store(stored, entries)
 
     def _store(self, stored: State, entries: State) -> None:
@@ -87,7 +87,7 @@ class States(Sequence[State]):
 
     def column(self, key: str, indices: Sequence[int] | None = None) -> list[Any]:
         """The values of one key: of all parameters, or of some."""
-        states, name = (self._stored, f"{self._path}/{key}") if self.touched is None else (self.touched, key)
+        states, name = (self._stored, f"{self._path}/{key}") if self.dicts_read is None else (self.dicts_read, key)
         if indices is not None:
             states = [states[i] for i in indices]
         try:
@@ -95,7 +95,7 @@ class States(Sequence[State]):
         except KeyError:
             self.begin()
             if lacking := [state for state in states if name not in state]:
-                kept = ", ".join(self._entries_of(lacking[0]) if self.touched is None else lacking[0]) or "none"
+                kept = ", ".join(self._entries_of(lacking[0]) if self.dicts_read is None else lacking[0]) or "none"
                 raise RuntimeError(
                     f"{self._path} has no state {key!r} of a parameter, because init_state does not return it; the "
                     f"state is: {kept}"
@@ -110,7 +110,7 @@ class States(Sequence[State]):
         They are the same tensors, unless the step may have to be undone.
         """
         column = self.column(key, indices)
-        if self.undo is None or self.touched is not None:
+        if self.undo is None or self.dicts_read is not None:
             return column, column
         states = self._stored if indices is None else [self._stored[i] for i in indices]
         return column, self._drafted(f"{self._path}/{key}", states, column, self.undo)
@@ -121,7 +121,7 @@ class States(Sequence[State]):
     def changing(self, key: str, indices: Sequence[int] | None = None) -> list[Any]:
         """The values of one key, which the caller may change in place: they are noted in ``undo`` before."""
         column = self.column(key, indices)
-        if self.undo is None or self.touched is not None:
+        if self.undo is None or self.dicts_read is not None:
             return column
         if column and all(isinstance(value, Tensor) and value.ndim for value in column):
             column, drafts = self.draft(key, indices)
@@ -132,8 +132,8 @@ class States(Sequence[State]):
 
     def has(self, key: str) -> bool:
         """Whether all parameters have state under a key."""
-        name = key if self.touched is not None else f"{self._path}/{key}"
-        return all(name in state for state in self.touched or self._stored)
+        name = key if self.dicts_read is not None else f"{self._path}/{key}"
+        return all(name in state for state in self.dicts_read or self._stored)
 
     def numbers(self, key: str, indices: Sequence[int] | None = None) -> Tensor:
         """The numbers of one key, of all parameters or of some: a float64 vector, not to be modified."""

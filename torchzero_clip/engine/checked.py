@@ -109,7 +109,7 @@ def take_step(node: Node, updates: list[Tensor], step: Step) -> None:
     check_state(node, step)
 
 
-def refuses(node: Node, norm: Tensor, step: Step) -> Tensor:
+def ask_gate(node: Node, norm: Tensor, step: Step) -> Tensor:
     """Whether a gate refuses the step: a 0-d boolean tensor."""
     gate = cast(Gate, node.transform)
     before = dict(step.global_state)
@@ -127,7 +127,7 @@ def refuses(node: Node, norm: Tensor, step: Step) -> Tensor:
     return answer
 
 
-def record(node: Node, norm: Tensor, step: Step, taken: bool | Tensor) -> None:
+def tell_gate(node: Node, norm: Tensor, step: Step, taken: bool | Tensor) -> None:
     """Tell a gate whether the step is taken: a 0-d boolean tensor if the device decides."""
     gate = cast(Gate, node.transform)
     if isinstance(taken, Tensor):
@@ -137,7 +137,7 @@ def record(node: Node, norm: Tensor, step: Step, taken: bool | Tensor) -> None:
     check_state(node, step)
 
 
-def why(node: Node, norm: Tensor, step: Step) -> str:
+def reason_of_gate(node: Node, norm: Tensor, step: Step) -> str:
     """What the gate says of why it refuses the step."""
     gate = cast(Gate, node.transform)
     said: Any = _called(gate.why, node, norm, step)
@@ -173,19 +173,19 @@ def check_state(node: Node, step: Step) -> None:
         if not node.transform.pure:  # it may be a view of state, which this and later steps overwrite
             step.metrics[key] = value.clone()
     wrong = _put_right("init_global_state", step.global_state, step.global_state_before) if step.global_state else []
-    touched = step.stored.touched or []
-    for state in touched:
+    dicts_read = step.stored.dicts_read or []
+    for state in dicts_read:
         if not node.has_state and len(state) > 0:
             added = f"{node.transform!r} added the state {next(iter(state))!r}"
             raise RuntimeError(f"{added}, which checkpoints would not load: let init_state return it")
         if not isinstance(node.transform, FinalRule):  # the state of a wrapped optimizer is its own
             storable(node.transform, state)
-    if touched and not isinstance(node.transform, FinalRule):
-        for i, begun in step.stored.begun.items():
-            entries = touched[i]
-            if len(entries) != len(begun):  # a transform may add state that it declares
-                begun = {**node.transform.possible_state(step.params[i], step.settings[i]), **begun}
-            wrong += _put_right("init_state", entries, begun)
+    if dicts_read and not isinstance(node.transform, FinalRule):
+        for i, declared in step.stored.first_states.items():
+            entries = dicts_read[i]
+            if len(entries) != len(declared):  # a transform may add state that it declares
+                declared = {**node.transform.possible_state(step.params[i], step.settings[i]), **declared}
+            wrong += _put_right("init_state", entries, declared)
     if wrong:
         raise RuntimeError(f"{node.transform!r} {wrong[0]}")
 
@@ -272,7 +272,7 @@ class _Unreadable(Sequence[Tensor]):
 
 def _stored(step: Step) -> list[object]:
     """All values of the state that a transform has seen."""
-    states = (*(step.stored.touched or ()), *step.stored.begun.values(), step.global_state)
+    states = (*(step.stored.dicts_read or ()), *step.stored.first_states.values(), step.global_state)
     return [value for state in states for value in state.values()]
 
 
@@ -303,7 +303,7 @@ def _check_views(node: Node, step: Step, result: Sequence[Tensor]) -> None:
 def _explain(error: Exception, node: Node, step: Step) -> NoReturn:
     """Raise the error of a method that an author wrote, with an explanation if we have one."""
     transform = node.transform
-    states = step.stored.touched or step.states
+    states = step.stored.dicts_read or step.states
     names = {
         "settings": node.storage_keys,
         "state of a parameter": states[0] if states else (),

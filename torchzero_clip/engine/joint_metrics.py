@@ -10,10 +10,10 @@ from torchzero_clip.core.elementwise import Elementwise
 from torchzero_clip.core.kinds import Scaling
 from torchzero_clip.core.nodes import Node, Nodes
 from torchzero_clip.functional.dtypes import widest
-from torchzero_clip.functional.measure import WIDTHS, effect_of, joint_root, no_numbers
+from torchzero_clip.functional.measure import EFFECT, WIDTHS, effect_of, joint_root, no_numbers
 
-EFFECT, SHARE = 3, 2
-"""How many numbers describe the effect of a scaling, and how many describe a share."""
+SHARE = 2
+"""How many numbers describe a share: how many elements have changed, of how many."""
 _Measuring: TypeAlias = Scaling | Elementwise
 
 

@@ -17,7 +17,7 @@ from torchzero_clip.core.nodes import Node
 from torchzero_clip.core.scope import named_params
 from torchzero_clip.core.step import Step
 from torchzero_clip.core.transform import Transform, is_pure
-from torchzero_clip.engine.checked import record, refuses, why
+from torchzero_clip.engine.checked import ask_gate, reason_of_gate, tell_gate
 from torchzero_clip.engine.device_decisions import MOST_LATE, DeviceDecisions
 from torchzero_clip.engine.gradient_norms import GradientNorms
 from torchzero_clip.engine.idle import Idle
@@ -119,7 +119,7 @@ class StepPolicy:
             counts[CONSECUTIVE] = 0
         for node, norm, _ in verdict.of_gates:
             step = _step_of_gate(walk, node)
-            record(node, norm, step, is_taken)
+            tell_gate(node, norm, step, is_taken)
             walk.store(node, step)
         return is_taken
 
@@ -159,14 +159,14 @@ class StepPolicy:
             asked = [(node, gradient_norms.joint_of(rows, total), _step_of_gate(walk, node)) for node, rows in gates]
         # only if a gate is not asked, because a tensor of ones takes a launch
         passed = dict.fromkeys(self.names, torch.ones_like(finite)) if len(asked) < len(self._gates) else {}
-        passed |= {node.path: refuses(node, norm, step).logical_not() for node, norm, step in asked}
+        passed |= {node.path: ask_gate(node, norm, step).logical_not() for node, norm, step in asked}
         if self.nonfinite == "skip":
             passed["nonfinite"] = finite
             decisions.note_norms(finite, gradient_norms.measure(), params)
         decisions.decide(list(passed.values()))  # in the order of `names`: gates, then nonfinite
         gradient_norms.taken = decisions.taken
         for node, norm, step in asked:
-            record(node, norm, step, decisions.taken)
+            tell_gate(node, norm, step, decisions.taken)
             if walk is not None:
                 walk.store(node, step)
 
@@ -249,7 +249,7 @@ class StepPolicy:
     def _reasons(self, walk: Walk, judged: Sequence[tuple[Node, Tensor, bool]]) -> dict[str, str]:
         """Why the step is refused, by who refuses it."""
         gates = [(node, norm) for node, norm, _ in judged if node.path in walk.refused_by]
-        reasons = {repr(node.path): why(node, norm, _step_of_gate(walk, node)) for node, norm in gates}
+        reasons = {repr(node.path): reason_of_gate(node, norm, _step_of_gate(walk, node)) for node, norm in gates}
         if "nonfinite" in walk.refused_by and self.bad_gradients is not None:
             reasons["nonfinite='skip'"] = f"these gradients were not finite: {self.bad_gradients.listed}"
         return reasons
@@ -288,7 +288,7 @@ def _judged(walk: Walk, node: Node, norm: Tensor) -> tuple[Node, Tensor, Tensor]
     # state is where the first parameter is, and the first gradient may be elsewhere
     state = next((value for value in step.global_state.values() if isinstance(value, Tensor)), norm)
     norm = moved(norm, state.device)
-    return node, norm, refuses(node, norm, step)
+    return node, norm, ask_gate(node, norm, step)
 
 
 def _joint_norms(walk: Walk, scopes: Sequence[list[int]]) -> tuple[list[Tensor], list[Tensor]]:

@@ -94,18 +94,18 @@ def run_pieces(
     first = updates[0]
     stages = [op for op in ops if isinstance(op, Pointwise)]
     groups = [span for _, span in by_setting(settings)]
-    most = ELSEWHERE if not first.is_cpu else ON_CPU if stages else IN_ONE_PASS
-    depth = max([len(stage.state) + len(stage.flags.numbers) for stage in stages], default=0)
+    limit = ELSEWHERE if not first.is_cpu else ON_CPU if stages else IN_ONE_PASS
+    beside = max([len(stage.state) + len(stage.flags.numbers) for stage in stages], default=0)
     key = tuple(group.stop for group in groups)
     # with one name for all dtypes and depths, each plan would evict the other in every step
     pieces = scratch.plan(
-        f"pieces {depth} {most} {first.dtype}", updates, lambda: _pieces(updates, groups, depth, most, scratch), key
+        f"pieces {beside} {limit} {first.dtype}", updates, lambda: _pieces(updates, groups, beside, limit, scratch), key
     )
     for stage in stages:
         stage.begin(scratch)
     before = _Before.of(ops[0], foreach.wide_dtype(first.dtype))
     tensors = [updates, *columns, *(column for stage in stages for column in (*stage.state, *_new_columns(stage)))]
-    for piece, of_piece in _with_tensors(pieces, tensors, most):
+    for piece, of_piece in _with_tensors(pieces, tensors, limit):
         old_updates, states = of_piece[0], iter(of_piece[1 + len(columns) :])
         if kernel is None and writes and piece.part is not None and piece.rounded is None:
             # a part of a long tensor needs no memory of its own, because transforms may write to what they read
@@ -130,7 +130,7 @@ def run_pieces(
 
 
 def _with_tensors(
-    pieces: Sequence[_Piece], columns: Sequence[Sequence[Tensor]], most: int
+    pieces: Sequence[_Piece], columns: Sequence[Sequence[Tensor]], limit: int
 ) -> Iterator[tuple[_Piece, list[list[Tensor]]]]:
     """Each piece with its tensors in each column: whole ones, or a part of a long one as a vector."""
     parts: Iterator[tuple[Tensor, ...]] = iter(())
@@ -138,7 +138,7 @@ def _with_tensors(
         if piece.part == 0:
             # one call cuts a tensor in the time of three calls that each cut off a part
             long = [column[piece.rows[0]] for column in columns]
-            cut = (t.view(-1).split(most) if t.numel() > most else repeat(t.view(-1) if t.ndim else t) for t in long)
+            cut = (t.view(-1).split(limit) if t.numel() > limit else repeat(t.view(-1) if t.ndim else t) for t in long)
             parts = zip(*cut, strict=False)
         if piece.part is None:
             yield piece, [[column[i] for i in piece.rows] for column in columns]
@@ -188,33 +188,31 @@ def _new_columns(stage: Pointwise) -> list[list[Tensor]]:
     return [] if all(map(operator.is_, stage.into, stage.state)) else stage.into
 
 
-def _run(
-    stage: Pointwise, piece: _Piece, source: Tensor, columns: list[list[Tensor]], into: list[list[Tensor]]
-) -> None:
-    """Send one piece through one transform, from ``source`` to its memory; state goes from ``columns`` to ``into``."""
+def _run(stage: Pointwise, piece: _Piece, source: Tensor, old: list[list[Tensor]], new: list[list[Tensor]]) -> None:
+    """Send one piece through one transform, from ``source`` to its memory; state goes from ``old`` to ``new``."""
     are_unmasked = all(stage.unmasked[i] for i in piece.rows)
     is_alone = len(piece.rows) == 1
     if is_alone or (piece.flat.is_cpu and not are_unmasked):
-        if into is not columns:  # while the piece is in the cache
-            for new, old in zip(into, columns, strict=True):
-                foreach.copy_plain_(new, old)
+        if new is not old:  # while the piece is in the cache
+            for next_column, column in zip(new, old, strict=True):
+                foreach.copy_plain_(next_column, column)
         # a gradient that is not finite, or a first update, is rare: then each tensor has masks of its own
         for k, i in enumerate(piece.rows):
             x, result = (source, piece.flat) if is_alone else (piece.views[k].view(-1), piece.views[k].view(-1))
-            _change(stage, x, result, [column[k].view(-1) for column in into], i)
+            _change(stage, x, result, [column[k].view(-1) for column in new], i)
         return
-    joined = piece.state[: len(columns)]
+    joined = piece.state[: len(old)]
     usable, started, numbers, _ = stage.flags
     x, *state = [piece.laid_out(flat) for flat in (piece.flat, *(flat for flat, _ in joined))]
     if numbers:
-        state += _spread([vector.to(piece.flat.dtype) for vector in numbers], piece, piece.state[len(columns) :])
-    for (_, views), column in zip(joined, columns, strict=True):
+        state += _spread([vector.to(piece.flat.dtype) for vector in numbers], piece, piece.state[len(old) :])
+    for (_, views), column in zip(joined, old, strict=True):
         foreach.copy_plain_(views, column)
     at = stage.elements()
     if not are_unmasked:
         at = Elements(usable, started, scratch=stage.scratch, spread=partial(_of_elements, piece=piece))
     stage.run(x, x, state, piece.rows[0], at)
-    for (_, views), column in zip(joined, into, strict=True):
+    for (_, views), column in zip(joined, new, strict=True):
         foreach.copy_plain_(column, views)
 
 
@@ -241,19 +239,19 @@ def _of_elements(vector: Tensor, piece: _Piece) -> Tensor:
     return numbers if piece.owner is None else numbers.index_select(0, piece.owner).unsqueeze(1)
 
 
-def _pieces(updates: Sequence[Tensor], groups: list[slice], depth: int, most: int, scratch: Scratch) -> list[_Piece]:
-    """Pieces of memory for the updates, and for ``depth`` tensors or numbers beside each."""
+def _pieces(updates: Sequence[Tensor], groups: list[slice], beside: int, limit: int, scratch: Scratch) -> list[_Piece]:
+    """Pieces of memory of at most ``limit`` elements for updates, and for ``beside`` tensors or numbers beside each."""
     first = updates[0]
-    runs = [run for group in groups for run in _rows_of_pieces(updates, group, most, first.is_cpu)]
+    runs = [run for group in groups for run in _rows_of_pieces(updates, group, limit, first.is_cpu)]
     # all pieces share the memory of the longest, so that it stays in the cache
     longest = max(sum(sizes) for _, sizes, _ in runs)
     like = first.new_empty(0, dtype=foreach.wide_dtype(first.dtype))
-    memory = [scratch.memory(f"piece {k}", longest, like) for k in range(1 + depth)]
+    memory = [scratch.memory(f"piece {k}", longest, like) for k in range(1 + beside)]
     rounded = None if like.dtype == first.dtype else scratch.memory("rounded", longest, first)
     return [_piece(run, memory, [updates[i].shape for i in run[0]], rounded) for run in runs]
 
 
-def _rows_of_pieces(updates: Sequence[Tensor], group: slice, most: int, on_cpu: bool) -> Iterator[_Rows]:
+def _rows_of_pieces(updates: Sequence[Tensor], group: slice, limit: int, on_cpu: bool) -> Iterator[_Rows]:
     """The rows of each piece of a group. Short neighbours share a piece, and long tensors are cut."""
     alone, unit = (ALONE_ON_CPU, 1) if on_cpu else (ALONE, FACTOR_BLOCK)
     rows, sizes = list[int](), list[int]()
@@ -261,9 +259,9 @@ def _rows_of_pieces(updates: Sequence[Tensor], group: slice, most: int, on_cpu: 
         count = updates[i].numel()
         size = -(-count // unit) * unit
         if size > alone:
-            yield from (([i], [min(most, count - k * most)], k) for k in range(-(-count // most)))
+            yield from (([i], [min(limit, count - k * limit)], k) for k in range(-(-count // limit)))
             continue
-        if rows and (sum(sizes) + size > most or rows[-1] != i - 1):
+        if rows and (sum(sizes) + size > limit or rows[-1] != i - 1):
             yield rows, sizes, None
             rows, sizes = [], []
         rows.append(i)

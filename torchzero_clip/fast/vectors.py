@@ -111,7 +111,7 @@ class VectorStates(States):
     @override
     def column(self, key: str, indices: Sequence[int] | None = None) -> list[Any]:
         name = f"{self._path}/{key}"
-        if self.touched is not None or indices is not None or name not in self._columns:
+        if self.dicts_read is not None or indices is not None or name not in self._columns:
             return super().column(key, indices)
         self._has_begun = True
         return self._columns[name]
@@ -152,7 +152,7 @@ class VectorStates(States):
 
     def _vector(self, key: str, indices: Sequence[int] | None) -> Tensor | None:
         """The vector of one key. None if its numbers cannot form one, or authors may replace them in dicts."""
-        if self.touched is not None:
+        if self.dicts_read is not None:
             return None
         name = f"{self._path}/{key}"
         if indices is not None:

@@ -44,8 +44,7 @@ def places(vector: Tensor) -> Tensor:
     size, device = len(vector), vector.device
     if _takes_numbers(vector):
         return torch.arange(size, device=device)
-    known = _CONSTANTS.get((size, device))
-    return _made(lambda: torch.arange(size, device=device), size, device) if known is None else known
+    return _kept(lambda: torch.arange(size, device=device), size, device)
 
 
 def _takes_numbers(tensor: Tensor) -> bool:
@@ -54,11 +53,12 @@ def _takes_numbers(tensor: Tensor) -> bool:
 
 def _number(number: float, like: Tensor) -> Tensor:
     key = str(number), like.dtype, like.device  # as text, because NaN is not equal to itself
-    known = _CONSTANTS.get(key)
-    return _made(lambda: torch.full((), number, dtype=key[1], device=key[2]), *key) if known is None else known
+    return _kept(lambda: torch.full((), number, dtype=like.dtype, device=like.device), *key)
 
 
-def _made(make: Callable[[], Tensor], *key: object) -> Tensor:
+def _kept(make: Callable[[], Tensor], *key: object) -> Tensor:
+    if (known := _CONSTANTS.get(key)) is not None:
+        return known
     with torch.inference_mode(False):  # a tensor of inference could not take part in training later
         made = make()
     if not (made.is_cuda and is_capturing()):  # a captured graph fills it only when it is replayed

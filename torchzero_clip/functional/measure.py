@@ -537,6 +537,10 @@ def effects(of_steps: Sequence[Effect]) -> dict[str, Tensor]:
     return {"norm": torch.stack([total for _, total, _ in of_steps]), "factor": 1 - off.mean(dim=1), "clipped": share}
 
 
+EFFECT = 3
+"""How many `effect_numbers` there are."""
+
+
 def effect_numbers(measured: Measured, factors: Tensor) -> Tensor:
     """The numbers of this process from which `effect_of` finds the effect of several: a vector of three."""
     # the sum is taken of 1 - factor, so that ranks without slices report a factor of 1
