@@ -65,7 +65,7 @@ def per_example_global_norm_clip(grads: Tree, l2_norm_clip: float) -> tuple[Tree
     if not leaves:
         return grads, torch.zeros((), dtype=torch.int64, device="cpu")
     of_leaves = _norms(leaves)
-    norms = norms_of_slices([Part(stacked(of_leaves), (0,), len(leaves))], 2.0)[0].view(-1)
+    norms = norms_of_slices([Part(stacked(of_leaves), dims=(0,), size=len(leaves))], 2.0)[0].view(-1)
     factors = within(norms, torch.full_like(norms, l2_norm_clip))
     sums = [_weighted_sum(factors, leaf) for leaf in leaves]
     return pytree.tree_unflatten(sums, structure), (factors < 1).sum()
@@ -136,7 +136,7 @@ def _examples(grads: object) -> tuple[list[Tensor], pytree.TreeSpec]:
 def _norms(leaves: Sequence[Tensor]) -> list[Tensor]:
     """The norms of all examples in each leaf, float64."""
     rows = [leaf.unsqueeze(-1) for leaf in leaves]
-    parts = [Part(row, tuple(range(1, row.ndim)), math.prod(row.shape[1:])) for row in rows]
+    parts = [Part(row, dims=tuple(range(1, row.ndim)), size=math.prod(row.shape[1:])) for row in rows]
     return [norms.view(-1) for norms in norms_of_slices(parts, 2.0)]
 
 

@@ -16,6 +16,7 @@ Memory: TypeAlias = Literal["auto", "low"]
 
 # bytes of per-sample gradients that are formed at a time, so that their norms read them from the cache
 _PIECE = 1 << 20
+CANCELLED = 1e-2  # a norm below this share of its parts has lost digits by cancellation in float32
 Reserve: TypeAlias = Callable[[int, int], bool]
 """Reserves memory for per-sample gradients: see `CapturedGradients.reserve`."""
 
@@ -139,9 +140,6 @@ class Tied(Contribution):
     def make_finite(self) -> None:
         for part in self._parts:
             part.make_finite()
-
-
-CANCELLED = 1e-2  # a norm below this share of its parts has lost digits by cancellation in float32
 
 
 def pieces(count: int, bytes_each: int, *, limit: int = _PIECE) -> list[tuple[int, int]]:

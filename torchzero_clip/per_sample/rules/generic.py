@@ -35,7 +35,7 @@ from torchzero_clip.per_sample.hooks import Hook
 from torchzero_clip.per_sample.modes import Mode, attribute_read
 from torchzero_clip.per_sample.processes.sharding import storages_of
 from torchzero_clip.per_sample.rules.copies import EMPTY, WithoutHooks, copy_of
-from torchzero_clip.per_sample.rules.outside import find_functions, hook_modules
+from torchzero_clip.per_sample.rules.outside import hook_modules, note_functions
 from torchzero_clip.per_sample.rules.state import ModuleState
 from torchzero_clip.per_sample.samples.graph import CHECKPOINT
 
@@ -84,7 +84,7 @@ class GenericRule(Rule):
             if self.is_checked:
                 hook_modules(layer)
             if self.is_checked and decision not in layer.learnt.compared:
-                find_functions(layer, tensors, inputs.values())
+                note_functions(layer, tensors, inputs.values())
                 if not changed:
                     _refuse_reentrant(layer, tensors, inputs.values())
                     _compare(layer, state, one.output(tensors), args, kwargs)

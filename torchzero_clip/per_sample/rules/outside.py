@@ -42,8 +42,8 @@ def hook_modules(layer: CapturedLayer) -> None:
         layer.capture.handles += [module.register_forward_pre_hook(hook) for module in inside]
 
 
-def find_functions(layer: CapturedLayer, outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> None:
-    """Note for messages if the graph of a layer that is run whole has a `torch.autograd.Function`."""
+def note_functions(layer: CapturedLayer, outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> None:
+    """Note, for an error in the backward, if the graph of a layer that is run whole has a `torch.autograd.Function`."""
     if layer.learnt.may_rerun:
         return
     nodes: Iterable[Node] = {*nodes_of(outputs)}.difference(nodes_of(inputs))
@@ -102,5 +102,7 @@ def _way_out(capture: Capture, name: str) -> str:
         hooks = "Hooks such as that of torch.nn.utils.weight_norm make another tensor of it"
         return f"{hooks}: use torch.nn.utils.parametrizations{', or ' if line else ''}{line}. "
     if not line and isinstance(layer := vars(owner).get("forward"), CapturedLayer) and layer.rule.runs_layers:
-        line = whole_line(capture.model, name, capture.reruns)  # the model itself
+        line = whole_line(
+            capture.model, name, capture.reruns
+        )  # at the top, the model around the parameter is the owner itself
     return f"If the model uses it, {line or 'freeze it'}. "

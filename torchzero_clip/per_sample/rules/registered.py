@@ -30,14 +30,15 @@ class RegisteredRule(Rule):
     def run(self, layer: CapturedLayer, /, *args: Any, **kwargs: Any) -> Tensor:
         leaves, structure = pytree.tree_flatten((args, kwargs))
         others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        tensor_at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
 
         def contribute(place: Place | Tensor, grad: Tensor, *tensors: Tensor) -> list[Contribution]:
             dim = layer.capture.batch_dim
+            # the second one is that of a single sample
             if place not in (Place(min(dim, grad.ndim - 1)), Place(0, len(grad))):
                 raise layer.unknown_rows(f"its samples are not in dimension {dim}")
             given: list[Any] = list(others)
-            for i, tensor in zip(where, tensors, strict=True):
+            for i, tensor in zip(tensor_at, tensors, strict=True):
                 given[i] = tensor
             args, kwargs = pytree.tree_unflatten(given, structure)
             return _checked(layer, self._gradients(layer.module, grad, *args, **kwargs))
@@ -50,8 +51,10 @@ class RegisteredRule(Rule):
             layer.capture.runs_whole = False
         if not isinstance(output, Tensor):
             raise TypeError(f"{layer} has a registered rule and must return one tensor, got {type(output).__name__}")
+        # it is not known which of several tensors have rows, so samples cannot share rows then
+        on_shared = None if len(tensor_at) == 1 else lambda: False
         samples = LayerInput(output, max(min(layer.capture.batch_dim + 1, output.ndim), 1))
-        return layer.watch(output, [leaves[i] for i in where], contribute, samples)
+        return layer.watch(output, [leaves[i] for i in tensor_at], contribute, samples, on_shared=on_shared)
 
 
 def _checked(layer: CapturedLayer, grads: object) -> list[Contribution]:
