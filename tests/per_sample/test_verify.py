@@ -287,6 +287,14 @@ def test_checks_of_nothing_are_refused(model, count, loss, message):
         check_per_sample(model, torch.randn(count, 3), loss)
 
 
+@pytest.mark.parametrize("before", [None, 2.0])
+def test_gradients_of_tensors_outside_of_the_model_stay_as_they_are(before):
+    scale = torch.ones(3, requires_grad=True)
+    scale.grad = None if before is None else torch.full((3,), before)
+    check_per_sample(nn.Linear(4, 3), batch(), lambda model, batch: losses(lambda x: model(x) * scale, batch))
+    assert scale.grad is None if before is None else scale.grad.tolist() == [before] * 3
+
+
 def test_the_backward_of_one_sample_leaves_other_gradients_as_they_are():
     model, head, other = small(), nn.Linear(3, 2), nn.Linear(3, 2)
     other.weight.grad = torch.ones(2, 3)

@@ -123,12 +123,14 @@ def _check(
         loss = loss_fn(fresh, _wide(batch))
         if loss.ndim > 1:
             raise ValueError(f"loss_fn must return one loss for each sample, (B,), or one, got {tuple(loss.shape)}")
+        restore = outside_gradients(loss, set(map(id, twin.parameters())), ())
         if loss.ndim:
             result = clipper.backward(loss)
         else:
             loss.backward()
             result = clipper.clip_and_accumulate(batch_size=len(total))
             clipper.pre_step()
+        restore()
     _check_reduction(result.param_norms, norms, reduction, tolerance)
     for name, norm in norms.items():
         compare(name, "norm of single samples", result.param_norms[name], norm)
