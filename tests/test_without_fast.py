@@ -37,7 +37,7 @@ class FastWay:
 '''
 
 
-def test_what_is_left_has_the_names_of_the_real_one():
+def test_the_stub_has_no_name_that_the_real_one_lacks():
     names = {}
     exec(DOOR, names)
     real = FastWay()

@@ -8,7 +8,7 @@ from torchzero_clip.per_sample.private.poisson import check_sample_rate
 from torchzero_clip.per_sample.private.poisson import poisson_loader as poisson_loader
 from torchzero_clip.per_sample.private.private_clipper import PrivateGradientClipper
 
-try:  # by name, because it has no types
+try:  # import_module, because dp_accounting has no types
     _dp = importlib.import_module("dp_accounting")
     _accountant = importlib.import_module("dp_accounting.pld").PLDAccountant
 except ModuleNotFoundError as error:

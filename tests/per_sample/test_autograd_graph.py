@@ -6,7 +6,7 @@ from torchzero_clip.per_sample.gradients.autograd_graph import leaves_of, nodes_
 
 
 class Keeps(torch.autograd.Function):
-    """A function of a user, which happens to name what it keeps as torch names the leaf of a graph."""
+    """A function of a user with an attribute `variable`, as the nodes of leaves have."""
 
     @staticmethod
     def forward(ctx, x):

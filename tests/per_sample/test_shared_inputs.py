@@ -92,15 +92,23 @@ def beside(layer, inputs):
 
 
 REFUSED = {"lstm, batch first", "lstm, two layers, both directions", "gru", "rnn behind linear", "transformer layer"}
-"""Layers that need the sample of each row, also if no sample has them."""
+"""Layers that refuse rows that all samples share."""
+
+AS_MANY = {
+    "layer norm, nothing to train",
+    "bare parameters",
+    "bare parameters behind linear",
+    "padding in a module with bare parameters",
+}
+"""Where as many rows as samples are taken for theirs in the first step."""
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Using padding='same'")
 @pytest.mark.parametrize("way", [by_backward, by_classic_form])
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("rows", [1, 3, 5])
 @pytest.mark.parametrize("name", LAYERS)
-def test_every_layer_may_get_rows_that_all_samples_share(name, rows, way):
+def test_every_layer_takes_rows_that_all_samples_share_or_refuses_them_by_name(name, rows, way):
     layer, inputs = (make() for make in LAYERS[name])
     model = beside(layer, inputs[:rows])
     step = way(model)
@@ -111,8 +119,8 @@ def test_every_layer_may_get_rows_that_all_samples_share(name, rows, way):
         def losses(model, x=x):
             return losses_of(model(x))
 
-        # a function of two tensors that are not shared looks like one of samples in the first step
-        if name in REFUSED or (name == "prelu" and rows > 1):
+        # in the first step, PReLU takes rows for samples, because it is not known yet that the table is shared
+        if name in REFUSED or (name == "prelu" and rows > 1) or (name in AS_MANY and rows == 5):
             with pytest.raises((RuntimeError, ValueError), match=r"(?s)(mixes samples|share them).*whole="):
                 step(losses)
             return
@@ -120,6 +128,28 @@ def test_every_layer_may_get_rows_that_all_samples_share(name, rows, way):
         assert_close(norms, total_of(expected))
         for param, norm in param_norms.items():
             assert_close(norm, expected[param])
+
+
+def behind_shared(norm):
+    """Data meets the rows of a shared table, and then the samples mix."""
+
+    def forward(m, x):
+        first = m.first(x)
+        y = m.second(m.norm(m.of_table(m.buffer) + x))
+        return first + y - y.mean(0)
+
+    net = Net(forward, norm=norm, **{name: nn.Linear(W, W) for name in ("first", "of_table", "second")})
+    net.register_buffer("buffer", torch.randn(5, W))
+    return net.double()
+
+
+@pytest.mark.parametrize("way", [by_backward, by_classic_form])
+@pytest.mark.parametrize("norm", [nn.Identity(), nn.GroupNorm(2, W), nn.LayerNorm(W)])
+def test_samples_that_mix_behind_a_shared_table_and_data_are_found(norm, way):
+    step = way(behind_shared(norm))
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="mixes samples"):
+            step(lambda model: losses_of(model(torch.randn(5, W, dtype=torch.float64))))
 
 
 def bags(mode, rows, **settings):

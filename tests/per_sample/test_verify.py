@@ -295,6 +295,18 @@ def test_gradients_of_tensors_outside_of_the_model_stay_as_they_are(before):
     assert scale.grad is None if before is None else scale.grad.tolist() == [before] * 3
 
 
+def test_a_check_that_raises_leaves_gradients_of_tensors_outside_as_they_are():
+    scale = torch.ones(3, requires_grad=True)
+
+    def centered_losses(model, batch):
+        output = model(batch[0])
+        return losses(lambda x: (output - output.mean(0)) * scale, batch)
+
+    with pytest.raises(RuntimeError, match="mixes samples"):
+        check_per_sample(nn.Linear(4, 3), batch(), centered_losses)
+    assert scale.grad is None
+
+
 def test_the_backward_of_one_sample_leaves_other_gradients_as_they_are():
     model, head, other = small(), nn.Linear(3, 2), nn.Linear(3, 2)
     other.weight.grad = torch.ones(2, 3)

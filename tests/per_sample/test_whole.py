@@ -35,13 +35,18 @@ def test_modules_that_are_run_whole_are_right(given):
     assert_matches_loop(blocks(), torch.randn(5, 4, 3), modes=("auto", "low", "kept"), whole=given)
 
 
-def test_the_outermost_of_the_modules_that_have_to_be_run_whole_counts(monkeypatch):
-    """Also if the table names one in another, or the module around one; what the user names counts more."""
+def test_the_outermost_listed_module_runs_whole(monkeypatch):
     model, name = blocks(), f"{__name__}.Block"
     monkeypatch.setattr(whole, "TABLE", {name: "in the table"})
     assert whole.chosen_whole(model, ()) == {"blocks.0": "in the table", "blocks.1": "in the table"}
     monkeypatch.setattr(whole, "_AROUND", {name: "needs the module around"})
     assert whole.chosen_whole(model, ()) == {"blocks": "needs the module around"}
+
+
+def test_a_module_that_the_user_names_replaces_listed_ones_around_it(monkeypatch):
+    model, name = blocks(), f"{__name__}.Block"
+    monkeypatch.setattr(whole, "TABLE", {name: "in the table"})
+    monkeypatch.setattr(whole, "_AROUND", {name: "needs the module around"})
     assert whole.chosen_whole(model, ("blocks.0",)) == {"blocks.0": "whole=", "blocks.1": "in the table"}
 
 

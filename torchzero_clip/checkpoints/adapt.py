@@ -1,6 +1,7 @@
 """Converts the checkpoint of one chain for another, in which transforms were added, removed or renamed."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from torchzero_clip.checkpoints.fitting import saved_groups
 from torchzero_clip.checkpoints.identity import IDENTITY, Member, identity_text, matched, members_of, saved_members
@@ -75,7 +76,7 @@ class _Keys:
             result |= moved
         return result
 
-    def of_state(self, values: Mapping[str, object]) -> NewState:
+    def of_state(self, values: Mapping[Any, object]) -> NewState:
         """Convert state, without that of dropped transforms."""
         result: NewState = {}
         for key, value in values.items():

@@ -94,4 +94,4 @@ class ClipNorm(Scaling):
 
     @override
     def factor(self, norm: float, setting: Setting) -> float:
-        return min(1.0, setting["max_norm"] / norm)  # that of `clip_factors` for a norm above 0
+        return min(1.0, setting["max_norm"] / norm)  # as `clip_factors`, for a norm above 0

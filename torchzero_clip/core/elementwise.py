@@ -341,7 +341,7 @@ class Elementwise(TensorwiseTransform):
         return tensor
 
 
-def _leaves(returned: Any) -> Iterator[Any]:
+def _leaves(returned: object) -> Iterator[Any]:
     """What a method returned, without the tuples and lists around it."""
     if isinstance(returned, tuple | list):
         for part in returned:  # pyright: ignore[reportUnknownVariableType]

@@ -36,7 +36,8 @@ def why_refused(group: Mapping[str, object], nodes: Nodes, shown: Iterable[str] 
     # as_lr lets schedulers store "max_norm:initial_lr"
     unread = {key: value for key, value in group.items() if key.partition(":")[0] not in read}
     torchs, unknown = torchs_arguments(group) if unread else set[str](), list[str]()
-    ours = set[str]().union(*_signatures(_derived(Transform))) if unread else set[str]()  # of the classes that exist
+    # of all classes of transforms, also those of users
+    arguments_of_transforms = set[str]().union(*_signatures(_derived(Transform))) if unread else set[str]()
     for key, value in unread.items():
         inner = [f"{node.path}/{key}" for node in nodes if f"{node.path}/{key}" in stored]
         owners = [node.transform for node in nodes if _structural(node.transform, key)]
@@ -49,7 +50,7 @@ def why_refused(group: Mapping[str, object], nodes: Nodes, shown: Iterable[str] 
             )
         if key == "decoupled_weight_decay":
             is_lost = bool(group.get("weight_decay")) and _decays_elsewhere(bool(value), nodes)
-        elif key in torchs or key in ours:
+        elif key in torchs or key in arguments_of_transforms:
             is_lost = has_effect(value)
         else:
             # keys of other packages may resemble ours, so more likeness is needed than in errors

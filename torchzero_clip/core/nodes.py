@@ -2,7 +2,7 @@
 
 from collections.abc import Container, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torchzero_clip.checks import HOW_TO_COMPUTE, NO_SETTINGS
 from torchzero_clip.compat import cpu_by_default
@@ -37,7 +37,7 @@ class Node:
             scope = scope.within(transform.scope)
         return scope
 
-    def settings(self, group: Group) -> Group:
+    def settings(self, group: Group) -> dict[str, Any]:
         """Its settings in a param group, and the keys of other packages if it reads them."""
         try:
             settings = {key: group[stored] for key, stored in self.storage_keys.items()}
@@ -103,7 +103,7 @@ class Nodes:
     def __iter__(self) -> Iterator[Node]:
         return iter(self.by_path.values())
 
-    def defaults(self) -> Group:
+    def defaults(self) -> dict[str, Any]:
         """The settings that the constructors were given, as param groups store them."""
         return {stored: n.transform.defaults[key] for n in self for key, stored in n.storage_keys.items()}
 

@@ -106,7 +106,8 @@ class Step:
     def show_share(self, name: str, changed: Tensor, count: int) -> None:
         """Set a metric to ``changed / count``.
 
-        With several processes, the metric "clipped" of an `Elementwise` is the share on all of them together.
+        The metric "clipped" of an `Elementwise` covers all processes, and all parts of a step in the backward. Other
+        shares are those of one process, or of the last part.
 
         Args:
             name: The name of the metric.

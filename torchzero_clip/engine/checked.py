@@ -138,7 +138,7 @@ def tell_gate(node: Node, norm: Tensor, step: Step, taken: bool | Tensor) -> Non
 
 
 def reason_of_gate(node: Node, norm: Tensor, step: Step) -> str:
-    """What the gate says of why it refuses the step."""
+    """The reason that the gate gives for refusing the step."""
     gate = cast(Gate, node.transform)
     said: Any = _called(gate.why, node, norm, step)
     if not isinstance(said, str):
@@ -223,7 +223,7 @@ def _watched(
 ) -> Callable[[], None]:
     """Note what a transform may not change. Return a function that raises if it was changed.
 
-    Until then, a pure transform cannot read ``step.grads``.
+    Until it is called, pure transforms cannot read ``step.grads``, except rules and tensorwise ones.
     """
     transform = node.transform
     may_write = set(map(id, written))  # before another optimizer, updates may be the gradients themselves

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from typing_extensions import override
 
+from torchzero_clip.core.elementwise import Elementwise
 from torchzero_clip.core.nodes import Node, Nodes
 from torchzero_clip.core.step import Step
 from torchzero_clip.core.tools import Tools
@@ -87,7 +88,7 @@ class Company(ABC):
 
     def store(self, node: Node, step: Step, chain_state: State) -> None:
         """Collect the numbers of an elementwise transform, and decide which state of the whole chain is stored."""
-        if (share := step.shares.get("clipped")) is not None:  # the metric of an `Elementwise`
+        if isinstance(node.transform, Elementwise) and (share := step.shares.get("clipped")) is not None:
             changed, count = share
             self.numbers[node.path] = torch.stack([widened(changed), widened(torch.full_like(changed, count))])
         if self.absence is not None:

@@ -132,7 +132,7 @@ class OrdinaryStep(AnyStep):
             walk.refused_by.append("error")
             walk.executor.abandon()
             raise
-        finally:  # also after an error, because transforms before it have changed their state already
+        finally:  # also after an error: transforms that ran earlier have changed their state
             self.states.update({param: state for param, state in table.new_states.items() if state})
         # Also entries without a key: while optimizer.state is empty, or lacks a parameter,
         # torch.distributed.checkpoint takes a step on zero gradients in a training that it saves, or raises when it

@@ -51,7 +51,7 @@ class Walk:
     company: Company | None = None  # who else takes part in the step
     metrics: dict[str, Tensor] = field(default_factory=dict)
     refused_by: list[str] = field(default_factory=list)
-    """The gates that refused the step; "nonfinite" if a gradient did that is not finite; "error" if the step raised."""
+    """The gates that refused the step; "nonfinite" if a gradient was not finite; "error" if the step raised."""
     decisions: DeviceDecisions | None = None
     """Set if the device decides whether the step is taken."""
     undecided: DeviceDecisions | None = None

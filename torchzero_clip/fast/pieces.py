@@ -94,18 +94,21 @@ def run_pieces(
     first = updates[0]
     stages = [op for op in ops if isinstance(op, Pointwise)]
     groups = [span for _, span in by_setting(settings)]
-    limit = ELSEWHERE if not first.is_cpu else ON_CPU if stages else IN_ONE_PASS
-    beside = max([len(stage.state) + len(stage.flags.numbers) for stage in stages], default=0)
+    max_size = ELSEWHERE if not first.is_cpu else ON_CPU if stages else IN_ONE_PASS
+    per_update = max([len(stage.state) + len(stage.flags.numbers) for stage in stages], default=0)
     key = tuple(group.stop for group in groups)
-    # with one name for all dtypes and depths, each plan would evict the other in every step
+    # with one name for all dtypes and numbers of tensors, each plan would evict the other in every step
     pieces = scratch.plan(
-        f"pieces {beside} {limit} {first.dtype}", updates, lambda: _pieces(updates, groups, beside, limit, scratch), key
+        f"pieces {per_update} {max_size} {first.dtype}",
+        updates,
+        lambda: _pieces(updates, groups, per_update, max_size, scratch),
+        key,
     )
     for stage in stages:
         stage.begin(scratch)
     before = _Before.of(ops[0], foreach.wide_dtype(first.dtype))
     tensors = [updates, *columns, *(column for stage in stages for column in (*stage.state, *_new_columns(stage)))]
-    for piece, of_piece in _with_tensors(pieces, tensors, limit):
+    for piece, of_piece in _with_tensors(pieces, tensors, max_size):
         old_updates, states = of_piece[0], iter(of_piece[1 + len(columns) :])
         if kernel is None and writes and piece.part is not None and piece.rounded is None:
             # a part of a long tensor needs no memory of its own, because transforms may write to what they read
@@ -130,7 +133,7 @@ def run_pieces(
 
 
 def _with_tensors(
-    pieces: Sequence[_Piece], columns: Sequence[Sequence[Tensor]], limit: int
+    pieces: Sequence[_Piece], columns: Sequence[Sequence[Tensor]], max_size: int
 ) -> Iterator[tuple[_Piece, list[list[Tensor]]]]:
     """Each piece with its tensors in each column: whole ones, or a part of a long one as a vector."""
     parts: Iterator[tuple[Tensor, ...]] = iter(())
@@ -138,7 +141,10 @@ def _with_tensors(
         if piece.part == 0:
             # one call cuts a tensor in the time of three calls that each cut off a part
             long = [column[piece.rows[0]] for column in columns]
-            cut = (t.view(-1).split(limit) if t.numel() > limit else repeat(t.view(-1) if t.ndim else t) for t in long)
+            cut = (
+                t.view(-1).split(max_size) if t.numel() > max_size else repeat(t.view(-1) if t.ndim else t)
+                for t in long
+            )
             parts = zip(*cut, strict=False)
         if piece.part is None:
             yield piece, [[column[i] for i in piece.rows] for column in columns]
@@ -239,19 +245,21 @@ def _of_elements(vector: Tensor, piece: _Piece) -> Tensor:
     return numbers if piece.owner is None else numbers.index_select(0, piece.owner).unsqueeze(1)
 
 
-def _pieces(updates: Sequence[Tensor], groups: list[slice], beside: int, limit: int, scratch: Scratch) -> list[_Piece]:
-    """Pieces of memory of at most ``limit`` elements for updates, and for ``beside`` tensors or numbers beside each."""
+def _pieces(
+    updates: Sequence[Tensor], groups: list[slice], per_update: int, max_size: int, scratch: Scratch
+) -> list[_Piece]:
+    """Pieces of memory for the updates, and for ``per_update`` tensors or numbers beside each."""
     first = updates[0]
-    runs = [run for group in groups for run in _rows_of_pieces(updates, group, limit, first.is_cpu)]
+    runs = [run for group in groups for run in _rows_of_pieces(updates, group, max_size, first.is_cpu)]
     # all pieces share the memory of the longest, so that it stays in the cache
     longest = max(sum(sizes) for _, sizes, _ in runs)
     like = first.new_empty(0, dtype=foreach.wide_dtype(first.dtype))
-    memory = [scratch.memory(f"piece {k}", longest, like) for k in range(1 + beside)]
+    memory = [scratch.memory(f"piece {k}", longest, like) for k in range(1 + per_update)]
     rounded = None if like.dtype == first.dtype else scratch.memory("rounded", longest, first)
     return [_piece(run, memory, [updates[i].shape for i in run[0]], rounded) for run in runs]
 
 
-def _rows_of_pieces(updates: Sequence[Tensor], group: slice, limit: int, on_cpu: bool) -> Iterator[_Rows]:
+def _rows_of_pieces(updates: Sequence[Tensor], group: slice, max_size: int, on_cpu: bool) -> Iterator[_Rows]:
     """The rows of each piece of a group. Short neighbours share a piece, and long tensors are cut."""
     alone, unit = (ALONE_ON_CPU, 1) if on_cpu else (ALONE, FACTOR_BLOCK)
     rows, sizes = list[int](), list[int]()
@@ -259,9 +267,9 @@ def _rows_of_pieces(updates: Sequence[Tensor], group: slice, limit: int, on_cpu:
         count = updates[i].numel()
         size = -(-count // unit) * unit
         if size > alone:
-            yield from (([i], [min(limit, count - k * limit)], k) for k in range(-(-count // limit)))
+            yield from (([i], [min(max_size, count - k * max_size)], k) for k in range(-(-count // max_size)))
             continue
-        if rows and (sum(sizes) + size > limit or rows[-1] != i - 1):
+        if rows and (sum(sizes) + size > max_size or rows[-1] != i - 1):
             yield rows, sizes, None
             rows, sizes = [], []
         rows.append(i)

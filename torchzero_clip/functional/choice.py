@@ -57,9 +57,9 @@ def _number(number: float, like: Tensor) -> Tensor:
 
 
 def _kept(make: Callable[[], Tensor], *key: object) -> Tensor:
-    if (known := _CONSTANTS.get(key)) is not None:
-        return known
-    with torch.inference_mode(False):  # a tensor of inference could not take part in training later
+    if (stored := _CONSTANTS.get(key)) is not None:
+        return stored
+    with torch.inference_mode(False):  # autograd cannot save a tensor of inference
         made = make()
     if not (made.is_cuda and is_capturing()):  # a captured graph fills it only when it is replayed
         _CONSTANTS[key] = made

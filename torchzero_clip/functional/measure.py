@@ -43,6 +43,8 @@ S = TypeVar("S")
 DimsOf: TypeAlias = Callable[[Tensor], tuple[int, ...]]  # the dimensions that a slice of a tensor spans
 WIDTHS = {"norm": 1, "mad": 2, "sum": 2, "std": 4, "var": 4}
 """How many `Measured.numbers` each kind of metric has."""
+EFFECT = 3
+"""How many `effect_numbers` there are."""
 NOTHING = -1.0
 """What a process without tensors sends for a negative ``ord``: with 0, the joint norm would be 0, and inf is a norm."""
 _ROUNDING = 1e-6
@@ -535,10 +537,6 @@ def effects(of_steps: Sequence[Effect]) -> dict[str, Tensor]:
     changed = torch.hardshrink(off, _ROUNDING) != 0
     share = changed.mean(dim=1, dtype=widest_of(changed))
     return {"norm": torch.stack([total for _, total, _ in of_steps]), "factor": 1 - off.mean(dim=1), "clipped": share}
-
-
-EFFECT = 3
-"""How many `effect_numbers` there are."""
 
 
 def effect_numbers(measured: Measured, factors: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ import importlib
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -112,7 +112,7 @@ class LightningCallback(Callback):
             self.recorder.close(warn=True)
 
     @override
-    def state_dict(self) -> dict[str, object]:
+    def state_dict(self) -> dict[str, Any]:
         if self.recorder is None:
             return {}
         self.recorder.flush(warn=True)

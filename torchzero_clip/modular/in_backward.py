@@ -3,11 +3,12 @@
 import weakref
 from collections.abc import Callable, Iterable
 from threading import RLock
-from typing import Any, cast
+from typing import cast
 
 from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from torchzero_clip.checks import count
 from torchzero_clip.compat import at_end_of_backward, current_graph_task_id, never_compiled, warn_user
@@ -32,7 +33,7 @@ class StepInBackward:
         self._bucket_bytes = bucket_bytes
         self._parts = Parts(_weakly(self._attach))
         self._lock = RLock()  # backwards on several devices run hooks in several threads
-        self._hooks: dict[int, Any] = {}
+        self._hooks: dict[int, RemovableHandle] = {}
         self._places: dict[int, tuple[int, int]] = {}  # by id of parameter: the index of its group, and that in it
         self._task = -1
         self._settings: dict[str, list[Setting]] = {}

@@ -111,7 +111,7 @@ def _with_names_of_module(group: Group, others: Sequence[Group], module: nn.Modu
 def _check_new(group: Mapping[str, object], others: Sequence[Group]) -> None:
     """Raise if a parameter of an added group is in another group."""
     params: Any = group.get("params")
-    params = [] if isinstance(params, set | None) else params  # for which torch has an error
+    params = [] if isinstance(params, set | None) else params  # torch raises for these
     held = {id(param) for other in others for param in other["params"]}
     if count := sum(id(item[1] if isinstance(item, tuple) else item) in held for item in params):
         raise ValueError(
@@ -142,13 +142,13 @@ def split(group: Group, nodes: Nodes) -> Iterator[Group]:
         replaced = {key: value for i in chosen for key, value in overrides[i][1].items()}
         if rate is not None:
             lr = rates[rate][1]
-            replaced["lr"] = 1.0 if lr is None else lr  # of rules without one, as `with_learning_rate` does
+            replaced["lr"] = 1.0 if lr is None else lr  # as `with_learning_rate` does for a rule without one
         if "name" in settings and part > 1:
             replaced["name"] = f"{settings['name']} ({part})"
         yield {"params": items, **(settings if part == 1 else with_own_tensors(settings)), **with_own_tensors(replaced)}
 
 
-def with_own_tensors(settings: Setting) -> Group:
+def with_own_tensors(settings: Setting) -> dict[str, Any]:
     """Settings with copies of tensors, so that a scheduler that fills one changes no other group or optimizer."""
     return {key: value.clone() if isinstance(value, Tensor) else value for key, value in settings.items()}
 
@@ -171,7 +171,7 @@ def all_or_none(groups: list[Group], schedules: Schedules) -> Generator[None]:
         raise
 
 
-def _rate(named: NamedParam, rates: Sequence[tuple[Node, Any]]) -> int | None:
+def _rate(named: NamedParam, rates: Sequence[tuple[Node, object]]) -> int | None:
     """The index of the learning rate of a parameter; raises if the rules that act on it have different ones."""
     acting = [i for i, (node, _) in enumerate(rates) if node.scope.has(named)]
     acting = [i for i in acting if rates[i][1] is not None] or acting

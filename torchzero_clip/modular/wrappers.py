@@ -4,6 +4,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+_TRAINERS = "accelerate", "lightning", "lightning_fabric", "pytorch_lightning"
+
 
 def unwrap(optimizer: object) -> Any:
     """Follow ``optimizer`` and ``_optimizer``, as wrappers of Accelerate and Lightning have, to the last optimizer."""
@@ -15,9 +17,6 @@ def unwrap(optimizer: object) -> Any:
         inner = (getattr(wrapped, name, None) for name in ("optimizer", "_optimizer"))
         wrapped = next((value for value in inner if value is not None), None)
     return innermost
-
-
-_TRAINERS = "accelerate", "lightning", "lightning_fabric", "pytorch_lightning"
 
 
 def without_wrappers(optimizer: object) -> Any:

@@ -168,7 +168,7 @@ class Wrap(FinalRule):
             yield f"{key}={self.lr if key == 'lr' else self.schedules.get(key, self.defaults.get(key, value))!r}"
 
 
-def constructed(optimizer_class: type[Optimizer], kwargs: Setting, param: Tensor | None = None) -> Optimizer:
+def constructed(optimizer_class: type[Optimizer], kwargs: Mapping[str, Any], param: Tensor | None = None) -> Optimizer:
     """An optimizer on one parameter. Raises if the optimizer raises for it or for the arguments."""
     param = nn.Parameter(torch.zeros(4, 4, dtype=torch.float32, device="cpu")) if param is None else param
     try:
@@ -183,7 +183,7 @@ def constructed(optimizer_class: type[Optimizer], kwargs: Setting, param: Tensor
         raise kind(f"Wrap({optimizer_class.__name__}, ...): {text}") from error
 
 
-def _problem(optimizer_class: type[Optimizer], kwargs: Setting, device: torch.device | str = "cpu") -> str:
+def _problem(optimizer_class: type[Optimizer], kwargs: Mapping[str, Any], device: torch.device | str = "cpu") -> str:
     """Why Wrap cannot take an optimizer: a step raises, or changes more than parameters and their state; else empty."""
     param = nn.Parameter(torch.ones(4, 4, dtype=torch.float32, device=device))
     optimizer = constructed(optimizer_class, kwargs, param)
@@ -202,7 +202,7 @@ def _problem(optimizer_class: type[Optimizer], kwargs: Setting, device: torch.de
     return f"changes {', '.join(changed)}, which checkpoints of a chain do not have" if changed else ""
 
 
-def _steps_each_alone(optimizer_class: type[Optimizer], kwargs: Setting) -> bool:
+def _steps_each_alone(optimizer_class: type[Optimizer], kwargs: Mapping[str, Any]) -> bool:
     """True if two small parameters move together as each does alone, for small and for large gradients."""
 
     def moved(*factors: float) -> list[nn.Parameter]:

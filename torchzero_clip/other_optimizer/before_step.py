@@ -168,7 +168,7 @@ class BeforeStep:
     def __exit__(self, *error: object) -> None:
         self.remove()
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[object, ...]:
         raise TypeError("a handle cannot be copied or pickled: call before_step on the copy of the optimizer")
 
     def __repr__(self) -> str:

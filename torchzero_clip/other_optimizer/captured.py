@@ -117,7 +117,7 @@ class CapturedStep:
         self._drop()
         self._is_off = True
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[object, ...]:
         raise TypeError("a captured step cannot be copied or pickled: call captured on the copy of the optimizer")
 
     def _find_chain(self) -> None:
@@ -419,7 +419,7 @@ def captured(optimizer: Optimizer) -> CapturedStep:
     return CapturedStep(optimizer)
 
 
-def _hooks(optimizer: Optimizer) -> list[Any]:
+def _hooks(optimizer: Optimizer) -> list[object]:
     """The hooks of the steps of an optimizer, and of all optimizers. torch has no public way to list them."""
     own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
     every = _global_optimizer_pre_hooks, _global_optimizer_post_hooks

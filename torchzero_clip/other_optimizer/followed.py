@@ -56,7 +56,7 @@ class Followed:
             group["param_names"], group["params"] = [name for name, _ in pairs], [param for _, param in pairs]
         self.param_groups.append({**group, **self._shared_settings()})
 
-    def _shared_settings(self) -> Group:
+    def _shared_settings(self) -> dict[str, Any]:
         """The settings that are equal in all groups. An added group gets them, because some have to stay equal."""
         groups, schedules = self.param_groups, self.runner.schedules
         stored = self.nodes.storage_keys.values() if groups else ()
@@ -68,7 +68,7 @@ class Followed:
         if _ids_in(groups) != self._ids:
             self.follow(groups)
 
-    def settings_to_save(self) -> list[Group]:
+    def settings_to_save(self) -> list[dict[str, Any]]:
         """The settings of each group and the state of the whole chain, for a checkpoint."""
         chain_state = self.runner.chain_state
         chain_state.adopt_counters(self.param_groups)
@@ -141,13 +141,13 @@ def _successors(before: Sequence[Group], groups: Sequence[Group]) -> list[Group 
     return [successors.get(g) for g in range(len(groups))]
 
 
-def _groups_with_names(groups: Sequence[Group], module: nn.Module | None) -> list[Group]:
+def _groups_with_names(groups: Sequence[Group], module: nn.Module | None) -> list[dict[str, Any]]:
     """The parameters of groups with the names that groups or the module have for them, and the names of the groups."""
     names = None if module is None else {id(param): name for name, param in module.named_parameters()}
     return [_group_with_names(group, names) for group in groups]
 
 
-def _group_with_names(group: Group, names_in_module: Mapping[int, str] | None) -> Group:
+def _group_with_names(group: Group, names_in_module: Mapping[int, str] | None) -> dict[str, Any]:
     params = list(group["params"])
     names = group.get("param_names")
     if names is None and names_in_module is not None:

@@ -57,7 +57,7 @@ def places_in(
         is_shared = not x.requires_grad and storages_of((x,)) & own  # copies of a parameter lie in its memory too
         is_shared = is_shared or (not x.requires_grad and layer.shared.is_table(x))
         is_shared = is_shared or (counts_up(x) and not forward.holds(x))  # positions
-        # outside of the model, only the size could tell, and a batch of one sample has that of many dimensions
+        # outside of the model only sizes tell where samples are, and many dimensions have size 1
         if not x.ndim or is_shared or (forward.outside_model and count == 1):
             continue
         fitting = [d for d, size in enumerate(x.shape) if size == count]

@@ -309,7 +309,7 @@ class _RowFunction:
             return NotImplemented
         dims = [leading + i for i, (a, b) in enumerate(sizes) if a == 1 != b]
 
-        def contribute(where: Any, grad: Tensor) -> list[Any]:
+        def contribute(where: Place | Tensor, grad: Tensor) -> list[Dense]:
             grad = grad.sum(dims, keepdim=True) if dims else grad
             (grads,) = rows_first(where, *wide(grad))
             grads = grads.flatten(1, grads.ndim - len(shape) - 1).sum(1) if grads.ndim - len(shape) > 1 else grads

@@ -164,7 +164,7 @@ class Capture(ABC):
             self.declared_rows = None
 
     def discard(self) -> None:
-        """Drop all gradients that have arrived, and what parameters show of them."""
+        """Drop all gradients that have arrived, and the attributes that were set from them."""
         self.clear()
         self.remove_attributes()
 
@@ -287,7 +287,7 @@ class Capture(ABC):
             self._attributes.append((param, name))
 
     def remove_attributes(self) -> None:
-        """Remove the attributes that parameters show."""
+        """Remove what `set_attributes` has set."""
         for param, name in self._attributes:
             vars(param).pop(name, None)
         self._attributes.clear()

@@ -37,7 +37,8 @@ class Rule(ABC):
     """The names of parameters that it knows. A layer with others runs as any module with parameters of its own."""
 
     takes_positions = False
-    """Whether the layer takes any number of dimensions before those of a position, as a linear layer does."""
+    """Whether the layer takes any number of dimensions before those of a position, as a linear layer does, and its
+    contributions too."""
 
     runs_empty = False
     """Whether the rule also runs empty batches. For other rules, `EmptyRule` runs the forward of the module itself."""
@@ -143,7 +144,9 @@ class CapturedLayer(RowsLayer):
         count = forward.batch_size
         if isinstance(input, BroadcastRow):
             each, had_dim = input.as_input(dim)
-            return self._with_dim(each, leading, dim) if not had_dim else LayerInput(each, leading, dim, True, True)
+            if not had_dim:
+                return self._from_copies(each, leading, dim)
+            return LayerInput(each, leading, dim, is_shared=True, had_dim=True)
         if count == 1 and input.requires_grad and not input.is_contiguous():  # only then may strides be misread
             input.register_hook(partial(with_strides, input.stride()))
         if input.shape[dim] == count and forward.declared_rows is None and forward.is_argument(input):
@@ -153,11 +156,11 @@ class CapturedLayer(RowsLayer):
                 each = input.expand(*input.shape[:dim], count, *input.shape[dim + 1 :])
                 return LayerInput(each, leading, dim, is_shared=True, had_dim=True)
             if shared.is_known(input, leading):
-                return self._with_dim(input.expand(count, *input.shape).movedim(0, dim), leading, dim)
+                return self._from_copies(input.expand(count, *input.shape).movedim(0, dim), leading, dim)
         return LayerInput(input, leading, dim)
 
-    def _with_dim(self, each: Tensor, leading: int, dim: int) -> LayerInput:
-        """The input of a layer, from copies of a shared one in a new dimension."""
+    def _from_copies(self, each: Tensor, leading: int, dim: int) -> LayerInput:
+        """The input of a layer from copies of a shared one: one after the other, if the layer takes no positions."""
         if self.rule.takes_positions:
             return LayerInput(each, leading + 1, dim, is_shared=True)
         return LayerInput(each.flatten(0, 1), leading, dim, is_shared=True, rows=each.shape[1])
@@ -196,7 +199,7 @@ class CapturedLayer(RowsLayer):
         reduce: Reduce | None = None,
         copies: bool = False,
         on_shared: Callable[[], bool] | None = None,
-        beside: Iterable[Tensor] = (),
+        beside: Iterable[Tensor] | None = None,
     ) -> Tensor:
         """Return the output. Its gradient and the inputs will be passed to ``contribute``, which returns contributions.
 

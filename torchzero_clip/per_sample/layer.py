@@ -5,7 +5,7 @@ from collections.abc import Collection
 from torch import nn
 from typing_extensions import override
 
-from torchzero_clip.per_sample.whole import whole_line
+from torchzero_clip.per_sample.whole import whole_hint
 
 
 class Layer:
@@ -25,12 +25,12 @@ class Layer:
     @property
     def whole_hint(self) -> str:
         """A way out of an error: the argument that runs a module around the layer whole. Empty if there is none."""
-        return whole_line(self._model, self.name, self._reruns)
+        return whole_hint(self._model, self.name, self._reruns)
 
     @property
     def way_out(self) -> str:
         """The end of an error after another way out."""
-        return f". Or {line}" if (line := self.whole_hint) else ""
+        return f". Or {hint}" if (hint := self.whole_hint) else ""
 
     def unknown_rows(self, why: str, *, how: str = "") -> ValueError:
         """The error for rows whose samples are not known."""

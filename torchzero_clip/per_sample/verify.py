@@ -124,13 +124,15 @@ def _check(
         if loss.ndim > 1:
             raise ValueError(f"loss_fn must return one loss for each sample, (B,), or one, got {tuple(loss.shape)}")
         restore = outside_gradients(loss, set(map(id, twin.parameters())), ())
-        if loss.ndim:
-            result = clipper.backward(loss)
-        else:
-            loss.backward()
-            result = clipper.clip_and_accumulate(batch_size=len(total))
-            clipper.pre_step()
-        restore()
+        try:
+            if loss.ndim:
+                result = clipper.backward(loss)
+            else:
+                loss.backward()
+                result = clipper.clip_and_accumulate(batch_size=len(total))
+                clipper.pre_step()
+        finally:
+            restore()
     _check_reduction(result.param_norms, norms, reduction, tolerance)
     for name, norm in norms.items():
         compare(name, "norm of single samples", result.param_norms[name], norm)
@@ -165,8 +167,10 @@ def _gradients(loss: Tensor, params: Mapping[str, nn.Parameter]) -> list[Tensor]
     for param in params.values():
         param.grad = None
     restore = outside_gradients(loss, set(map(id, params.values())), ())
-    loss.backward()
-    restore()
+    try:
+        loss.backward()
+    finally:
+        restore()
     return [torch.zeros_like(param) if param.grad is None else param.grad for param in params.values()]
 
 

@@ -54,7 +54,7 @@ def chosen_whole(model: nn.Module, given: Any) -> dict[str, str]:
     return chosen
 
 
-def whole_line(model: nn.Module, name: str, reruns: Collection[str]) -> str:
+def whole_hint(model: nn.Module, name: str, reruns: Collection[str]) -> str:
     """A way out: the argument ``whole`` with a module around the named one, the nearest first. Empty without one.
 
     ``reruns`` names modules that run again in the backward, so that no module around them can be run whole.

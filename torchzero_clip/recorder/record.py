@@ -161,7 +161,8 @@ class Readable(ABC):
             The limit, and how well the record determines it. Print the result to read the explanation.
 
         Raises:
-            ValueError: If there are fewer than 20 norms, ``scope`` is unknown, or ``share_clipped`` is out of range.
+            ValueError: If there are fewer than 20 norms, ``scope`` is unknown, or not "joint" for a `Record`, or
+                ``share_clipped`` is out of range.
             TypeError: If ``share_clipped`` is not a number.
         """
         one_of("scope", scope, get_args(LimitScope))

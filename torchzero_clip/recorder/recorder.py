@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -92,7 +92,7 @@ class Recorder(Readable):
         model: nn.Module | None = None,
         *,
         flush_every: int = 100,
-        log: object = None,
+        log: Any = None,
         log_every: int = 10,
     ) -> None:
         inner = unwrap(optimizer)
@@ -262,7 +262,7 @@ class Recorder(Readable):
         self.is_closed = True
         self._recording.close(warn=warn)
 
-    def state_dict(self) -> dict[str, object]:
+    def state_dict(self) -> dict[str, Any]:
         """Return the number of the next step, and the last ``keep`` steps, as CPU tensors, numbers and strings."""
         return {**self._recording.state_dict()}
 

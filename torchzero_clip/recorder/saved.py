@@ -38,8 +38,8 @@ class SavedTape(TypedDict):
     norms: Tensor
     numbers: Tensor
     ratios: list[tuple[int, Tensor]]
-    used: Tensor  # which parameters ever had a gradient other than 0
-    keep: int  # how many steps the tape holds
+    used: Tensor  # which parameters had a gradient other than 0 before the saved steps
+    keep: int  # how many steps can be read
 
 
 class SavedRecorder(TypedDict):

@@ -3,9 +3,9 @@
 import math
 import weakref
 import zlib
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from functools import partial
-from typing import Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -282,11 +282,11 @@ class PrivateGradientClipper(PerSampleGradientClipper):
         super().discard()
         self._next_step()
 
-    def state_dict(self) -> dict[str, object]:
+    def state_dict(self) -> dict[str, Any]:
         """The number of releases with each noise multiplier. Save it after `pre_step`: it holds no sums."""
         return {"releases": dict(self._releases)}
 
-    def load_state_dict(self, state_dict: dict[str, object]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Replace the number of releases.
 
         Args:
@@ -364,7 +364,7 @@ class PrivateGradientClipper(PerSampleGradientClipper):
         return self._engine.processes.start(call, self._engine.params, mechanism, sorted(self._releases.items()))
 
     def _refresh(self) -> None:
-        """Capture the model again if it has changed and no forward has noticed, as without samples."""
+        """Capture the model again if it has changed since the last forward. Without samples, no forward did this."""
         attachment = self._engine.attachment
         if not attachment.is_outdated():
             return

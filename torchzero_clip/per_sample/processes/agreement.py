@@ -91,7 +91,7 @@ class Processes:
             whole = dtensors().DTensor.from_local(own.contiguous(), param.device_mesh, partial, run_check=False)
             found[key] = whole.redistribute(param.device_mesh, param.placements)
         if name is not None:
-            raise ValueError(f"the sum of {name!r} is not in the order of the parameters, or nobody uses it")
+            raise ValueError(f"the sum of {name!r} is not in the order of the parameters, or is not in `used`")
         return found
 
     def added_up(

@@ -35,11 +35,11 @@ def copy_of(
 
     def contribute(where: Place | Tensor, grad: Tensor) -> list[Dense]:
         (grads,) = rows_first(where, *wide(grad))
-        return [Dense(param, grads.sum(1) if grads.ndim > param.ndim + 1 else grads)]  # of rows that all share
+        return [Dense(param, grads)]
 
     copies = value.detach().expand(count, *value.shape)
-    found = LayerInput(copies, 1)
-    return layer.watch(copies, [], contribute, found, copies=ordered, on_shared=on_shared or _never, beside=beside)
+    rows = LayerInput(copies, 1)
+    return layer.watch(copies, [], contribute, rows, copies=ordered, on_shared=on_shared or _never, beside=beside)
 
 
 def _never() -> bool:

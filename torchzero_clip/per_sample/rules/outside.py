@@ -20,7 +20,7 @@ from torchzero_clip.per_sample.captured_layer import CapturedLayer
 from torchzero_clip.per_sample.gradients.autograd_graph import leaves_of, nodes_of
 from torchzero_clip.per_sample.hooks import Hook
 from torchzero_clip.per_sample.samples.call import call_of
-from torchzero_clip.per_sample.whole import whole_line
+from torchzero_clip.per_sample.whole import whole_hint
 
 RERUN = (
     "instead of an adjoint method, a reversible layer or a checkpoint written by hand, let autograd differentiate the "
@@ -97,12 +97,11 @@ def _way_out(capture: Capture, name: str) -> str:
     module, _, key = name.rpartition(".")
     owner = capture.model.get_submodule(module)
     made = leaves_of(x for x in vars(owner).values() if isinstance(x, Tensor))
-    line = whole_line(capture.model, module, capture.reruns)
+    hint = whole_hint(capture.model, module, capture.reruns)
     if any(leaf is owner.get_parameter(key) for leaf in made):
         hooks = "Hooks such as that of torch.nn.utils.weight_norm make another tensor of it"
-        return f"{hooks}: use torch.nn.utils.parametrizations{', or ' if line else ''}{line}. "
-    if not line and isinstance(layer := vars(owner).get("forward"), CapturedLayer) and layer.rule.runs_layers:
-        line = whole_line(
-            capture.model, name, capture.reruns
-        )  # at the top, the model around the parameter is the owner itself
-    return f"If the model uses it, {line or 'freeze it'}. "
+        return f"{hooks}: use torch.nn.utils.parametrizations{', or ' if hint else ''}{hint}. "
+    if not hint and isinstance(layer := vars(owner).get("forward"), CapturedLayer) and layer.rule.runs_layers:
+        # no module is around the owner, so name the owner itself
+        hint = whole_hint(capture.model, name, capture.reruns)
+    return f"If the model uses it, {hint or 'freeze it'}. "

@@ -27,7 +27,7 @@ NAMES = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")
 
 
 class RecurrentRule(Rule):
-    """Runs each layer and direction on rows: all samples at one time, then at the next. A packed sequence is rows."""
+    """Runs each layer and direction on rows: the first entry of each sample, then the second, as if it were packed."""
 
     covers_submodules = True  # so that `rule_for` asks for no names of parameters, such as weight_ih_l0_reverse
     runs_empty = True
@@ -84,7 +84,7 @@ class _Direction:
         weights = [x for x in self._values if x is not None]
         uses: dict[str, list[Tensor]] = {"hh": [], "hr": []}  # what the weights multiply: `step` fills the lists
         if isinstance(module, nn.GRU):
-            # a gate multiplies the part of the state, so it is kept in a tensor of its own, with its own gradient
+            # a gate multiplies what the state adds, so that part is a tensor with a gradient of its own
             none = of_state.new_zeros(()) if state_bias is None else state_bias
             added = self._watched(none.expand(len(rows), len(of_state)), {"hh": uses["hh"]})
             sums = self._watched(F.linear(rows, of_input, bias), {}, rows)
@@ -114,12 +114,12 @@ class _Direction:
         result = torch.cat(outputs)
         if not self._sequences.is_packed:  # in a packed sequence, each has a length of its own
             split_from = [sums, added, *([] if projected is None else [projected])]
-            # one graph for all lengths: a walk along it skips the times
+            # so that the graph is the same for all lengths: a walk skips the times
             shorten([result, *last], [*split_from, *initial, *weights], (module.mode, reverse))
         return result, last
 
     def _watched(self, sums: Tensor, uses: dict[str, list[Tensor]], *inputs: Tensor) -> Tensor:
-        """Watch sums of biases and products. Their gradient gives those of weights: ``uses`` has what they multiply."""
+        """Watch sums of biases and products. Gradients of weights are theirs times the tensors in ``uses``."""
         own, sequences = self._own, self._sequences
 
         def contribute(where: Place | Tensor, grad: Tensor, *inputs: Tensor, count: int) -> Iterator[Contribution]:

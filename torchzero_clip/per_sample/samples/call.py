@@ -27,7 +27,8 @@ class LayerInput(NamedTuple):
 
     The samples are in dimension ``dim``, unless a proof finds them elsewhere. If all samples share the input,
     ``tensor`` has one copy of it per sample, and the layer returns one row. ``had_dim`` is True if the input already
-    had this dimension, of size 1. ``rows`` is set if each copy has so many entries of this dimension.
+    had this dimension, of size 1. If copies stand one after the other in ``dim``, ``rows`` is the
+    number of rows of each; else None.
     """
 
     tensor: Tensor
@@ -50,8 +51,9 @@ class Call:
         reduce: Turns the samples of rows into the samples of items.
         copies: True if the rows are copies that were made for the samples, in their order.
         on_shared: Notes that all samples share the rows, such as positions. Returns True if that is possible.
-        beside: The inputs of a layer that gets copies of its parameters.
-        takes_positions: True if ``contribute`` takes further dimensions behind that of the samples.
+        beside: The inputs of a layer that gets copies of its parameters, so that a proof sees whether they come from
+            shared rows. Then ``input`` are the copies.
+        takes_positions: As in `Rule`.
     """
 
     def __init__(
@@ -66,7 +68,7 @@ class Call:
         reduce: Reduce | None = None,
         copies: bool = False,
         on_shared: Callable[[], bool] | None = None,
-        beside: Iterable[Tensor] = (),
+        beside: Iterable[Tensor] | None = None,
         takes_positions: bool = False,
     ) -> None:
         self.layer, self.forward, self.kind, self._contribute = layer, forward, kind, contribute
@@ -77,8 +79,9 @@ class Call:
         """The dimension of the samples, if the input is an argument of the model."""
         self.reduce, self.copies, self.on_shared = reduce, copies, on_shared
         self._takes_positions = takes_positions
-        self.beside = [x.grad_fn for x in beside]
-        """The functions that made the inputs, None for inputs without a graph."""
+        inputs = beside if beside is not None else [] if input is None else [input.tensor]
+        self.made_by = [x.grad_fn for x in inputs]
+        """The functions that made the inputs of the layer, None for inputs without a graph."""
         self.each: Tensor | None = None
         """The gradient that each sample gives to rows that all of them share, samples first."""
         self.may_be_in_checkpoint = not TELLS_HOOKS and checkpoint_around() is not None

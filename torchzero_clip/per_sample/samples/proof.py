@@ -240,19 +240,24 @@ class Proof:
         return rows, samples
 
     def _is_behind(self, call: Call, shared: Sequence[Call]) -> bool:
-        """True for a call whose input depends on shared rows alone, in a model that has calls of samples too."""
+        """True for a call whose input depends on shared rows alone, in a model that has calls of samples too.
+
+        False for a recurrent layer, which cannot take such rows. A tensor without a graph may be data.
+        """
         if call.reduce is not None or not any(
             other.samples is not None and _tells(other.samples) for other in self.graph.calls
         ):
             return False
-        nodes = [node for node in self.graph.nodes if call_of(node) is call]
-        rest: list[Node | None] = [*call.beside, *(following for node in nodes for following, _ in node.next_functions)]
-        before: set[Node] = set()
+        rest, before = [*call.made_by], set[Node]()
+        has_other = False  # a number, a constant, a frozen parameter or data: the graph does not tell which
         while rest:
             node = rest.pop()
+            has_other |= node is None
             if node is not None and node not in before and node.next_functions:
                 before.add(node)
                 rest += [following for following, _ in node.next_functions] if call_of(node) is None else []
+        if has_other and any(size and not size % self.count for size in call.shape):  # so it may be data of the batch
+            return False
         calls = [other for node in before if (other := call_of(node)) is not None]
         return bool(calls) and all(other in shared for other in calls)
 
