@@ -10,16 +10,22 @@ from per_sample.harness import (
     by_backward,
     by_classic_form,
     by_two_passes,
+    clip,
     first_tensor,
     loop,
     losses_of,
+    norms_in_batch,
     norms_of,
     total_of,
+    weight,
     with_low_memory,
 )
 from per_sample.layers import LAYERS
 from torch import nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+
+from torchzero_clip import register_rule
 
 W = 4
 
@@ -152,6 +158,126 @@ def test_samples_that_mix_behind_a_shared_table_and_data_are_found(norm, way):
             step(lambda model: losses_of(model(torch.randn(5, W, dtype=torch.float64))))
 
 
+def assert_steps(model, *batches, **settings):
+    """Steps with these batches are those of one backward per sample."""
+    batch_dim = 0 if settings.get("batch_first", True) else 1
+    clipper = clip(model, **settings)
+    for x in batches:
+        expected = norms_of(loop(copy.deepcopy(model), (x,), batch_dim))
+        result = clipper.backward(losses_of(model(x), batch_dim))
+        for name, norms in result.param_norms.items():
+            assert_close(norms, expected[name])
+
+
+def doubles(*shape):
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("table", [(5, 2, W), (3, 2, W), (1, 3, W), (7, 1, W)])
+def test_a_bare_weight_may_meet_a_shared_table_in_sequences_first(table):
+    net = Net(
+        lambda m, x: m.first(x) * m.bare(m.buffer).sum(),
+        first=nn.Linear(W, W),
+        bare=Net(lambda m, x: F.linear(x, m.weight), weight=weight(W, W)),
+    )
+    net.register_buffer("buffer", torch.randn(table))
+    assert_steps(net.double(), doubles(7, 5, W), doubles(7, 5, W), doubles(7, 3, W), batch_first=False)
+
+
+class MixesRows(nn.Linear):
+    def forward(self, x):
+        return F.linear(x + x.mean(0), self.weight)
+
+
+def test_a_module_that_runs_whole_is_compared_with_more_than_one_row():
+    """With one row it mixes nothing, which says nothing of the next steps."""
+    net = Net(
+        lambda m, x: m.first(x) * (1 + m.mix(m.of_table(m.table)).square().sum()),
+        first=nn.Linear(W, W),
+        of_table=nn.Linear(W, W),
+        mix=MixesRows(W, W),
+    ).double()
+    clipper = clip(net, whole=("mix",))
+    net.table = doubles(1, W)
+    clipper.backward(losses_of(net(doubles(5, W))))
+    net.table = doubles(3, W)
+    with pytest.raises((RuntimeError, ValueError), match="mixes samples"):
+        clipper.backward(losses_of(net(doubles(5, W))))
+
+
+@pytest.mark.parametrize(
+    "norm", [nn.GroupNorm(2, W), nn.InstanceNorm1d(W, affine=True), nn.BatchNorm1d(W).eval()], ids=type
+)
+def test_a_batch_without_samples_beside_a_shared_table(norm):
+    table = torch.randn(3, W, 2) if isinstance(norm, nn.InstanceNorm1d) else torch.randn(3, W)
+    model = beside(norm, table).eval()
+    clipper = clip(model)
+    for count in (5, 0, 4):
+        x = doubles(count, W)
+        result = clipper.backward(losses_of(model(x)))
+        if count:
+            expected = norms_of(loop(copy.deepcopy(model), (x,)))
+            assert_close(result.norms, total_of(expected))
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = weight(W)
+
+    def forward(self, x, scale=None):
+        return torch.tanh(x) * self.weight * (1 if scale is None else scale)
+
+
+def gradients_of_scaled(module, grad, x, scale=None):
+    grads = grad * torch.tanh(x) * (1 if scale is None else scale)
+    return {"weight": grads.flatten(1, -2).sum(1) if grads.ndim > 2 else grads}
+
+
+@pytest.mark.parametrize("count", [1, 2, 7])
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda m: m.layer(m.buffer),
+        lambda m: m.layer(m.buffer, torch.arange(4.0, dtype=torch.float64)[None]),
+        lambda m: m.layer(m.buffer, torch.tensor(2.0, dtype=torch.float64)),
+        lambda m: m.layer(m.of_table(m.buffer)),
+    ],
+    ids=["alone", "with a row", "with a number", "behind a layer"],
+)
+def test_a_registered_rule_may_get_rows_that_all_samples_share(use, count):
+    register_rule(Scaled, gradients_of_scaled)
+    net = Net(
+        lambda m, x: m.first(x) * (1 + use(m).square().sum()),
+        first=nn.Linear(W, W),
+        of_table=nn.Linear(W, W),
+        layer=Scaled(),
+    )
+    net.register_buffer("buffer", torch.randn(count, W))
+    assert_steps(net.double(), doubles(5, W), doubles(5, W), doubles(3, W))
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 10])
+def test_attention_among_rows_of_a_layer_that_all_samples_share(count):
+    net = Net(
+        lambda m, x: m.first(x) * (1 + m.attention(*[m.of_table(m.buffer)] * 3)[0].square().sum()),
+        first=nn.Linear(W, W),
+        of_table=nn.Linear(W, W),
+        attention=nn.MultiheadAttention(W, 2, batch_first=True),
+    )
+    net.register_buffer("buffer", torch.randn(count, 3, W))
+    assert_steps(net.double(), doubles(5, W), doubles(5, W), doubles(3, W))
+
+
+def test_groups_of_one_value():
+    net = nn.Sequential(nn.Linear(3, W), nn.GroupNorm(W, W), nn.Linear(W, 2)).double()
+    x = doubles(5, 3)
+    with_one = copy.deepcopy(net)
+    result = clip(net).backward(losses_of(net(x)))
+    each = norms_in_batch(with_one, x)  # torch refuses a single sample
+    assert_close(result.norms, each)
+
+
 def bags(mode, rows, **settings):
     net = beside(nn.EmbeddingBag(7, 5, mode=mode, **settings), torch.zeros(1))
     net.buffer = torch.randint(0, 7, (rows, 3))
@@ -169,15 +295,7 @@ def bags(mode, rows, **settings):
 @pytest.mark.parametrize("rows", [1, 2, 5])
 @pytest.mark.parametrize(("mode", "settings"), [("sum", {}), ("mean", {}), ("mean", {"padding_idx": 2})])
 def test_bags_that_all_samples_share(mode, settings, rows):
-    model = bags(mode, rows, **settings)
-    step = by_backward(model)
-    for count in (5, 5, 3, 6):
-        x = torch.randn(count, W, dtype=torch.float64)
-        expected = norms_of(loop(copy.deepcopy(model), (x,)))
-        norms, param_norms = step(lambda model, x=x: losses_of(model(x)))
-        assert_close(norms, total_of(expected))
-        for param, norm in param_norms.items():
-            assert_close(norm, expected[param])
+    assert_steps(bags(mode, rows, **settings), *(doubles(count, W) for count in (5, 5, 3, 6)))
 
 
 def test_bags_in_one_vector_that_all_samples_share_are_refused_by_name():

@@ -36,10 +36,6 @@ class Rule(ABC):
     takes: Sequence[str] = ("weight", "bias")
     """The names of parameters that it knows. A layer with others runs as any module with parameters of its own."""
 
-    takes_positions = False
-    """Whether the layer takes any number of dimensions before those of a position, as a linear layer does, and its
-    contributions too."""
-
     runs_empty = False
     """Whether the rule also runs empty batches. For other rules, `EmptyRule` runs the forward of the module itself."""
 
@@ -135,8 +131,11 @@ class CapturedLayer(RowsLayer):
             return known
         return next((x.shape[dim] for x in values if isinstance(x, Tensor) and x.ndim > dim), None)
 
-    def find_samples(self, input: Tensor, leading: int) -> LayerInput:
-        """Find the samples in an input that has ``leading`` dimensions before those of a single position, or raise."""
+    def find_samples(self, input: Tensor, leading: int, *, takes_positions: bool = False) -> LayerInput:
+        """Find the samples in an input that has ``leading`` dimensions before those of a single position, or raise.
+
+        ``takes_positions`` says whether the function may get any number of such dimensions, as that of a linear layer.
+        """
         if leading == 0:
             raise ValueError(f"the input of {self} has no batch dimension: per-sample gradients need one{self.way_out}")
         dim = 0 if leading == 1 else self.capture.batch_dim  # without positions, samples are first in any case
@@ -145,24 +144,26 @@ class CapturedLayer(RowsLayer):
         if isinstance(input, BroadcastRow):
             each, had_dim = input.as_input(dim)
             if not had_dim:
-                return self._from_copies(each, leading, dim)
-            return LayerInput(each, leading, dim, is_shared=True, had_dim=True)
+                return self._from_copies(each, leading, dim, takes_positions)
+            return LayerInput(each, leading, dim, is_shared=True, had_dim=True, takes_positions=takes_positions)
         if count == 1 and input.requires_grad and not input.is_contiguous():  # only then may strides be misread
             input.register_hook(partial(with_strides, input.stride()))
         if input.shape[dim] == count and forward.declared_rows is None and forward.is_argument(input):
-            return LayerInput(input, leading, dim, is_argument=True)
+            return LayerInput(input, leading, dim, is_argument=True, takes_positions=takes_positions)
         if count is not None and count > 1 and not input.requires_grad:  # else, it is an output of layers
             if input.shape[dim] == 1 and shared.is_row(input):
                 each = input.expand(*input.shape[:dim], count, *input.shape[dim + 1 :])
-                return LayerInput(each, leading, dim, is_shared=True, had_dim=True)
+                return LayerInput(each, leading, dim, is_shared=True, had_dim=True, takes_positions=takes_positions)
             if shared.is_known(input, leading):
-                return self._from_copies(input.expand(count, *input.shape).movedim(0, dim), leading, dim)
-        return LayerInput(input, leading, dim)
+                return self._from_copies(
+                    input.expand(count, *input.shape).movedim(0, dim), leading, dim, takes_positions
+                )
+        return LayerInput(input, leading, dim, takes_positions=takes_positions)
 
-    def _from_copies(self, each: Tensor, leading: int, dim: int) -> LayerInput:
+    def _from_copies(self, each: Tensor, leading: int, dim: int, takes_positions: bool) -> LayerInput:
         """The input of a layer from copies of a shared one: one after the other, if the layer takes no positions."""
-        if self.rule.takes_positions:
-            return LayerInput(each, leading + 1, dim, is_shared=True)
+        if takes_positions:
+            return LayerInput(each, leading + 1, dim, is_shared=True, takes_positions=True)
         return LayerInput(each.flatten(0, 1), leading, dim, is_shared=True, rows=each.shape[1])
 
     def watch_params(
@@ -210,7 +211,7 @@ class CapturedLayer(RowsLayer):
         if samples is not None:
             if on_shared is None and not (copies or samples.tensor.requires_grad or samples.is_shared):
                 on_shared = partial(self.shared.note, samples, capture.forward)
-            kind = kind, samples.leading, samples.is_shared, samples.had_dim, samples.rows
+            kind = kind, samples.leading, samples.is_shared, samples.had_dim
         kind = self.name, kind
         capture.calls_by_kind[kind] += 1
         call = Call(
@@ -224,7 +225,6 @@ class CapturedLayer(RowsLayer):
             copies=copies,
             on_shared=on_shared,
             beside=beside,
-            takes_positions=self.rule.takes_positions,
         )
         lasting = self.lasting(inputs) if capture.processes.sharded else inputs
         watched: Any = _Watched.apply(capture.anchor, before, [output.detach()], lasting, capture, call)

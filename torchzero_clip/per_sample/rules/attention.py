@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from torchzero_clip.compat import pytree
+from torchzero_clip.per_sample.broadcast_row import BroadcastRow
 from torchzero_clip.per_sample.captured_layer import CapturedLayer
 from torchzero_clip.per_sample.rules.generic import GenericRule
 
@@ -26,7 +27,11 @@ class AttentionRule(GenericRule):
         # bind the indices of the leaves, which tells the argument of each
         indices = pytree.tree_unflatten(list(range(len(leaves))), pytree.tree_structure((args, kwargs)))
         names = {i: name for name, i in SIGNATURE.bind(None, *indices[0], **indices[1]).arguments.items()}
-        return [self._input_dim(layer, names[i], leaf) for i, leaf in enumerate(leaves)], set()
+        dims = [self._input_dim(layer, names[i], leaf) for i, leaf in enumerate(leaves)]
+        is_row = [isinstance(leaf, BroadcastRow) for leaf in leaves]
+        if all(is_one or dim is None for is_one, dim in zip(is_row, dims, strict=True)):
+            return [None] * len(leaves), set()  # all samples share all of them, so no dimension has samples
+        return dims, set()
 
     @override
     def output_dim(self, layer: CapturedLayer, index: int) -> int:

@@ -18,8 +18,6 @@ from torchzero_clip.per_sample.samples.pattern import Place
 class EmbeddingRule(Rule):
     """Weight: the gradient of a sample has the rows that the sample uses, except `padding_idx`."""
 
-    takes_positions = True
-
     @override
     def refusal(self, module: nn.Module) -> str | None:
         table: Any = module
@@ -37,9 +35,9 @@ class EmbeddingRule(Rule):
         if layer.shared.are_positions(input):
             dim, count = layer.capture.batch_dim, layer.capture.forward.batch_size or 0
             each = input.expand(count, *input.shape).movedim(0, dim)
-            found = LayerInput(each, input.ndim + 1, dim, is_shared=True)
+            found = LayerInput(each, input.ndim + 1, dim, is_shared=True, takes_positions=True)
         else:
-            found = layer.find_samples(input, input.ndim)
+            found = layer.find_samples(input, input.ndim, takes_positions=True)
         padding = module.padding_idx
 
         def contribute(where: Place | Tensor, grad: Tensor, source: Tensor) -> list[Contribution]:
@@ -53,8 +51,6 @@ class EmbeddingRule(Rule):
 
 class EmbeddingBagRule(EmbeddingRule):
     """Weight: as in an embedding, with each row multiplied by its weight in the bag."""
-
-    takes_positions = False
 
     @override
     def refusal(self, module: nn.Module) -> str | None:

@@ -15,8 +15,6 @@ from torchzero_clip.per_sample.gradients.products import Products
 class LinearRule(Rule):
     """Weight: products of inputs and output gradients. Bias: the sum of output gradients over positions."""
 
-    takes_positions = True
-
     @override
     def run(
         self,
@@ -32,7 +30,7 @@ class LinearRule(Rule):
         module: Any = layer.module
         weight, bias = (module.weight, module.bias) if given is None else given
         trained = layer.params if params is None else params
-        found = layer.find_samples(input, input.ndim - 1)
+        found = layer.find_samples(input, input.ndim - 1, takes_positions=True)
         return layer.watch_params(
             F.linear(found.tensor, weight.detach(), None if bias is None else bias.detach()),
             found,

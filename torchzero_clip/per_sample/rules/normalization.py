@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule, with_strides
 from torchzero_clip.per_sample.gradients.contributions import Dense
-from torchzero_clip.per_sample.rules.copies import copy_of
+from torchzero_clip.per_sample.rules.copies import EMPTY, copy_of
 
 
 class NormalizationRule(Rule):
@@ -29,11 +29,12 @@ class NormalizationRule(Rule):
         takes: Sequence[str] = ("weight", "bias"),
     ) -> None:
         self._function, self._settings, self._channels, self.takes = function, settings, channels, takes
-        self.takes_positions = not channels
         self.runs_empty = channels  # instance_norm of torch raises for them if it has a weight
 
     @override
     def run(self, layer: CapturedLayer, input: Tensor) -> Tensor:
+        if self._channels and layer.capture.forward.batch_size == 0 and len(input):  # rows that all samples share
+            return EMPTY.run(layer, input)
         module: Any = layer.module
         affine = {name: x.detach() for name in self.takes if (x := getattr(module, name)) is not None}
         ndim = next(iter(affine.values())).ndim
@@ -41,7 +42,7 @@ class NormalizationRule(Rule):
         # InstanceNorm takes inputs without a batch, which `find_samples` refuses; their ndim has no public name
         unbatched = module._get_no_batch_dim() if hasattr(module, "_get_no_batch_dim") else 0
         leading = int(input.ndim != unbatched) if self._channels else input.ndim - ndim
-        found = layer.find_samples(input, leading)
+        found = layer.find_samples(input, leading, takes_positions=not self._channels)
 
         def summed(grads: Tensor) -> Tensor:
             others = range(2, grads.ndim) if self._channels else range(1, grads.ndim - ndim)
@@ -69,7 +70,9 @@ class GroupNormRule(NormalizationRule):
         affine = [x for x in (module.weight, module.bias) if x is not None]
         dtypes, lower = {x.dtype for x in (input, *affine)}, torch.is_autocast_enabled(input.device.type)
         fits = len(dtypes) == 1 and dtypes <= {torch.float32, torch.float64} and not lower
-        found = layer.find_samples(input, 1) if fits and len(affine) == 2 and input.numel() else None
+        # the kernel refuses one sample with one value in each group
+        fits = fits and len(affine) == 2 and input.numel() > len(input) * module.num_groups
+        found = layer.find_samples(input, 1) if fits and layer.capture.forward.batch_size != 0 else None
         if found is None or found.is_shared:
             return super().run(layer, input)
         x, own = found.tensor, {id(value): param for param, value in layer.values}

@@ -8,6 +8,7 @@ from torch.func import functional_call
 from typing_extensions import override
 
 from torchzero_clip.compat import pytree
+from torchzero_clip.per_sample.broadcast_row import BroadcastRow
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
 from torchzero_clip.per_sample.gradients.contributions import Contribution, Dense
 from torchzero_clip.per_sample.gradients.row_norms import wide
@@ -29,13 +30,14 @@ class RegisteredRule(Rule):
     @override
     def run(self, layer: CapturedLayer, /, *args: Any, **kwargs: Any) -> Tensor:
         leaves, structure = pytree.tree_flatten((args, kwargs))
+        rows = self._put_copies(layer, leaves)
         others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         tensor_at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
 
         def contribute(place: Place | Tensor, grad: Tensor, *tensors: Tensor) -> list[Contribution]:
             dim = layer.capture.batch_dim
-            # the second one is that of a single sample
-            if place not in (Place(min(dim, grad.ndim - 1)), Place(0, len(grad))):
+            # the second one is that of a single sample, the third that of rows which all samples share
+            if place not in (Place(min(dim, grad.ndim - 1)), Place(0, len(grad)), Place(0, rows or 1)):
                 raise layer.unknown_rows(f"its samples are not in dimension {dim}")
             given: list[Any] = list(others)
             for i, tensor in zip(tensor_at, tensors, strict=True):
@@ -46,15 +48,27 @@ class RegisteredRule(Rule):
         params = {f"inner.{name}": param.detach() for name, param in layer.module.named_parameters()}
         layer.capture.runs_whole = True
         try:
-            output = functional_call(WithoutHooks(layer.module), params, args, kwargs)
+            given = pytree.tree_unflatten(leaves, structure)
+            output = functional_call(WithoutHooks(layer.module), params, *given)
         finally:
             layer.capture.runs_whole = False
         if not isinstance(output, Tensor):
             raise TypeError(f"{layer} has a registered rule and must return one tensor, got {type(output).__name__}")
-        # it is not known which of several tensors have rows, so samples cannot share rows then
-        on_shared = None if len(tensor_at) == 1 else lambda: False
-        samples = LayerInput(output, max(min(layer.capture.batch_dim + 1, output.ndim), 1))
-        return layer.watch(output, [leaves[i] for i in tensor_at], contribute, samples, on_shared=on_shared)
+        leading = max(min(layer.capture.batch_dim + 1, output.ndim), 1)
+        samples = LayerInput(output, leading, is_shared=rows is not None, rows=rows)
+        return layer.watch(output, [leaves[i] for i in tensor_at], contribute, samples)
+
+    def _put_copies(self, layer: CapturedLayer, leaves: list[Any]) -> int | None:
+        """Replace a value that all samples share by its copies, one after the other. Return how many rows it has."""
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        row = next((x for x in tensors if isinstance(x, BroadcastRow)), None)
+        if row is None:
+            return None
+        if len(tensors) > 1 or layer.capture.batch_dim or not row.ndim:
+            raise layer.unknown_rows("all samples share them", how="Expand them to the batch")
+        copies = row.copies()
+        leaves[:] = [copies.flatten(0, 1) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        return copies.shape[1]
 
 
 def _checked(layer: CapturedLayer, grads: object) -> list[Contribution]:

@@ -28,7 +28,8 @@ class LayerInput(NamedTuple):
     The samples are in dimension ``dim``, unless a proof finds them elsewhere. If all samples share the input,
     ``tensor`` has one copy of it per sample, and the layer returns one row. ``had_dim`` is True if the input already
     had this dimension, of size 1. If copies stand one after the other in ``dim``, ``rows`` is the
-    number of rows of each; else None.
+    number of rows of each; else None. With ``takes_positions``, the layer and its contributions take any number of
+    dimensions before those of a position.
     """
 
     tensor: Tensor
@@ -38,6 +39,7 @@ class LayerInput(NamedTuple):
     had_dim: bool = False
     is_argument: bool = False
     rows: int | None = None
+    takes_positions: bool = False
 
 
 class Call:
@@ -53,7 +55,6 @@ class Call:
         on_shared: Notes that all samples share the rows, such as positions. Returns True if that is possible.
         beside: The inputs of a layer that gets copies of its parameters, so that a proof sees whether they come from
             shared rows. Then ``input`` are the copies.
-        takes_positions: As in `Rule`.
     """
 
     def __init__(
@@ -69,7 +70,6 @@ class Call:
         copies: bool = False,
         on_shared: Callable[[], bool] | None = None,
         beside: Iterable[Tensor] | None = None,
-        takes_positions: bool = False,
     ) -> None:
         self.layer, self.forward, self.kind, self._contribute = layer, forward, kind, contribute
         self.leading = 1 if input is None else input.leading
@@ -78,7 +78,7 @@ class Call:
         self.declared = input.dim if input is not None and input.is_argument else None
         """The dimension of the samples, if the input is an argument of the model."""
         self.reduce, self.copies, self.on_shared = reduce, copies, on_shared
-        self._takes_positions = takes_positions
+        self._takes_positions = input is not None and input.takes_positions
         inputs = beside if beside is not None else [] if input is None else [input.tensor]
         self.made_by = [x.grad_fn for x in inputs]
         """The functions that made the inputs of the layer, None for inputs without a graph."""
@@ -112,10 +112,13 @@ class Call:
         """The contributions of samples in known places."""
         if (each := self.each) is not None:
             self.each, rows = None, self.shape[0]
-            tensors = [each, *(x.expand(count, *x.shape) for x in inputs)]
+            copies = [x.expand(count, *x.shape) for x in inputs]
             if rows > 1 and self._takes_positions:
-                return [*self._contribute(Place(0), *tensors)]
-            parts = self._contribute(Place(0), *(x.flatten(0, 1) for x in tensors))
+                return [*self._contribute(Place(0), each, *copies)]
+            # registered rules may have inputs without rows
+            pairs = zip(inputs, copies, strict=True)
+            flat = [copied.flatten(0, 1) if x.ndim and len(x) == rows else x for x, copied in pairs]
+            parts = self._contribute(Place(0), each.flatten(0, 1), *flat)
             return [*parts] if rows == 1 else [regrouped(part, rows, count) for part in parts]
         if self.reduce is not None:
             return [*self._contribute(where, grad, *inputs, count=count)]
