@@ -69,7 +69,7 @@ class EmptyRule(Rule):
     runs_layers = True  # those in a module under `BareRule`
 
     @override
-    def run(self, layer: CapturedLayer, /, *args: Any, **kwargs: Any) -> object:
+    def run(self, layer: CapturedLayer, /, *args: Any, **kwargs: Any) -> Any:
         params = dict(zip(layer.params, layer.values, strict=True))
         if not layer.capture.processes.sharded:  # the module may use parameters of its submodules too
             params = {name: (param, param) for name, param in trainable(layer.module).items()}

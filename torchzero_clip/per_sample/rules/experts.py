@@ -48,8 +48,7 @@ class ExpertsRule(Rule):
         # transformers passes tokens, chosen experts and shares, in this order
         tokens, chosen, shares = inspect.signature(type(module).forward).bind(module, *args, **kwargs).args[1:]
         if not len(tokens):
-            empty: Any = EMPTY.run(layer, *args, **kwargs)
-            return empty
+            return EMPTY.run(layer, *args, **kwargs)
         if isinstance(tokens, BroadcastRow):
             raise layer.unknown_rows("all samples share them")
         top, count = chosen.shape[-1], len(tokens)
