@@ -324,6 +324,43 @@ def test_each_pair_of_layers_that_have_a_rule_is_right(first):
                 assert_close(step_of(lambda m, x=x: losses_of(m(x)))[0], expected)
 
 
+TAKE_SHARED_ROWS = {"linear", "layer norm", "rms norm", "convolution", "instance norm", "batch norm in eval mode"}
+"""Layers that are right from the first step on in any pair of them. Others may be refused, at first or always."""
+
+
+def norms_or_refusal(step_of, x):
+    try:
+        return step_of(lambda model: losses_of(model(x)))[0], ""
+    except (RuntimeError, ValueError) as error:
+        return None, str(error)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("first", WITH_RULES)
+def test_each_pair_of_layers_is_right_or_refused_on_rows_that_all_samples_share(first, rows):
+    def forward(m, x):
+        shared, own = m.second(m.one(m.table).tanh()), x.flatten(1)
+        return m.head(own) * (1 + shared.sum()) + shared.square().mean() * own[:, :2]
+
+    for second in WITH_RULES:
+        torch.manual_seed(0)
+        layers = {"one": WITH_RULES[first](), "second": WITH_RULES[second](), "head": nn.Linear(4 * D, 2)}
+        model = Net(forward, **layers)
+        model.register_buffer("table", torch.randn(rows, 4, D))
+        model = model.double()
+        for form in ("backward", "classic"):
+            step_of = FORMS[form](copy.deepcopy(model))
+            for count in (4, 5, 4):  # as many samples as positions and features, and more
+                x = torch.randn(count, 4, D, dtype=torch.float64)
+                norms, refusal = norms_or_refusal(step_of, x)
+                if norms is not None:
+                    assert_close(norms, norms_in_batch(model, x))
+                else:
+                    assert "mixes samples" in refusal or "all samples share them" in refusal
+                    assert not {first, second} <= TAKE_SHARED_ROWS
+
+
 @pytest.mark.parametrize("seed", [seed for seed in range(14) if not uses(seed, reversed_positions)])
 def test_a_sample_changes_private_sums_by_its_limit_at_most(seed):
     model = generated(seed)

@@ -104,6 +104,7 @@ class ZClip(NormStatistics):
 
     @override
     def factors_of(self, tracked: Tracked, updates: list[Tensor]) -> Tensor:
+        # all parameters share one setting: that of the first range
         setting, norm, mean, variance = tracked.shared[0][0], tracked.norms, tracked["mean"], tracked["variance"]
         is_warm, count, threshold = tracked["started"] >= self.warmup_steps, tracked["started"] + 1, setting["z_thresh"]
         deviation = variance.sqrt()

@@ -254,7 +254,7 @@ class FinalRule(NeverApplied, UpdateRule):
 class Retraction(FinalRule):
     """A final rule that takes the step of the optimizers before it on a surface, as `Hyperball` does on a sphere.
 
-    It names no rate of its own: see `update_rules`.
+    It names no rate of its own: see `learning_rate.update_rules`.
     """
 
 

@@ -46,6 +46,7 @@ class Node:
         if self.stored is None:
             return settings
         others = group.keys() - self.stored - NO_SETTINGS - HOW_TO_COMPUTE
+        # "/" is in keys of other transforms, and ":" in those that `as_lr` lets schedulers store
         return {key: group[key] for key in others if "/" not in key and ":" not in key} | settings
 
     def state(self, values: State) -> State:
@@ -68,6 +69,7 @@ class Node:
     def keeps_refused(self, settings: Sequence[Setting]) -> bool:
         """True if it may act in a step that the device refuses, because that changes no state of it."""
         transform, has_state = self.transform, self.has_state or bool(self.global_keys)
+        # a pure transform changes only updates, state and metrics
         return is_pure(transform) and (not has_state or transform.keeps_refused(settings))
 
     def qualified(self, values: Mapping[str, _V]) -> dict[str, _V]:

@@ -66,6 +66,7 @@ class Table:
         if len(scope.conditions) == 0:  # `not` of a tuple breaks the graphs of `torch.compile`
             return rows
         if node.path not in self._scopes:
+            # in the order of the rows, which `taking_part` has given
             of_rows = [n for n in all_named_params(self.groups) if n.param.grad is not None and n.param.requires_grad]
             self._scopes[node.path] = {i for i, n in enumerate(of_rows) if scope.has(n)}
         chosen = self._scopes[node.path]

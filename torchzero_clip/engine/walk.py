@@ -236,7 +236,7 @@ class Walk:
         # authors' methods are checked in the first step of a parameter only, because each check takes time
         # what a first step compares, such as versions of tensors, torch.compile cannot trace
         step.is_first = bool(table.new_states) and not torch.compiler.is_compiling()
-        if self.company is not None and self.company.absence is not None:
+        if self.company is not None and self.company.absence is not None:  # this is the walk of a stand-in
             self.company.absence.begin(step)
         return step
 

@@ -144,7 +144,7 @@ class PlannedStep(AnyStep):
     def is_allowed(self, policy: StepPolicy, counts: State) -> bool:
         total = None if self.needs_walk else self.measure()
         if total is None:
-            self.needs_walk = True
+            self.needs_walk = True  # for `run` too
             return policy.decide(self.walk, counts)
         policy.allow(total, counts)
         return True
@@ -352,7 +352,7 @@ class ByDelivery:
             self._multiply(step.columns["grads"], factor)
 
 
-class _Measurer(Averaging):
+class _Measurer(Averaging):  # the base class measures for statistics
     """Measures gradients that are plain."""
 
     _are_plain = True

@@ -101,7 +101,7 @@ class Runner:
         self.fast_way = FastWay()
         self.step_metrics = StepMetrics({})
         self.reported = ReportedLoss()
-        self._fitting: set[object] = set()  # see `check_tensors`
+        self._fitting: set[object] = set()  # the tensors that `validation.check_tensors` has accepted
 
     @property
     def transforms(self) -> dict[str, Transform]:
@@ -161,7 +161,7 @@ class Runner:
 
     def metrics(self, groups: Sequence[Group]) -> dict[str, Tensor]:
         """As `Modular.metrics`."""
-        self.chain_state.adopt_counters(groups)
+        self.chain_state.adopt_counters(groups)  # those that a user has written to a param group
         skipped, decisions = None, self.decisions
         if self.policy.may_skip:
             known = self.chain_state.values[SKIPPED]
@@ -229,6 +229,7 @@ class Runner:
                 step = self._planned(groups, states, loss)
             if step is None:
                 settings = self.checked_settings(groups)  # again, because a closure may change settings, or add groups
+                # this gives zeros to gradients that only other processes have, so it comes before the step is made
                 absent = Missing(self.nodes, groups, states) if self.has_meshes and not self.parts else None
                 step = self._ordinary(groups, states, self.fast_way, settings, loss())
             if self.policy.decides:
@@ -408,7 +409,7 @@ class Runner:
         if columns is None:  # else the fast way has checked these tensors already
             refuse_unusable(groups)
             validation.check_tensors(self.nodes, table, self._fitting)
-            table.grads = own_gradients(table.params)
+            table.grads = own_gradients(table.params)  # some may be replaced, in .grad too
         if values:
             self.chain_state.move(groups)
         # a parameter that is listed twice would have its gradient scaled twice

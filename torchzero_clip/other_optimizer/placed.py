@@ -35,7 +35,7 @@ class Placed:
         self._states: list[State] = []  # what `Followed.state` had, as it was placed
         self._alone: list[Tensor] = []  # parameters of which the optimizer has no state
         self._is_out = False  # True while the entries of ``_alone`` are removed
-        self._is_loaded = False  # the optimizer has the portable form of the state that was loaded
+        self._is_loaded = False  # the optimizer has the portable form (`checkpoints.portable`) of the loaded state
 
     def place(self, optimizer: Optimizer) -> None:
         """Put the state of all parameters at its place. Called after each step and each load."""
@@ -48,7 +48,7 @@ class Placed:
         self._alone, self._is_out = [], False
         for param, _ in _listed(self._followed.param_groups):
             if _has_state_of(states, param) and isinstance(states[param], dict):
-                states[param].setdefault(KEY, {})  # a flat load fills the keys that exist
+                states[param].setdefault(KEY, {})  # a load of a flattened state dict fills the keys that exist
         for param, state in self._followed.state.items():
             if not state:
                 continue

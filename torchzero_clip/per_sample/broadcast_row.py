@@ -142,7 +142,7 @@ class BroadcastRow(Tensor):
             if sets_data(func):
                 args[0]._layer.misuse = "an assignment to .data", args[0]._layer.capture.running is args[0]._layer
                 args[0]._layer.refuse_row()
-            if name == "__set__":
+            if name == "__set__":  # of an attribute, such as requires_grad
                 return func(*args)
             if attribute_read(func) is not None:  # such as `shape`, or `T`, which is a row
                 return args[0].rows_in(func(*args))
@@ -199,7 +199,7 @@ class _Start(torch.autograd.Function):
     @staticmethod
     @override
     def forward(ctx: Any, anchor: Tensor, value: Tensor | list[Tensor], source: Source) -> Tensor:
-        ctx.source = source
+        ctx.source = source  # ``anchor`` requires grad, so that the row has a graph
         # autograd takes a value in a list as created here; one outside is a view, which cannot be changed in place
         return in_subclass(BroadcastRow, value[0]) if isinstance(value, list) else value.as_subclass(BroadcastRow)
 
@@ -229,7 +229,7 @@ class _Copies(torch.autograd.Function):
         through = functools.partial(torch.autograd.grad, ctx.edge, ctx.edges, retain_graph=True, allow_unused=True)
         try:
             with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "There is a performance drop")
+                warnings.filterwarnings("ignore", "There is a performance drop")  # of vmap, which takes a loop
                 found = through(grads[0], is_grads_batched=True)
         except RuntimeError:  # vmap cannot run a function, or the error comes again
             with _named(ctx.edges[0].node.source.layer):

@@ -246,8 +246,8 @@ class Engine(Capture):
     def of_losses(self, losses: Tensor, further: int, *, keeps_graph: bool) -> Generator[Callable[[], None]]:
         """A block for the backward of losses, and ``further`` ones. It yields what runs them.
 
-        With ``keeps_graph``, silent calls may need more backwards, on this process or, with `fully_shard`, on another
-        one. An error in the block restores the gradients of tensors outside of the model.
+        With ``keeps_graph``, calls that got only zeros so far may need more backwards, on this process or, with
+        `fully_shard`, on another one. An error in the block restores the gradients of tensors outside of the model.
         """
         inside = set(map(id, self.params.values()))
         runs_again = further > 0 or keeps_graph
@@ -267,7 +267,7 @@ class Engine(Capture):
         """Run the backward of losses, and the further ones that find the samples of rows."""
         sharded = keeps_graph and self.processes.sharded
         agreement = self.processes.agreement(self.params, 1) if sharded else None
-        with agreement or nullcontext():
+        with agreement or nullcontext():  # at its end, the processes exchange the numbers that are set in it
             tasks: list[int] = []
             total = losses.sum()
             if total.grad_fn is not None:

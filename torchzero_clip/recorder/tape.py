@@ -18,7 +18,7 @@ from torchzero_clip.recorder.recorded_params import By, RecordedParams
 from torchzero_clip.recorder.saved import SavedTape
 from torchzero_clip.recorder.series import LATEST, jumps
 
-PRECISION = "precision"  # the name of the column
+PRECISION = "precision"  # the name of the column with the precision of gradients
 _ABSENT = -1.0  # stands for the norm of a parameter without a gradient
 PASSED = "passed "  # before the name of a gate: the column is 1 if it let the step pass about which the device decided
 
@@ -78,7 +78,8 @@ class Tape:
             self._hidden.clear()  # frozen parameters have gradients now, because the norms are of all
         if passed is not None:
             answers = passed.to(self._steps.dtype).unbind()
-            numbers |= {PASSED + name: answer for name, answer in zip(note.undecided, answers, strict=True)}
+            named = {PASSED + name: answer for name, answer in zip(note.undecided, answers, strict=True)}
+            numbers = {**numbers, **named}
         self._add_columns(numbers)
         waits = self.device.type == "cpu"
         device, dtype = self.device, self._steps.dtype
@@ -107,7 +108,7 @@ class Tape:
         self._effects.clear()
 
     def _row(self) -> Tensor:
-        """The memory of the next step."""
+        """The memory of the next step. What it overwrites counts in ``used`` first."""
         i = self.count % self._size
         if self.count >= self._size and i % LATEST == 0:
             self._used |= (self._norms(self._steps.narrow(0, i, LATEST)) > 0).any(dim=0)
@@ -201,7 +202,10 @@ class Tape:
         return refused
 
     def record(self, by: By, last: int | None = None) -> Record:
-        """The last steps that are kept, on the CPU; None for all. The call synchronizes with the GPU."""
+        """The last steps that are kept, on the CPU; None for all. The call synchronizes with the GPU.
+
+        ``by`` says which layer each parameter belongs to.
+        """
         last = self.keep if last is None else min(last, self.keep)
         norms, columns, pairs, used = self._read(last + LATEST)
         notes = list(self.notes)[len(self.notes) - len(norms) :]

@@ -99,7 +99,10 @@ class Proof:
         return self._powers.passes + 2 * self._has_nan
 
     def hook_sites(self) -> None:
-        """Hook the sites from the next backward on, unless rows are known to move."""
+        """Hook the sites, where rows move along some dimensions, from the next backward on.
+
+        Not if each step is proved in any case.
+        """
         if not self.known.needs_each_step:
             self._handles = [
                 node.register_prehook(self._site_hook(i, _leading(node, axes)))
