@@ -44,7 +44,8 @@ def places(vector: Tensor) -> Tensor:
     size, device = len(vector), vector.device
     if _takes_numbers(vector):
         return torch.arange(size, device=device)
-    return _kept(lambda: torch.arange(size, device=device), size, device)
+    known = _CONSTANTS.get((size, device))
+    return _made(lambda: torch.arange(size, device=device), size, device) if known is None else known
 
 
 def _takes_numbers(tensor: Tensor) -> bool:
@@ -53,12 +54,11 @@ def _takes_numbers(tensor: Tensor) -> bool:
 
 def _number(number: float, like: Tensor) -> Tensor:
     key = str(number), like.dtype, like.device  # as text, because NaN is not equal to itself
-    return _kept(lambda: torch.full((), number, dtype=like.dtype, device=like.device), *key)
+    known = _CONSTANTS.get(key)  # without a call, because each step asks
+    return _made(lambda: torch.full((), number, dtype=key[1], device=key[2]), *key) if known is None else known
 
 
-def _kept(make: Callable[[], Tensor], *key: object) -> Tensor:
-    if (stored := _CONSTANTS.get(key)) is not None:
-        return stored
+def _made(make: Callable[[], Tensor], *key: object) -> Tensor:
     with torch.inference_mode(False):  # autograd cannot save a tensor of inference
         made = make()
     if not (made.is_cuda and is_capturing()):  # a captured graph fills it only when it is replayed
