@@ -112,7 +112,7 @@ def run_program(
     try:
         output, errors = process.communicate(timeout=limit)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGABRT)  # faulthandler prints where each process is
+        _show_and_end(process.pid)
         output, errors = process.communicate(timeout=10)
         raise AssertionError(f"after {limit} s, {command} still ran\n{output}\n{errors}") from None
     finally:
@@ -120,6 +120,19 @@ def run_program(
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     return subprocess.CompletedProcess(command, process.returncode, output, errors)
+
+
+def _show_and_end(group: int) -> None:
+    """Let the processes of a group print where they wait, and end: one after the other, so that lines stay whole."""
+    folder = Path("/proc")
+    listed = [int(path.name) for path in folder.iterdir() if path.name.isdigit()] if folder.is_dir() else [group]
+    for pid in listed:
+        with suppress(ProcessLookupError, PermissionError):
+            if os.getpgid(pid) == group:
+                os.kill(pid, signal.SIGABRT)  # faulthandler prints
+                time.sleep(0.3)
+    with suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGABRT)  # those that are not listed
 
 
 def run_script(script: Path, *args: str, limit: float = LIMIT) -> str:
