@@ -72,10 +72,10 @@ def norms_by_loop(model, *inputs, **settings):
     return total_of(norms_of(loop(copy.deepcopy(model), inputs, **settings)))
 
 
-def assert_step(clipper, model, *inputs, output=None, **kwargs):
+def assert_step(clipper, model, *inputs, output=None, batch_dim=0, **kwargs):
     """The norms of the samples in each parameter are those of one backward per sample."""
-    expected = norms_of(loop(copy.deepcopy(model), inputs))
-    result = clipper.backward(losses_of(model(*inputs) if output is None else output))
+    expected = norms_of(loop(copy.deepcopy(model), inputs, batch_dim))
+    result = clipper.backward(losses_of(model(*inputs) if output is None else output, batch_dim))
     for name, norms in result.param_norms.items():
         assert_close(norms, expected[name], **kwargs)
     assert_close(result.norms, total_of(expected), **kwargs)

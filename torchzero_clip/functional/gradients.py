@@ -90,7 +90,7 @@ def with_gradients(
 
 
 def warn_of_no_gradients(params: Tensors, parameters: Sequence[Tensor]) -> None:
-    """Warn that the call changes nothing, because no parameter has a gradient."""
+    """Warn that no parameter has a gradient. The call then changes nothing."""
     # in a pipeline or with experts, one of several processes may have none
     if torch.compiler.is_compiling() or (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return

@@ -213,7 +213,10 @@ def _shape_message(what: str, value: Tensor, param: Tensor, group: Group) -> str
 def agree(
     nodes: Nodes, policy: StepPolicy, params: Sequence[NamedParam], has_schedules: bool, group: ProcessGroup | None
 ) -> tuple[dict[str, bool], bool]:
-    """Whether each pattern, by its warning, matches nothing on any process; and whether any process has schedules."""
+    """Agree with the other processes, or raise. Each warning about a pattern is True if no process has a match.
+
+    The second result is True if any process has a setting that is a function of the step.
+    """
     # all processes of a group call this together, and all raise if their chains would not exchange the same numbers
     unmatched = unmatched_names(nodes, params)
     if group is None:

@@ -28,8 +28,7 @@ class AttentionRule(GenericRule):
         indices = pytree.tree_unflatten(list(range(len(leaves))), pytree.tree_structure((args, kwargs)))
         names = {i: name for name, i in SIGNATURE.bind(None, *indices[0], **indices[1]).arguments.items()}
         dims = [self._input_dim(layer, names[i], leaf) for i, leaf in enumerate(leaves)]
-        is_row = [isinstance(leaf, BroadcastRow) for leaf in leaves]
-        if all(is_one or dim is None for is_one, dim in zip(is_row, dims, strict=True)):
+        if all(dim is None or isinstance(leaf, BroadcastRow) for dim, leaf in zip(dims, leaves, strict=True)):
             return [None] * len(leaves), set()  # all samples share all of them, so no dimension has samples
         return dims, set()
 

@@ -77,7 +77,7 @@ class GenericRule(Rule):
         # tensors of inference have no version
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]
         versions = [leaf._version for leaf in given]
-        # one sample shows nothing
+        # with one sample, the comparison cannot show whether samples mix
         decision = (count > 1, *dims, *[(x.ndim, x.dtype) if isinstance(x, Tensor) else type(x) for x in leaves])
         with _alone(layer, one) as state:
             tensors = _mapped(layer, state, one, copies, list(inputs.values()))

@@ -102,6 +102,6 @@ def _way_out(capture: Capture, name: str) -> str:
         hooks = "Hooks such as that of torch.nn.utils.weight_norm make another tensor of it"
         return f"{hooks}: use torch.nn.utils.parametrizations{', or ' if hint else ''}{hint}. "
     if not hint and isinstance(layer := vars(owner).get("forward"), CapturedLayer) and layer.rule.runs_layers:
-        # no module is around the owner, so name the owner itself
+        # nothing around the owner can run whole, so the hint names the owner
         hint = whole_hint(capture.model, name, capture.reruns)
     return f"If the model uses it, {hint or 'freeze it'}. "
